@@ -1,0 +1,139 @@
+"""Every command that CI runs: `python -m pip install nox && python -m nox -s tests`.
+
+Each session makes an environment of its own with pip. torch comes first and pinned, so that nothing
+else chooses its build. CONTRIBUTING.md has the table of the sessions.
+"""
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.error_on_missing_interpreters = True
+
+TORCH = "torch==2.13.0"
+PACKAGES = [
+    "packages/core",
+    "packages/backend-cuda",
+    "packages/backend-deepspeed",
+    "packages/backend-xla",
+    "packages/backend-hpu-ipu",
+]
+# What builds a package of ours; installed once, so that no build fetches it again.
+BUILD_TOOLS = ["build==1.6.1", "editables==0.6", "hatchling==1.33.0"]
+# Pinned, so that CI does not break by itself.
+TEST_TOOLS = [
+    "import-linter==2.16",
+    "mypy==2.4.1",
+    "nox==2026.10.20",
+    "numpy==2.4.6",
+    "pytest==9.2.0",
+    "ruff==0.17.5",
+    "scikit-learn==1.9.1",
+    "torchmetrics==1.9.0",
+]
+PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
+
+
+def install_everything(session: nox.Session) -> None:
+    """Torch, the tools, then the five packages from the source tree, editable."""
+    session.install(TORCH)
+    session.install(*BUILD_TOOLS, *TEST_TOOLS)
+    editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
+    session.install("--no-build-isolation", *editable)
+
+
+def check_lint(session: nox.Session) -> None:
+    """Style and format."""
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+def check_types(session: nox.Session) -> None:
+    """Types of the sources and of this file, then of each folder of tests and scripts."""
+    session.run("mypy")
+    folders = [*(f"{package}/tests" for package in PACKAGES), "tests", "examples", "benchmarks"]
+    for folder in folders:
+        # One at a time: modules of the same name live in several of these folders.
+        if any(Path(folder).glob("*.py")):
+            session.run("mypy", folder)
+
+
+def check_contracts(session: nox.Session) -> None:
+    """Who may import whom."""
+    session.run("lint-imports", "--no-logo")
+
+
+def run_pytest(session: nox.Session, markers: str) -> None:
+    """Pytest on the tests that `markers` selects, with this session's further arguments."""
+    session.run("pytest", "-m", markers, *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole check: lint, types, contracts, then every test that needs no GPU."""
+    install_everything(session)
+    check_lint(session)
+    check_types(session)
+    check_contracts(session)
+    run_pytest(session, "not gpu")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules and ruff's format."""
+    session.install(*(tool for tool in TEST_TOOLS if tool.startswith("ruff==")))
+    check_lint(session)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types, by mypy --strict."""
+    install_everything(session)
+    check_types(session)
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """Who may import whom, by import-linter."""
+    install_everything(session)
+    check_contracts(session)
+
+
+@nox.session
+def unit(session: nox.Session) -> None:
+    """The tests without the wheels; what follows `--` goes to pytest."""
+    install_everything(session)
+    run_pytest(session, "not gpu and not wheels")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Builds the wheels and installs each alone in an empty environment."""
+    install_everything(session)
+    run_pytest(session, "wheels")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The tests that need a GPU."""
+    install_everything(session)
+    run_pytest(session, "gpu")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Trains a classifier on real data in two processes; what follows `--` goes to the script."""
+    session.install(TORCH)
+    session.install("./packages/core", "scikit-learn")
+    session.run("python", "examples/digits.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Step cost, import and start-up beside raw PyTorch and two peers; not in CI."""
+    session.install(TORCH)
+    session.install("./packages/core", *PEERS)
+    session.run("python", "benchmarks/run.py", *session.posargs)

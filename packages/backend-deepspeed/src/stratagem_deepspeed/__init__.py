@@ -1,0 +1,1 @@
+"""Stratagem's backend for DeepSpeed; its plugin module says what it offers."""

@@ -1,0 +1,1 @@
+"""Stratagem's backend for PyTorch/XLA; its plugin module says what it offers."""

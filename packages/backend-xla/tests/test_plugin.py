@@ -1,0 +1,29 @@
+"""The plugin of stratagem-backend-xla: light, and promising only what it has."""
+
+import importlib
+import subprocess
+import sys
+from importlib.metadata import distribution
+
+import pytest
+
+# entry point: plugin module
+PLUGINS = {"xla": "stratagem_xla.plugin"}
+
+
+def test_the_distribution_declares_its_plugin_modules() -> None:
+    declared = distribution("stratagem-backend-xla").entry_points
+    entry_points = declared.select(group="stratagem.backends")
+    assert {entry.name: entry.value for entry in entry_points} == PLUGINS
+
+
+@pytest.mark.parametrize("module", PLUGINS.values())
+def test_importing_the_plugin_does_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", PLUGINS.values())
+def test_the_plugin_registers_no_component_yet(module: str) -> None:
+    assert list(importlib.import_module(module).stratagem_components()) == []

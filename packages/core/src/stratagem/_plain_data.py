@@ -1,0 +1,58 @@
+"""Plain data: what can be stored and sent so that reading it back executes nothing.
+
+Plain data are None, bool, int, float, complex, str, bytes, tensors, and dicts, lists, tuples and
+sets of them: what `torch.load(weights_only=True)` accepts from any version of torch.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
+_TORCH = (torch.Size, torch.dtype, torch.device)
+
+
+def find_culprit(data: Any, path: str = "") -> str | None:
+    """Return where in `data` something is not plain data, and what it is; None if all of it is."""
+    kind = type(data)
+    if kind in _LEAVES or kind in _TORCH or isinstance(data, torch.Tensor):
+        return None
+    if kind in (dict, OrderedDict):
+        for key, value in data.items():
+            culprit = find_culprit(key, f"{path} (a key)") or find_culprit(
+                value, f"{path}[{key!r}]"
+            )
+            if culprit:
+                return culprit
+        return None
+    if kind in (list, tuple, set):
+        for index, value in enumerate(data):
+            if culprit := find_culprit(value, f"{path}[{index}]"):
+                return culprit
+        return None
+    return f"{path or 'it'} is of type {kind.__module__}.{kind.__qualname__}"
+
+
+def encode(data: Any) -> torch.Tensor:
+    """Return plain data as a tensor of bytes, to be sent to other ranks.
+
+    Raises:
+        TypeError: something in it is not plain data; says where.
+    """
+    if culprit := find_culprit(data):
+        raise TypeError(
+            f"only plain data (numbers, strings, tensors, and dicts, lists, tuples and sets of "
+            f"them) can be sent to other ranks: {culprit}"
+        )
+    buffer = io.BytesIO()
+    torch.save(data, buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def decode(encoded: torch.Tensor) -> Any:
+    """Return the plain data that `encode` made; nothing in it is executed."""
+    return torch.load(io.BytesIO(encoded.cpu().numpy().tobytes()), weights_only=True)

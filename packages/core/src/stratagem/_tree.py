@@ -1,0 +1,49 @@
+"""Mapping a function over the tensors in a batch: nested containers, dataclasses, and the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
+    """Return `data` with `function` applied to every tensor in it.
+
+    Goes into dicts, lists, tuples, named tuples and dataclasses and keeps their types; any other
+    object is returned as it is.
+    """
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        mapped = {key: map_tensors(function, value) for key, value in data.items()}
+        return mapped if type(data) is dict else type(data)(mapped)  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(function, value) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)([map_tensors(function, value) for value in data])
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        fields = {f.name: getattr(data, f.name) for f in dataclasses.fields(data) if f.init}
+        return dataclasses.replace(
+            data, **{name: map_tensors(function, value) for name, value in fields.items()}
+        )
+    return data
+
+
+def move_to_device(data: Any, device: torch.device) -> Any:
+    """Return `data` on `device`: its tensors, and objects with a `to(device)` method of their own.
+
+    The copy does not wait for the host when the tensor lies in pinned memory.
+    """
+    if hasattr(data, "to") and not isinstance(data, torch.Tensor):
+        return data.to(device)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), data)
+
+
+def convert_floats(data: Any, dtype: torch.dtype) -> Any:
+    """Return `data` with its floating-point tensors converted to `dtype`."""
+    return map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, data
+    )

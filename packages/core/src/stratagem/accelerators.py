@@ -1,0 +1,19 @@
+"""Accelerator classes, and the base to subclass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stratagem.discovery.exports import exporter
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.accelerator import Accelerator as Accelerator
+    from stratagem.native.accelerators.cpu import CPUAccelerator as CPUAccelerator
+else:
+    __getattr__, __dir__ = exporter(
+        __name__,
+        "accelerator",
+        {
+            "Accelerator": "stratagem.interfaces.accelerator",
+        },
+    )

@@ -1,0 +1,21 @@
+"""Checkpoint formats, and the base to subclass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stratagem.discovery.exports import exporter
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
+    from stratagem.native.checkpoint.single_file import (
+        SingleFileCheckpointIO as SingleFileCheckpointIO,
+    )
+else:
+    __getattr__, __dir__ = exporter(
+        __name__,
+        "checkpoint_io",
+        {
+            "CheckpointIO": "stratagem.interfaces.checkpoint_io",
+        },
+    )

@@ -1,0 +1,144 @@
+"""Data loaders of several ranks: each reads its own part, and no sample is lost or counted twice."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from stratagem.errors import UserCodeError
+from stratagem.seed import WorkerSeed, chosen_seed, seeds_workers
+
+
+class ShardedSampler(Sampler[Any]):
+    """The part of a sampler's indices that one rank reads: every `count`-th one.
+
+    All ranks must draw the same order, so a random sampler is drawn under a seed that they share;
+    it changes with the epoch.
+
+    Args:
+        sampler: the loader's own.
+        index, count: which part, of how many.
+        even: repeat the first indices until every rank has as many (training, where ranks must
+            run the same number of steps); otherwise each index is read once.
+        seed: shared by all ranks.
+    """
+
+    def __init__(
+        self, sampler: Sampler[Any], index: int, count: int, *, even: bool, seed: int
+    ) -> None:
+        self.sampler = sampler
+        self.index = index
+        self.count = count
+        self.even = even
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw another order from the next iteration on."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        total = len(self.sampler)  # type: ignore[arg-type]
+        if self.even:
+            return math.ceil(total / self.count)
+        return len(range(self.index, total, self.count))
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.sampler, "generator", None)
+        seed = (self.seed + self.epoch) % 2**63
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            indices = list(self.sampler)
+        if self.even and indices:
+            short = -len(indices) % self.count
+            indices += (indices * math.ceil(short / len(indices)))[:short]
+        return iter(indices[self.index :: self.count])
+
+
+def shard_loader(
+    loader: Any, index: int, count: int, *, even: bool, name: str = "the data loader"
+) -> Any:
+    """Return a loader that reads one rank's part of the data.
+
+    The user's DataLoader is copied with another sampler; its class, workers and collate function
+    stay. A loader that cannot be divided (an IterableDataset, an object that is no DataLoader) or
+    that divides the data itself (its sampler has `num_replicas`) is returned as it is.
+
+    Args:
+        loader: what the user handed over.
+        index, count: which part, of how many.
+        even: see `ShardedSampler`.
+        name: stands for the loader in errors.
+
+    Raises:
+        UserCodeError: it has a batch sampler of its own, which cannot be divided safely.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    if seeds_workers() and loader.num_workers and not isinstance(loader.worker_init_fn, WorkerSeed):
+        loader = copy.copy(loader)
+        loader.worker_init_fn = WorkerSeed(index, loader.worker_init_fn)
+    if count == 1 or isinstance(loader.dataset, IterableDataset):
+        return loader
+    batch_sampler = loader.batch_sampler
+    if divides_data(loader):
+        return loader
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        raise UserCodeError(
+            f"{name} has a batch sampler of its own ({type(batch_sampler).__name__}), which cannot "
+            "be divided between ranks: let it yield this rank's batches only and give it the "
+            "attribute num_replicas, or pass use_distributed_sampler=False"
+        )
+    sampler = ShardedSampler(loader.sampler, index, count, even=even, seed=chosen_seed())
+    sharded = copy.copy(loader)
+    # DataLoader refuses assignments to these after __init__; a copy avoids guessing the arguments
+    # of a subclass's constructor.
+    sharded.__dict__["sampler"] = sampler
+    sharded.__dict__["_iterator"] = None
+    if batch_sampler is not None:
+        sharded.__dict__["batch_sampler"] = BatchSampler(
+            sampler, batch_sampler.batch_size, batch_sampler.drop_last
+        )
+    return sharded
+
+
+def divides_data(loader: Any) -> bool:
+    """Whether a loader's sampler takes care of ranks itself, as DistributedSampler does."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return any(
+        isinstance(s, ShardedSampler) or hasattr(s, "num_replicas") for s in samplers
+    )
+
+
+def is_shuffled(loader: Any) -> bool:
+    """Whether a loader draws a random order."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, ShardedSampler):
+        sampler = sampler.sampler
+    return isinstance(sampler, RandomSampler) and not isinstance(sampler, SequentialSampler)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader's samplers the epoch, if they want to know it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ):
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)

@@ -1,0 +1,40 @@
+"""What a strategy can do, as data: resolve, the front ends and the docs read it, never a class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a strategy takes and which parts of a training step it does itself.
+
+    A strategy's spec carries one, and its class holds the same object, so that a strategy selected
+    by name and one passed as an instance are judged alike. It lives in the light zone because
+    resolving reads it before anything that needs torch is imported.
+    """
+
+    accelerators: tuple[str, ...] | None = None
+    """Names of the accelerators that it runs on; None: any."""
+    precisions: tuple[str, ...] | None = None
+    """Names of the precisions that it takes; None: any."""
+    launchers: tuple[str, ...] = ("in_process",)
+    """Launchers that it can be started by, the default first."""
+    one_process: bool = True
+    """One process drives all devices (single device, XLA SPMD); False: one process a device."""
+    many_devices: bool = False
+    """It can use more than one device."""
+    multi_node: bool = False
+    """It can span several nodes."""
+    manual_backward: bool = True
+    """User code may call `backward` itself (Lite, manual optimization)."""
+    owns_accumulation: bool = False
+    """The engine counts micro-batches and scales the loss itself."""
+    owns_clipping: bool = False
+    """The engine clips gradients itself, by a value given at `prepare`."""
+    rebinds_optimizers: bool = True
+    """`Lite.setup(model, optimizer)` works with an optimizer made before sharding."""
+    sharded_state: bool = False
+    """Model and optimizer state are spread over ranks: every rank takes part in save and load."""
+    uneven_evaluation: bool = True
+    """Ranks may run different numbers of evaluation batches (no collective in an eval forward)."""

@@ -1,0 +1,78 @@
+"""The hooks that a plugin module may implement; each docstring says who is called, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import pluggy
+
+from stratagem.discovery.specs import ComponentSpec
+
+if TYPE_CHECKING:
+    import typer
+
+    from stratagem.resolve import RunPlan, RunRequest
+
+PROJECT = "stratagem"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of `stratagem doctor`, from a backend that examines itself.
+
+    Attributes:
+        name: what was examined ("deepspeed 0.19.8", "compiler").
+        status: "ok", "warning" or "error".
+        detail: what was found, and what to do about it.
+    """
+
+    name: str
+    status: Literal["ok", "warning", "error"]
+    detail: str = ""
+
+
+@hookspec
+def stratagem_components() -> Iterable[ComponentSpec]:  # type: ignore[empty-body]
+    """Return the specs of this plugin's components.
+
+    Called once a process, when the registry is first looked at, for each plugin by itself: an
+    exception becomes that plugin's report and stops nobody else. Return data only: import neither
+    torch nor an SDK.
+    """
+
+
+@hookspec(firstresult=True)
+def stratagem_choose_strategy(request: RunRequest, candidates: tuple[str, ...]) -> str | None:
+    """Choose a strategy for a request that left it to us (`strategy="auto"`).
+
+    Called while a request is resolved, in every process that resolves one. `candidates` are the
+    names that fit the chosen accelerator and the number of devices. Return one of them, or None to
+    leave the choice to others. The first answer that is not None wins; the plan says whose it was.
+    """
+
+
+@hookspec
+def stratagem_run_planned(plan: RunPlan) -> None:
+    """Observe a plan, or refuse it by raising `ConfigurationError`.
+
+    Called once for each resolved request, before any process starts, and again in each process
+    that is started.
+    """
+
+
+@hookspec
+def stratagem_doctor() -> Iterable[Check]:  # type: ignore[empty-body]
+    """Examine this backend for `stratagem doctor`; may import its SDK.
+
+    Called only by that command. An exception is shown as a failed check.
+    """
+
+
+@hookspec
+def stratagem_cli(app: typer.Typer) -> None:
+    """Add commands to the `stratagem` program. Called when that program starts."""

@@ -1,0 +1,416 @@
+"""The registry: every component by kind and name, where it came from, and what went wrong."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pluggy
+
+from stratagem._version import __version__
+from stratagem.discovery import hookspecs
+from stratagem.discovery.capabilities import Capabilities
+from stratagem.discovery.entry_points import (
+    CORE,
+    PluginEntry,
+    installed_entries,
+    normalise,
+    why_disabled,
+    why_incompatible,
+)
+from stratagem.discovery.hints import installation_hint
+from stratagem.discovery.specs import PLUGIN_API_VERSION, ComponentSpec, StrategySpec
+from stratagem.errors import (
+    AmbiguousNameError,
+    ConfigurationError,
+    PluginError,
+    UnknownNameError,
+)
+
+RUN_TIME = "registered-in-this-process"
+"""Stands for the distribution of what code registered at run time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A component that a name may mean: its spec and who provides it."""
+
+    spec: ComponentSpec
+    distribution: str
+    version: str
+
+    @property
+    def qualified_name(self) -> str:
+        """`"distribution:name"`, which is never ambiguous."""
+        return f"{self.distribution}:{self.spec.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginReport:
+    """What became of one entry point.
+
+    Attributes:
+        distribution, version, entry_point, value: where it stands.
+        status: "loaded", "disabled", "incompatible" or "broken".
+        stage: where it stopped: "environment", "metadata", "import", "hooks" or "specs".
+        reason: why it is not loaded, in one line; empty if it is.
+        detail: the traceback, for a broken one.
+        seconds: how long importing it took.
+        components: how many components it provides.
+        notes: things to know about a plugin that is loaded, such as a reserved name that it claims.
+    """
+
+    distribution: str
+    version: str
+    entry_point: str
+    value: str
+    status: Literal["loaded", "disabled", "incompatible", "broken"]
+    stage: str = ""
+    reason: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+    components: int = 0
+    notes: tuple[str, ...] = ()
+
+
+class Registry:
+    """Components by kind and name.
+
+    1. `Registry.discover()` reads entry points, once a process (see `get_registry`).
+    2. `find(kind, name)` answers with the one candidate, or raises an error that says what to do.
+    3. `add` and `remove` change it at run time.
+
+    All of this happens in each process by itself.
+    """
+
+    def __init__(self) -> None:
+        self.plugins = pluggy.PluginManager(hookspecs.PROJECT)
+        self.plugins.add_hookspecs(hookspecs)
+        self.reports: list[PluginReport] = []
+        self._candidates: dict[tuple[str, str], list[Candidate]] = {}
+
+    @classmethod
+    def discover(
+        cls,
+        entries: Iterable[PluginEntry] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Registry:
+        """Load every plugin that is installed, enabled and compatible; report on all of them.
+
+        Args:
+            entries: what to look at; None: what is installed.
+            environ: where the variables that disable plugins are read; None: `os.environ`.
+        """
+        registry = cls()
+        environ = os.environ if environ is None else environ
+        for entry in installed_entries() if entries is None else entries:
+            registry.reports.append(registry._load(entry, environ))
+        return registry
+
+    def _load(self, entry: PluginEntry, environ: Mapping[str, str]) -> PluginReport:
+        report = PluginReport(
+            entry.distribution, entry.version, entry.name, entry.value, status="loaded"
+        )
+        if reason := why_disabled(entry, environ):
+            return replace(report, status="disabled", stage="environment", reason=reason)
+        if reason := why_incompatible(entry, __version__):
+            return replace(report, status="incompatible", stage="metadata", reason=reason)
+
+        # The boundary at which a plugin's failure is isolated: whatever it raises (an SDK may raise
+        # OSError or even call sys.exit) becomes its report, and discovery goes on.
+        stage, began = "import", time.perf_counter()
+        try:
+            plugin = entry.load()
+            report = replace(report, seconds=time.perf_counter() - began)
+            stage = "hooks"
+            self._register_hooks(plugin, f"{entry.distribution}:{entry.name}")
+            stage = "specs"
+            specs = self._specs_of(plugin)
+        except (Exception, SystemExit) as error:
+            self.plugins.unregister(name=f"{entry.distribution}:{entry.name}")
+            return replace(
+                report,
+                status="broken",
+                stage=stage,
+                reason=f"{type(error).__name__}: {error}".strip().replace("\n", " "),
+                detail="".join(traceback.format_exception(error)),
+                seconds=time.perf_counter() - began,
+            )
+
+        for spec in specs:
+            if spec.api_version != PLUGIN_API_VERSION:
+                self.plugins.unregister(name=f"{entry.distribution}:{entry.name}")
+                return replace(
+                    report,
+                    status="incompatible",
+                    stage="specs",
+                    reason=(
+                        f"its {spec.kind} {spec.name!r} was made for plugin API version "
+                        f"{spec.api_version}, but {CORE} {__version__} has version "
+                        f"{PLUGIN_API_VERSION}: install a release of {entry.distribution} made "
+                        "for it"
+                    ),
+                )
+        notes = [
+            f"the {spec.kind} name {name!r} is reserved for {CORE}: reach this one as "
+            f"{entry.distribution}:{name}"
+            for spec in specs
+            for name in self._put(Candidate(spec, entry.distribution, entry.version))
+        ]
+        return replace(report, components=len(specs), notes=tuple(notes))
+
+    def _register_hooks(self, plugin: object, name: str) -> None:
+        self.plugins.register(plugin, name=name)
+        for caller in self.plugins.get_hookcallers(plugin) or ():
+            if not caller.has_spec():
+                raise PluginError(
+                    f"it implements {caller.name!r}, which is not a hook of Stratagem; hooks are "
+                    + ", ".join(n for n in dir(hookspecs) if n.startswith("stratagem_"))
+                )
+
+    def _specs_of(self, plugin: object) -> list[ComponentSpec]:
+        specs: list[ComponentSpec] = []
+        for implementation in self.plugins.hook.stratagem_components.get_hookimpls():
+            if implementation.plugin is plugin:
+                specs.extend(implementation.function())
+        for spec in specs:
+            if not isinstance(spec, ComponentSpec):
+                raise PluginError(
+                    f"stratagem_components() returned {spec!r}; expected ComponentSpec objects "
+                    "such as StrategySpec"
+                )
+        return specs
+
+    def _put(self, candidate: Candidate) -> Iterator[str]:
+        """File a candidate under its names; yield those that belong to core and stay with it."""
+        for name in (candidate.spec.name, *candidate.spec.aliases):
+            holders = self._candidates.setdefault((candidate.spec.kind, name.casefold()), [])
+            reserved = any(holder.distribution == CORE for holder in holders)
+            if candidate.distribution == CORE:
+                # Reserved whatever the order in which distributions were read.
+                holders.insert(0, candidate)
+            else:
+                holders.append(candidate)
+            if reserved and candidate.distribution != CORE:
+                yield name
+
+    def find(self, kind: str, name: str) -> Candidate:
+        """Return the component that a name means.
+
+        Args:
+            kind: "strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment" or
+                "launcher".
+            name: a name, an alias, or the qualified form `"distribution:name"`.
+
+        Raises:
+            UnknownNameError: nothing has that name; says the nearest name, a failed plugin that
+                might have provided it, what to install, and what there is.
+            AmbiguousNameError: several distributions claim it; lists the qualified forms.
+        """
+        distribution, _, plain = name.rpartition(":")
+        holders = self._candidates.get((kind, plain.casefold()), [])
+        if distribution:
+            holders = [h for h in holders if h.distribution == normalise(distribution)]
+        if not holders:
+            raise UnknownNameError(self._unknown(kind, name))
+        if holders[0].distribution in (RUN_TIME, CORE) or len(holders) == 1:
+            return holders[0]
+        raise AmbiguousNameError(
+            f"the {kind.replace('_', ' ')} {name!r} is provided by {len(holders)} distributions; "
+            "choose one by its qualified name: "
+            + ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)
+        )
+
+    def _unknown(self, kind: str, name: str) -> str:
+        known = self.names(kind)
+        parts = [f"unknown {kind.replace('_', ' ')} {name!r}."]
+        near = difflib.get_close_matches(name.casefold(), known, n=1, cutoff=0.6)
+        if near:
+            parts.append(f"Did you mean {near[0]!r}?")
+        plain = name.rpartition(":")[2]
+        hint = installation_hint(plain)
+        suspects = [
+            report
+            for report in self.reports
+            if report.status != "loaded"
+            and (report.distribution in hint or _related(plain, report))
+        ]
+        for report in suspects:
+            parts.append(
+                f"{report.distribution} {report.version} might provide it but is {report.status}: "
+                f"{report.reason}."
+            )
+        if hint and not suspects:
+            parts.append(hint)
+        parts.append(f"Available here: {', '.join(known) or 'none'}.")
+        return " ".join(parts)
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of a kind's components, without aliases, sorted."""
+        return sorted({c.spec.name for c in self.candidates(kind)})
+
+    def candidates(self, kind: str) -> list[Candidate]:
+        """Return a kind's components, sorted by name; those behind an ambiguous name as well."""
+        found = {
+            (c.spec.name, c.distribution): c
+            for (its_kind, _), holders in self._candidates.items()
+            if its_kind == kind
+            for c in holders
+        }
+        return [found[key] for key in sorted(found)]
+
+    def ambiguous(self) -> dict[tuple[str, str], list[Candidate]]:
+        """Return the names (kind, name) that several distributions other than core claim."""
+        return {
+            key: holders
+            for key, holders in sorted(self._candidates.items())
+            if len(holders) > 1 and holders[0].distribution not in (RUN_TIME, CORE)
+        }
+
+    def add(self, spec: ComponentSpec, *, override: bool = False) -> None:
+        """Register a component for this process.
+
+        Raises:
+            ConfigurationError: one of its names is taken and `override` is False.
+        """
+        keys = [(spec.kind, name.casefold()) for name in (spec.name, *spec.aliases)]
+        for key in keys:
+            holders = self._candidates.get(key)
+            if holders and not override:
+                raise ConfigurationError(
+                    f"the {spec.kind} name {key[1]!r} is taken by {holders[0].distribution}; "
+                    "choose another name, or pass override=True to replace it in this process"
+                )
+        candidate = Candidate(spec, RUN_TIME, __version__)
+        for key in keys:
+            others = [h for h in self._candidates.get(key, []) if h.distribution != RUN_TIME]
+            self._candidates[key] = [candidate, *others]
+
+    def remove(self, kind: str, name: str) -> None:
+        """Take back what `add` registered; what it had replaced is found again.
+
+        Raises:
+            UnknownNameError: nothing was registered under that name in this process.
+        """
+        key = (kind, name.casefold())
+        holders = self._candidates.get(key, [])
+        if not holders or holders[0].distribution != RUN_TIME:
+            raise UnknownNameError(
+                f"the {kind} {name!r} was not registered in this process, so it cannot be removed; "
+                "an installed plugin is switched off with STRATAGEM_DISABLE_PLUGINS"
+            )
+        spec = holders[0].spec
+        for its_name in (spec.name, *spec.aliases):
+            its_key = (kind, its_name.casefold())
+            left = [h for h in self._candidates[its_key] if h.spec is not spec]
+            if left:
+                self._candidates[its_key] = left
+            else:
+                del self._candidates[its_key]
+
+
+def _related(name: str, report: PluginReport) -> bool:
+    """Whether a plugin's names share a word with the wanted one."""
+    words = set(name.casefold().replace("-", "_").split("_")) - {"strategy", "stage"}
+    theirs = f"{report.distribution}_{report.entry_point}_{report.value}".casefold()
+    return bool(words & set(theirs.replace("-", "_").replace(".", "_").split("_")))
+
+
+_registry: Registry | None = None
+_lock = threading.RLock()
+
+
+def get_registry() -> Registry:
+    """Return this process's registry; the first call discovers the installed plugins."""
+    global _registry
+    if _registry is None:
+        with _lock:
+            if _registry is None:
+                _registry = Registry.discover()
+    return _registry
+
+
+class _StrategyRegistry:
+    """Strategies by name, for code that registers them at run time.
+
+    Example:
+        >>> from stratagem import StrategyRegistry
+        >>> from stratagem.strategies import DDPStrategy
+        >>> StrategyRegistry.register("ddp_static", DDPStrategy, description="DDP, static graph",
+        ...                           static_graph=True)
+        >>> "ddp_static" in StrategyRegistry.available_strategies()
+        True
+        >>> StrategyRegistry.remove("ddp_static")
+    """
+
+    def register(
+        self,
+        name: str,
+        strategy: type[Any],
+        *,
+        description: str = "",
+        override: bool = False,
+        **init_params: Any,
+    ) -> None:
+        """Make `Trainer(strategy=name)` mean `strategy(**init_params)`, in this process.
+
+        Args:
+            name: the name to select it by.
+            strategy: a Strategy class.
+            description: one line for listings.
+            override: replace a strategy that has this name.
+            **init_params: keyword arguments of the class.
+
+        Raises:
+            ConfigurationError: the name is taken and `override` is False; or `strategy` is not a
+                Strategy class.
+        """
+        capabilities = getattr(strategy, "capabilities", None)
+        if not isinstance(strategy, type) or not isinstance(capabilities, Capabilities):
+            raise ConfigurationError(
+                f"StrategyRegistry.register({name!r}, ...) expected a subclass of "
+                f"stratagem.strategies.Strategy, received {strategy!r}"
+            )
+        get_registry().add(
+            StrategySpec(
+                name=name,
+                target=strategy,
+                api_version=PLUGIN_API_VERSION,
+                summary=description or (strategy.__doc__ or "").strip().partition("\n")[0],
+                init_args=init_params,
+                capabilities=capabilities,
+            ),
+            override=override,
+        )
+
+    def get(self, name: str) -> Any:
+        """Return a new instance of a strategy, with its preset arguments.
+
+        Raises:
+            UnknownNameError: no strategy has that name.
+        """
+        return get_registry().find("strategy", name).spec.build()
+
+    def remove(self, name: str) -> None:
+        """Take back a registration made in this process; what it had replaced is found again."""
+        get_registry().remove("strategy", name)
+
+    def available_strategies(self) -> list[str]:
+        """Return the names of all strategies, discovered and registered, sorted."""
+        return get_registry().names("strategy")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.available_strategies()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.available_strategies())
+
+
+StrategyRegistry = _StrategyRegistry()
+"""Strategies by name; see `register`, `get`, `remove` and `available_strategies`."""

@@ -1,0 +1,191 @@
+"""Specs: frozen descriptions of components, readable without importing what they describe."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Union
+
+from stratagem.discovery.capabilities import Capabilities
+from stratagem.errors import PluginError
+
+PLUGIN_API_VERSION = 1
+"""The version of the interfaces that plugins build on; a spec declares the one it was made for."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+Target = Union[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComponentSpec:
+    """Describes one component.
+
+    Example:
+        >>> spec = StrategySpec(name="local_sgd", target="my_package.strategy:LocalSGD",
+        ...                     api_version=1, summary="Average parameters every k steps")
+        >>> spec.kind
+        'strategy'
+
+    Raises:
+        PluginError: a field is not of the form described here.
+    """
+
+    kind: ClassVar[str] = "component"
+
+    name: str
+    """What users type: letters, digits, `_`, `-` and `.`; compared without regard to case."""
+    target: Target
+    """`"package.module:Class"`, imported when the component is used; or the class itself, for code
+    that registers at run time."""
+    api_version: int
+    """`PLUGIN_API_VERSION` of the core that the plugin was written for, as a literal number."""
+    summary: str = ""
+    """One line for listings."""
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    """Preset keyword arguments of the target."""
+    aliases: tuple[str, ...] = ()
+    """Further names."""
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.aliases):
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise PluginError(
+                    f"a {self.kind} spec has the name {name!r}; expected letters, digits, '_', "
+                    "'-' and '.', beginning with a letter or digit"
+                )
+        if not callable(self.target) and not (
+            isinstance(self.target, str) and _TARGET.fullmatch(self.target)
+        ):
+            raise PluginError(
+                f"the {self.kind} spec {self.name!r} has target={self.target!r}; expected "
+                "'package.module:Class'"
+            )
+
+    @property
+    def class_name(self) -> str:
+        """Name of the target without its module."""
+        if isinstance(self.target, str):
+            return self.target.partition(":")[2]
+        return getattr(self.target, "__qualname__", repr(self.target))
+
+    def load(self) -> Any:
+        """Import the target and return it.
+
+        Raises:
+            PluginError: the module cannot be imported or has no such attribute.
+        """
+        return load_target(self.target, what=f"{self.kind} {self.name!r}")
+
+    def build(self, **arguments: Any) -> Any:
+        """Import the target and call it with the preset arguments, updated by `arguments`."""
+        return self.load()(**{**self.init_args, **arguments})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategySpec(ComponentSpec):
+    """Describes a strategy."""
+
+    kind: ClassVar[str] = "strategy"
+    capabilities: Capabilities = field(default_factory=Capabilities)
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """What an accelerator's probe found.
+
+    Attributes:
+        count: devices that can be used here; 0: none.
+        reason: why, in a few words ("2 cores", "no driver").
+        auto_count: how many `devices="auto"` takes; None: all of them.
+        indexed: devices have indices and no more than `count` can be used; False (the CPU): any
+            number of processes may share what there is.
+    """
+
+    count: int
+    reason: str
+    auto_count: int | None = None
+    indexed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceleratorSpec(ComponentSpec):
+    """Describes an accelerator.
+
+    `probe` is `"module:function"` or a function without arguments that returns an `Availability`.
+    It runs while a request is resolved, so it must be quick and should not import an SDK.
+    """
+
+    kind: ClassVar[str] = "accelerator"
+    probe: str | Callable[[], Availability]
+    priority: int = 0
+    """`accelerator="auto"` takes the available one with the highest priority (CPU has 0)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionSpec(ComponentSpec):
+    """Describes a precision."""
+
+    kind: ClassVar[str] = "precision"
+    accelerators: tuple[str, ...] | None = None
+    """Names of the accelerators that it works on; None: any."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointIOSpec(ComponentSpec):
+    """Describes a checkpoint format."""
+
+    kind: ClassVar[str] = "checkpoint_io"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterEnvironmentSpec(ComponentSpec):
+    """Describes a cluster environment: where ranks, world size and main address come from."""
+
+    kind: ClassVar[str] = "cluster_environment"
+    variables: tuple[str, ...] = ()
+    """Environment variables that betray it: it is detected when all of them are set."""
+    priority: int = 0
+    """Among several that are detected, the highest priority is taken."""
+    world_size_variable: str = "WORLD_SIZE"
+    local_world_size_variable: str = "LOCAL_WORLD_SIZE"
+    rank_variable: str = "RANK"
+    local_rank_variable: str = "LOCAL_RANK"
+    """Names of the variables that hold these numbers, so that a plan can be checked against them
+    before anything is imported. A process that has the last was started as one of several ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherSpec(ComponentSpec):
+    """Describes a launcher: how the processes of one node come to be."""
+
+    kind: ClassVar[str] = "launcher"
+    interactive: bool = False
+    """It works in a notebook or an interactive interpreter."""
+    needs_pickling: bool = False
+    """What is launched must be picklable."""
+
+
+def load_target(target: Target, *, what: str) -> Any:
+    """Import `"module:attribute"`, or return a target that is an object already.
+
+    Raises:
+        PluginError: the import fails or the attribute is missing; `what` names the component.
+    """
+    if not isinstance(target, str):
+        return target
+    module_name, _, attribute = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, OSError, AttributeError) as error:
+        raise PluginError(
+            f"cannot import {what}: target={target!r} failed with "
+            f"{type(error).__name__}: {error}. Its distribution or the SDK that it needs is broken "
+            "or missing; `stratagem doctor` says more"
+        ) from error
+    return found

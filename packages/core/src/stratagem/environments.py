@@ -1,0 +1,22 @@
+"""Cluster environments, and the base to subclass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stratagem.discovery.exports import exporter
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.cluster_environment import ClusterEnvironment as ClusterEnvironment
+    from stratagem.native.environments.plain import PlainEnvironment as PlainEnvironment
+    from stratagem.native.environments.torchelastic import (
+        TorchElasticEnvironment as TorchElasticEnvironment,
+    )
+else:
+    __getattr__, __dir__ = exporter(
+        __name__,
+        "cluster_environment",
+        {
+            "ClusterEnvironment": "stratagem.interfaces.cluster_environment",
+        },
+    )

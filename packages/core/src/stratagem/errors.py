@@ -1,0 +1,88 @@
+"""The exceptions that Stratagem raises.
+
+::
+
+    StratagemError
+    ├── ConfigurationError          what was asked for cannot be (also a ValueError)
+    │   ├── UnknownNameError        no component has that name (also a LookupError)
+    │   └── AmbiguousNameError      several distributions claim that name
+    ├── PluginError                 a plugin registered something invalid
+    ├── UserCodeError               a Module, loader or callback breaks its contract
+    │   └── NonFiniteLossError      the loss is NaN or infinite and detection is on
+    ├── CheckpointError
+    │   ├── CheckpointNotFoundError (also a FileNotFoundError)
+    │   ├── CheckpointCorruptError  the file is not a whole, safe checkpoint
+    │   ├── CheckpointMismatchError it belongs to another model
+    │   └── CheckpointContentError  something in it is not plain data, so it is refused at the save
+    └── RankFailedError             another rank ended; holds its rank, exit code and traceback
+
+Every message says what was expected, what was received, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class StratagemError(Exception):
+    """Base of every exception that Stratagem raises on purpose."""
+
+
+class ConfigurationError(StratagemError, ValueError):
+    """What was asked for cannot be; raised before any process starts where that can be known."""
+
+
+class UnknownNameError(ConfigurationError, LookupError):
+    """No discovered or registered component has that name."""
+
+
+class AmbiguousNameError(ConfigurationError):
+    """Several distributions claim that name, and it was selected without a qualifier."""
+
+
+class PluginError(StratagemError):
+    """A plugin returned something that is not a valid component."""
+
+
+class UserCodeError(StratagemError):
+    """A Module, DataModule, loader or callback does not keep its side of the contract."""
+
+
+class NonFiniteLossError(UserCodeError):
+    """The loss is NaN or infinite and `detect_anomaly=True`."""
+
+
+class CheckpointError(StratagemError):
+    """A checkpoint cannot be saved, found, read or used."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """Nothing is at the path."""
+
+    # FileNotFoundError formats its own arguments as an errno; ours is one sentence.
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CheckpointCorruptError(CheckpointError):
+    """The file is truncated, damaged, or holds something that loading would have to execute."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint belongs to another model or optimizer."""
+
+
+class CheckpointContentError(CheckpointError):
+    """Something to be saved is not plain data and could not be loaded safely again."""
+
+
+class RankFailedError(StratagemError, RuntimeError):
+    """A rank that was started by this process ended with an error.
+
+    Attributes:
+        rank: the rank that failed first.
+        exit_code: its exit code; the negated signal number if a signal ended it.
+    """
+
+    def __init__(self, message: str, *, rank: int, exit_code: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code

@@ -1,0 +1,1 @@
+"""The interfaces that backends implement and front ends call."""

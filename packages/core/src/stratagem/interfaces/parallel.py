@@ -1,0 +1,196 @@
+"""ParallelStrategy: several processes, one device each, that talk over a process group."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stratagem import _plain_data
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.strategy import ReduceOp, Strategy
+from stratagem.supervision import LISTEN_FD_VARIABLE, available_cores
+
+_OPERATIONS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class ParallelStrategy(Strategy):
+    """Trains in several processes with one device each.
+
+    Holds what such strategies share: the process group, ranks and collectives. A subclass says how
+    a model is prepared.
+
+    Args:
+        process_group_backend: "gloo", "nccl", ...; None takes the accelerator's.
+        timeout: after how many seconds a collective that a rank does not join ends in an error.
+        **parts: see `Strategy`.
+
+    Raises:
+        ConfigurationError: the backend is not in this build of torch.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_group_backend: str | None = None,
+        timeout: float = 600.0,
+        **parts: Any,
+    ) -> None:
+        super().__init__(**parts)
+        if process_group_backend is not None and not _is_there(process_group_backend):
+            raise ConfigurationError(
+                f"process_group_backend={process_group_backend!r} is not in this build of torch; "
+                f"expected one of {', '.join(filter(_is_there, dist.Backend.backend_list))}"
+            )
+        if not timeout > 0:
+            raise ConfigurationError(f"timeout={timeout!r}: expected seconds, more than 0")
+        self.process_group_backend = process_group_backend
+        self.timeout = float(timeout)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return self._rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self._local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this process's node."""
+        return self._node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._world_size
+
+    def setup_environment(self) -> None:
+        """Read the ranks, set up the device, then join the process group."""
+        environment = self.cluster_environment
+        self._world_size = environment.world_size()
+        self._rank = environment.global_rank()
+        self._local_rank = environment.local_rank()
+        self._node_rank = environment.node_rank()
+        # Every rank of a node shares its cores: with all of them each, two ranks on two cores ran
+        # 20 times slower.
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, available_cores() // len(self.parts.devices)))
+        super().setup_environment()
+        if dist.is_initialized():
+            self._check_existing_group()
+        else:
+            self._join_process_group()
+
+    def _join_process_group(self) -> None:
+        backend = self.process_group_backend or self.accelerator.process_group_backend
+        timeout = timedelta(seconds=self.timeout)
+        environment = self.cluster_environment
+        listen_fd = os.environ.pop(LISTEN_FD_VARIABLE, None) if self._rank == 0 else None
+        if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and environment.creates_processes_externally:
+            # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            # A launcher of ours hands rank 0 a socket that listens already, so that no other
+            # program can take the port between its choice and its use.
+            store = dist.TCPStore(
+                environment.main_address,
+                environment.main_port,
+                self._world_size,
+                is_master=self._rank == 0,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=None if listen_fd is None else int(listen_fd),
+            )
+            dist.init_process_group(
+                backend,
+                # The prefix that env:// rendezvous uses, so that a rank may join by either way.
+                store=dist.PrefixStore("default_pg", store),
+                rank=self._rank,
+                world_size=self._world_size,
+                timeout=timeout,
+            )
+        # Threads of a live process group can abort the interpreter's shutdown.
+        atexit.register(_leave_process_group)
+
+    def _check_existing_group(self) -> None:
+        there = dist.get_world_size(), dist.get_rank()
+        if there != (self._world_size, self._rank):
+            raise ConfigurationError(
+                f"this process is already rank {there[1]} of {there[0]} in a torch.distributed "
+                f"group, but the plan makes it rank {self._rank} of {self._world_size}: use as "
+                "many devices as the first launch in this process did"
+            )
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        """Return the reduction over ranks; see `Strategy.all_reduce`."""
+        if op not in _OPERATIONS:
+            raise ConfigurationError(
+                f"all_reduce(op={op!r}): expected one of {', '.join(map(repr, _OPERATIONS))}"
+            )
+        reduced = tensor.detach().to(self.device, copy=True)
+        if op == "mean" and not (reduced.is_floating_point() or reduced.is_complex()):
+            reduced = reduced.float()
+        dist.all_reduce(reduced, op=_OPERATIONS[op])
+        return reduced.div_(self._world_size) if op == "mean" else reduced
+
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        """Return every rank's tensor, stacked; see `Strategy.all_gather`."""
+        tensor = tensor.to(self.device).contiguous()
+        if sync_grads:
+            from torch.distributed.nn.functional import all_gather
+
+            return torch.stack(all_gather(tensor))
+        gathered = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        dist.all_gather(gathered, tensor.detach())
+        return torch.stack(gathered)
+
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        """Return rank `src`'s data; see `Strategy.broadcast`."""
+        encoded = _plain_data.encode(data) if self._rank == src else torch.empty(0)
+        size = torch.tensor(encoded.numel(), device=self.device)
+        dist.broadcast(size, src)
+        if self._rank == src:
+            message = encoded.to(self.device)
+        else:
+            message = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        dist.broadcast(message, src)
+        return data if self._rank == src else _plain_data.decode(message)
+
+    def gather_plain(self, data: Any) -> list[Any]:
+        """Return every rank's plain data; see `Strategy.gather_plain`."""
+        encoded = _plain_data.encode(data).to(self.device)
+        sizes = self.all_gather(torch.tensor(encoded.numel()))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
+        padded[: encoded.numel()] = encoded
+        rows = self.all_gather(padded)
+        return [_plain_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+
+    def barrier(self, name: str = "") -> None:
+        """Wait for every rank; see `Strategy.barrier`."""
+        dist.barrier()
+
+
+def _is_there(backend: str) -> bool:
+    known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    known.update(mpi=dist.is_mpi_available, ucc=dist.is_ucc_available)
+    if backend in known:
+        return bool(known[backend]())
+    return backend in dist.Backend.backend_list
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""Precision: which number formats parameters, activations and gradients have."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Precision(ABC):
+    """Number formats of parameters, activations and gradients.
+
+    Call sequence, on every rank:
+        1. `init_context()` around the code that builds the model.
+        2. `convert_module(module)` in `Strategy.prepare`, before the optimizers are made.
+        3. `input_converter()` and `forward_context()` once; what they return is used at each step.
+        4. At each step: `scale_loss` before backward, `unscale_gradients` before clipping,
+           `optimizer_step` in place of `optimizer.step()`.
+        5. `state_dict` and `load_state_dict` with each checkpoint.
+
+    The defaults are full precision: nothing is converted and nothing costs anything.
+    """
+
+    name: str
+    """The name that it is selected by, such as "bf16-mixed"."""
+    scales_loss: bool = False
+    """Whether `scale_loss`, `unscale_gradients` and `optimizer_step` do something."""
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new tensors have the parameters' number format."""
+        return nullcontext()
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the parameters in place and return the module."""
+        return module
+
+    def input_converter(self) -> Callable[[Any], Any] | None:
+        """Return a function that converts a batch, or None if there is nothing to convert."""
+        return None
+
+    def output_converter(self) -> Callable[[Any], Any] | None:
+        """Return a function that converts a model's output, or None; used by Lite."""
+        return None
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        """Return a context for forward passes that can be entered again and again, or None."""
+        return None
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss to call `backward` on."""
+        return loss
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Undo the scaling in the gradients, so that they can be clipped."""
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Step the optimizer."""
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold (a loss scale); plain data."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Return a context in which new floating-point tensors have `dtype`."""
+    return _DefaultDtype(dtype)
+
+
+class _DefaultDtype(AbstractContextManager[None]):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_default_dtype(self.before)

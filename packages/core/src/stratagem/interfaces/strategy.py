@@ -1,0 +1,404 @@
+"""Strategy: how a model is trained over devices and processes. Both front ends use this one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Union
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem._tree import move_to_device
+from stratagem.discovery.capabilities import Capabilities
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
+from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.interfaces.optimizer_state import load_named_state, load_weights, named_state
+from stratagem.interfaces.precision import Precision
+from stratagem.interfaces.train_step import GradientClip, TrainStep
+
+ReduceOp = Literal["mean", "sum", "max", "min"]
+Optimizers = Union[Sequence[Optimizer], Callable[[], Sequence[Optimizer]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a strategy is composed of; the plan's choices, built.
+
+    Attributes:
+        devices: device indices of this node, one for each local process (or all of them, for a
+            strategy that drives several devices from one process).
+        num_nodes: machines taking part.
+    """
+
+    accelerator: Accelerator
+    precision: Precision
+    checkpoint_io: CheckpointIO
+    cluster_environment: ClusterEnvironment
+    devices: tuple[int, ...]
+    num_nodes: int = 1
+
+
+@dataclass(eq=False, slots=True)
+class Prepared:
+    """A model as a strategy runs it.
+
+    Attributes:
+        module: what to call; a wrapper (DDP), an engine (DeepSpeed), or the module itself.
+        original: the module that was handed to `prepare`; its parameter names are the canonical
+            ones.
+        optimizers: bound to the parameters as they are after wrapping and sharding.
+        evaluation_module: what to call where no gradient is wanted; differs from `module` if the
+            wrapper communicates in forward and ranks may run different numbers of batches.
+        clear_gradients: sets the gradients of each optimizer's parameters to None.
+    """
+
+    module: nn.Module
+    original: nn.Module
+    optimizers: list[Optimizer]
+    evaluation_module: nn.Module
+    clear_gradients: list[Callable[[], None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clear_gradients = [gradient_clearer(optimizer) for optimizer in self.optimizers]
+
+
+class Strategy(ABC):
+    """How a model is trained over devices and processes.
+
+    Call sequence, each on every rank and in this order:
+        1. `__init__`, by the user or from a spec: options only; nothing is known of the machine.
+        2. `bind(parts)`: the strategy is complete from here on.
+        3. `setup_environment()`: device and communication. Ranks are known from here on.
+        4. `setup(trainer)`: a hook for subclasses, under the Trainer only.
+        5. `model_context()` around the code that builds a model.
+        6. `prepare(module, optimizers)`, once for each model: wraps or shards, then makes the
+           optimizers.
+        7. Each optimizer step: `train_step(prepared, step, micro_batches)` under the Trainer; in a
+           hand-written loop under Lite `no_sync`, `backward`, `clip_gradients`, `optimizer_step`,
+           which `train_step` is made of. An engine that does some of these itself overrides them;
+           one that compiles the whole step overrides `train_step`.
+        8. Collectives (`all_reduce`, `all_gather`, `broadcast`, `barrier`) at any time after 3, by
+           all ranks alike.
+        9. State: `model_state` and `optimizer_state` (and their `load_` counterparts) by all
+           ranks; `save_checkpoint` and `load_checkpoint` by all ranks.
+       10. `teardown()`.
+
+    It knows nn.Module, Optimizer and tensors, and never Trainer or Module: what it is handed is a
+    module whose `forward(method_name, *args)` calls the user's method, so that hooks of a wrapper
+    fire whatever the method.
+
+    Args:
+        accelerator, checkpoint_io, cluster_environment: objects or discovered names; None leaves
+            the choice to the plan.
+        precision_plugin: a Precision or the name of one; None leaves the choice to the plan.
+        launcher: name of a launcher; None takes the first in its capabilities.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    accelerator: Accelerator
+    precision: Precision
+    checkpoint_io: CheckpointIO
+    cluster_environment: ClusterEnvironment
+    device: torch.device
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | str | None = None,
+        precision_plugin: Precision | str | None = None,
+        checkpoint_io: CheckpointIO | str | None = None,
+        cluster_environment: ClusterEnvironment | str | None = None,
+        launcher: str | None = None,
+    ) -> None:
+        requested = {
+            "accelerator": accelerator,
+            "precision": precision_plugin,
+            "checkpoint_io": checkpoint_io,
+            "cluster_environment": cluster_environment,
+            "launcher": launcher,
+        }
+        self.requested: Mapping[str, Any] = {k: v for k, v in requested.items() if v is not None}
+        """What was asked for here; resolving reads it."""
+
+    def bind(self, parts: Parts) -> None:
+        """Take the parts of the plan; once before each launch."""
+        self.parts = parts
+        self.accelerator = parts.accelerator
+        self.precision = parts.precision
+        self.checkpoint_io = parts.checkpoint_io
+        self.cluster_environment = parts.cluster_environment
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The same object as `precision`."""
+        return self.precision
+
+    # -- environment
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this process's node."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(index, count): which part of the data this rank reads; tensor-parallel ranks share one."""
+        return self.global_rank, self.world_size
+
+    def setup_environment(self) -> None:
+        """Set up the device (and, in subclasses, communication)."""
+        self.device = self.accelerator.device(self.parts.devices[self.local_rank])
+        self.accelerator.setup()
+        self.accelerator.setup_device(self.device)
+
+    def setup(self, trainer: Any) -> None:
+        """Do more before a Trainer prepares the model; a hook for subclasses."""
+
+    def teardown(self) -> None:
+        """Release communication and device; the strategy can be bound again."""
+        self.checkpoint_io.teardown()
+        self.cluster_environment.teardown()
+        self.accelerator.teardown()
+
+    # -- model and optimizers
+
+    def model_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which a model's constructor makes parameters as they will be kept.
+
+        Sharding strategies build on the meta device or shard each layer as it is made.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def prepare(
+        self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
+    ) -> Prepared:
+        """Return the model as this strategy runs it.
+
+        Args:
+            module: built by the user, on any device.
+            optimizers: a function that makes them, called after wrapping and sharding; or existing
+                ones, where `capabilities.rebinds_optimizers`.
+            move_to_device: move the parameters to this rank's device.
+        """
+
+    def input_converter(self) -> Callable[[Any], Any] | None:
+        """Return what moves a batch to the device and converts it, or None: nothing to do."""
+        convert = self.precision.input_converter()
+        if self.device.type == "cpu":
+            return convert
+        device = self.device
+        if convert is None:
+            return lambda batch: move_to_device(batch, device)
+        return lambda batch: convert(move_to_device(batch, device))
+
+    # -- a training step
+
+    def train_step(
+        self, prepared: Prepared, step: TrainStep, micro_batches: Sequence[Any]
+    ) -> int:
+        """Run one optimizer step over its micro-batches; return how many steps were taken (0 or 1).
+
+        The loss of each micro-batch counts equally: it is divided by their number. A step whose
+        micro-batches were all skipped (no loss) is not taken.
+        """
+        count = len(micro_batches)
+        backwards = 0
+        for position, micro_batch in enumerate(micro_batches, 1):
+            # Gradients are communicated once, in the last micro-batch's backward.
+            held = None if position == count else self.no_sync(prepared)
+            if held is None:
+                backwards += self._accumulate(prepared, step, micro_batch, count)
+            else:
+                with held:
+                    backwards += self._accumulate(prepared, step, micro_batch, count)
+            if position < count:
+                step.after_micro_batch(micro_batch)
+        if backwards:
+            optimizer = prepared.optimizers[0]
+            # Unscaled before anyone sees the gradients; clipped after user code may change them.
+            if self.precision.scales_loss:
+                self.precision.unscale_gradients(optimizer)
+            step.before_optimizer_step(optimizer)
+            if step.clip is not None:
+                self.clip_gradients(prepared, optimizer, step.clip)
+            self.optimizer_step(prepared, optimizer)
+            step.before_zero_grad(optimizer)
+            prepared.clear_gradients[0]()
+        step.after_micro_batch(micro_batch)
+        return 1 if backwards else 0
+
+    def _accumulate(
+        self, prepared: Prepared, step: TrainStep, micro_batch: Any, count: int
+    ) -> int:
+        loss = step.forward(micro_batch)
+        if loss is None:
+            return 0
+        step.before_backward(loss)
+        self.backward(prepared, loss if count == 1 else loss / count)
+        step.after_backward()
+        return 1
+
+    def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
+        """Return a context in which backward communicates nothing, or None: nothing to hold."""
+        return None
+
+    def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward from `loss`, a scalar; further arguments are those of `Tensor.backward`."""
+        if self.precision.scales_loss:
+            loss = self.precision.scale_loss(loss)
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def clip_gradients(
+        self, prepared: Prepared, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        """Clip the gradients of the optimizer's parameters; return their norm if it was computed."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if clip.algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, clip.value)
+            return None
+        return nn.utils.clip_grad_norm_(
+            parameters, clip.value, norm_type=clip.norm_type, error_if_nonfinite=clip.error_if_nonfinite
+        )
+
+    def optimizer_step(self, prepared: Prepared, optimizer: Optimizer) -> None:
+        """Step one optimizer."""
+        if self.precision.scales_loss:
+            self.precision.optimizer_step(optimizer)
+        else:
+            optimizer.step()
+
+    # -- collectives
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        """Return the element-wise reduction over ranks, on every rank; same shape as `tensor`."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        """Return every rank's tensor stacked along a new first dim: (world_size, *tensor.shape).
+
+        Args:
+            tensor: of the same shape and dtype on every rank.
+            sync_grads: let gradients flow through it.
+        """
+
+    @abstractmethod
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        """Return rank `src`'s data on every rank; plain data, since nothing received is executed."""
+
+    @abstractmethod
+    def gather_plain(self, data: Any) -> list[Any]:
+        """Return every rank's plain data, in the order of ranks, on every rank."""
+
+    @abstractmethod
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank is here; `name` stands in the error if one does not come."""
+
+    # -- state
+
+    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+        """Return parameters and buffers by their canonical names.
+
+        They alias the live ones: write or copy them before the next step. A strategy with sharded
+        state returns its shards.
+        """
+        return prepared.original.state_dict()
+
+    def load_model_state(
+        self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        """Load what `model_state` returned.
+
+        Raises:
+            CheckpointMismatchError: names or shapes differ; lists them.
+        """
+        load_weights(prepared.original, state, strict=strict)
+
+    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state with parameter names in the place of indices."""
+        return named_state(optimizer, prepared.original)
+
+    def load_optimizer_state(
+        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load what `optimizer_state` returned.
+
+        Raises:
+            CheckpointMismatchError: it belongs to other parameters; lists them.
+        """
+        load_named_state(optimizer, prepared.original, state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Save on rank 0; every rank returns once the checkpoint is durable."""
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path)
+        self.barrier("save_checkpoint")
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`; every rank reads it."""
+        return self.checkpoint_io.load_checkpoint(path)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint, on rank 0."""
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(path)
+
+
+def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
+    """Return the optimizers, made now if a function was given."""
+    return list(optimizers() if callable(optimizers) else optimizers)
+
+
+def gradient_clearer(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that sets the optimizer's gradients to None.
+
+    `Optimizer.zero_grad` costs 6 us of profiler range and bookkeeping a call, this loop 0.1 us; it
+    stands in only where the optimizer's class has not overridden it.
+    """
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        return optimizer.zero_grad
+
+    def clear() -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    return clear
+
+
+def check_one_optimizer(prepared: Prepared) -> None:
+    """Refuse several optimizers where the strategy steps them itself."""
+    if len(prepared.optimizers) != 1:
+        raise ConfigurationError(
+            f"automatic optimization takes one optimizer, received {len(prepared.optimizers)}: "
+            "return one from configure_optimizers, or write the steps yourself with Lite"
+        )

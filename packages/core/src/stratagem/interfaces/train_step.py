@@ -1,0 +1,60 @@
+"""TrainStep: what a front end hands to `Strategy.train_step`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class GradientClip:
+    """How gradients are clipped before an optimizer step.
+
+    Attributes:
+        value: the largest norm, or the largest absolute value of an element.
+        algorithm: "norm" or "value".
+        norm_type: which norm; 2.0: Euclidean.
+        error_if_nonfinite: raise if the norm is NaN or infinite.
+    """
+
+    value: float
+    algorithm: Literal["norm", "value"] = "norm"
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+
+
+class TrainStep:
+    """What one optimizer step consists of; the strategy decides when each part happens.
+
+    For each micro-batch: `forward`, then `before_backward`, `after_backward` around its backward,
+    then `after_micro_batch` (for the last one, after the optimizer step). Once, after the last
+    backward: `before_optimizer_step`, with gradients unscaled and not yet clipped, and
+    `before_zero_grad`.
+
+    A strategy that runs the whole step as one program calls `forward` and `after_micro_batch` if
+    it can, and leaves out the events that it has no place for.
+    """
+
+    clip: GradientClip | None = None
+
+    def forward(self, micro_batch: Any) -> Tensor | None:
+        """Return the micro-batch's loss, a scalar with a gradient; None skips it."""
+        raise NotImplementedError
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Told the loss before its backward."""
+
+    def after_backward(self) -> None:
+        """Told after each backward."""
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Told when all gradients are there, before they are clipped."""
+
+    def before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Told after the optimizer step, before gradients are cleared."""
+
+    def after_micro_batch(self, micro_batch: Any) -> None:
+        """Told when all work on a micro-batch is done."""

@@ -1,0 +1,652 @@
+"""Lite: your own training loop, with any strategy."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem import data as loaders_of_ranks
+from stratagem._tree import map_tensors, move_to_device
+from stratagem.discovery.registry import get_registry
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.interfaces.precision import Precision
+from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
+from stratagem.interfaces.train_step import GradientClip
+from stratagem.lite_wrappers import LiteDataLoader, LiteModule, LiteOptimizer, wrap_optimizer
+from stratagem.resolve import RunPlan, RunRequest, resolve
+from stratagem.seed import seed_everything
+from stratagem.step_module import StepModule
+
+PathLike = str | os.PathLike[str]
+
+
+class Lite:
+    """Gives a hand-written loop devices, processes, precision and checkpoints.
+
+    Either subclass it, write the loop in `run` and call that; or make one, call `launch` and go on
+    in the same script.
+
+    Args:
+        accelerator: a name ("cpu", "gpu", ...), an Accelerator, or "auto".
+        strategy: a name, a Strategy, or "auto".
+        devices: how many, which, -1 for all, or "auto".
+        num_nodes: machines taking part.
+        precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
+        plugins: CheckpointIO, ClusterEnvironment or Precision objects, or names of them.
+        callbacks: objects whose methods `call` finds.
+        loggers: where `log` writes.
+        gpus: shorthand for `accelerator="gpu", devices=gpus`.
+        tpu_cores: shorthand for `accelerator="tpu", devices=tpu_cores`.
+
+    Raises:
+        ConfigurationError: the request cannot be met; nothing has been started.
+
+    Example:
+        >>> import torch
+        >>> from stratagem import Lite
+        >>> class Fit(Lite):
+        ...     def run(self, steps: int) -> float:
+        ...         model = torch.nn.Linear(2, 1)
+        ...         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...         model, optimizer = self.setup(model, optimizer)
+        ...         for _ in range(steps):
+        ...             optimizer.zero_grad()
+        ...             loss = model(torch.ones(4, 2)).square().mean()
+        ...             self.backward(loss)
+        ...             optimizer.step()
+        ...         return loss.item()
+        >>> Fit(accelerator="cpu", devices=1).run(steps=50) < 1e-3
+        True
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a subclass's `run` launch the processes before it runs."""
+        super().__init_subclass__(**kwargs)
+        run = cls.__dict__.get("run")
+        if run is not None:
+            cls.run = _launching(run)  # type: ignore[attr-defined]
+
+    def __init__(
+        self,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: int | str | list[int] | tuple[int, ...] | None = "auto",
+        num_nodes: int = 1,
+        precision: Any = "32-true",
+        plugins: Any = None,
+        callbacks: Any = None,
+        loggers: Any = None,
+        *,
+        gpus: int | str | list[int] | None = None,
+        tpu_cores: int | str | list[int] | None = None,
+    ) -> None:
+        for shorthand, name, value in (("gpus", "gpu", gpus), ("tpu_cores", "tpu", tpu_cores)):
+            if value is not None:
+                if accelerator not in ("auto", name) or devices not in ("auto", None):
+                    raise ConfigurationError(
+                        f"{shorthand}={value!r} is short for accelerator={name!r} and devices="
+                        f"{value!r}; received accelerator={accelerator!r} and devices={devices!r} "
+                        "as well: give one or the other"
+                    )
+                accelerator, devices = name, value
+        parts = _sort_plugins(plugins, precision)
+        self.plan: RunPlan = resolve(
+            RunRequest(
+                accelerator=accelerator,
+                strategy=strategy,
+                devices=devices,
+                num_nodes=num_nodes,
+                **parts,
+            ),
+            get_registry(),
+        )
+        self._strategy: Strategy | None = None
+        self._in_run = False
+        self._prepared: list[Prepared] = []
+        self._callbacks = _as_list(callbacks)
+        self._loggers = _as_list(loggers)
+
+    # -- launching
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Start the processes and set up their environment.
+
+        Args:
+            function: called as `function(lite, *args, **kwargs)` on every rank; None returns, and
+                the script goes on on every rank.
+
+        Returns:
+            What the function returns on this rank.
+
+        Raises:
+            RankFailedError: another rank failed; shows its traceback.
+        """
+        launcher = self.plan.launcher.build()
+        if function is None:
+            return launcher.launch(self.plan, self._setup_environment)
+        return launcher.launch(self.plan, self._run_on_rank, function, self, *args, **kwargs)
+
+    def _run_on_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._setup_environment()
+        return function(*args, **kwargs)
+
+    def _setup_environment(self) -> None:
+        if self._strategy is not None:
+            return
+        plan = self.plan
+        strategy: Strategy = plan.strategy.build()
+        strategy.bind(
+            Parts(
+                accelerator=plan.accelerator.build(),
+                precision=plan.precision.build(),
+                checkpoint_io=plan.checkpoint_io.build(),
+                cluster_environment=plan.cluster_environment.build(),
+                devices=plan.devices,
+                num_nodes=plan.num_nodes,
+            )
+        )
+        strategy.setup_environment()
+        self._strategy = strategy
+
+    # -- who and where
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, complete.
+
+        Raises:
+            ConfigurationError: nothing was launched yet.
+        """
+        if self._strategy is None:
+            raise ConfigurationError(
+                "nothing was launched yet: call lite.launch() first, or put the code into a "
+                "subclass's run() and call that"
+            )
+        return self._strategy
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.strategy.device
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return self.strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this process's node."""
+        return self.strategy.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.strategy.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.strategy.is_global_zero
+
+    @property
+    def loggers(self) -> list[Any]:
+        """Where `log` writes."""
+        return self._loggers
+
+    # -- models, optimizers, data
+
+    def setup(self, module: nn.Module, *optimizers: Optimizer, move_to_device: bool = True) -> Any:
+        """Prepare a model and its optimizers for the strategy.
+
+        Args:
+            module: a model; once for each of several.
+            *optimizers: made from its parameters.
+            move_to_device: move the parameters to this rank's device.
+
+        Returns:
+            The model, or (model, optimizer, ...) if optimizers were given.
+
+        Raises:
+            ConfigurationError: the model was set up before, or an optimizer has none of its
+                parameters.
+        """
+        strategy = self.strategy
+        if isinstance(module, LiteModule):
+            raise ConfigurationError(
+                "setup() received a model that was set up before; call it once for each model"
+            )
+        if optimizers and not self.plan.capabilities.rebinds_optimizers:
+            raise ConfigurationError(
+                f"the strategy {self.plan.strategy.name!r} cannot take an optimizer that was made "
+                "before the model is sharded: call setup_module(model), make the optimizer from "
+                "its parameters, then setup_optimizers(optimizer)"
+            )
+        _check_parameters(module, optimizers)
+        prepared = strategy.prepare(StepModule(module), optimizers, move_to_device=move_to_device)
+        self._prepared.append(prepared)
+        model = LiteModule(module, prepared, strategy)
+        if not optimizers:
+            return model
+        wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
+        return (model, *wrapped)
+
+    def setup_module(self, module: nn.Module, *, move_to_device: bool = True) -> LiteModule:
+        """Prepare a model without optimizers; `setup_optimizers` follows."""
+        model: LiteModule = self.setup(module, move_to_device=move_to_device)
+        return model
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Prepare optimizers made from the parameters of models that were set up.
+
+        Returns:
+            The optimizer, or a tuple of them.
+        """
+        wrapped = []
+        for optimizer in optimizers:
+            prepared = self._prepared_of(optimizer)
+            if optimizer not in prepared.optimizers:
+                prepared.optimizers.append(optimizer)
+            wrapped.append(wrap_optimizer(optimizer, prepared, self.strategy))
+        return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+    def _prepared_of(self, optimizer: Optimizer) -> Prepared:
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for prepared in self._prepared:
+            if any(id(p) in wanted for p in prepared.original.parameters()):
+                return prepared
+        raise ConfigurationError(
+            "setup_optimizers() received an optimizer without any parameter of a model that was "
+            "set up: call setup_module(model) first, and make the optimizer from its parameters"
+        )
+
+    def setup_dataloaders(
+        self,
+        *dataloaders: Any,
+        use_distributed_sampler: bool = True,
+        replace_sampler: bool = True,
+        move_to_device: bool = True,
+    ) -> Any:
+        """Prepare data loaders: each rank reads its part, and batches come on the device.
+
+        Args:
+            *dataloaders: one or several.
+            use_distributed_sampler: divide the data between ranks; every rank gets as many
+                samples, the first ones repeated if they do not divide evenly.
+            replace_sampler: the same argument under its earlier name.
+            move_to_device: move tensors to this rank's device.
+
+        Returns:
+            The loader, or a list of them.
+        """
+        index, count = self.strategy.data_shard
+        wrapped = []
+        for loader in dataloaders:
+            if use_distributed_sampler and replace_sampler:
+                loader = loaders_of_ranks.shard_loader(loader, index, count, even=True)
+            wrapped.append(LiteDataLoader(loader, self.device if move_to_device else None))
+        return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    def init_module(self) -> AbstractContextManager[None]:
+        """Return a context in which a model's parameters are made on the device, in the right
+        number format and, under a sharding strategy, sharded.
+        """
+        return self._init_context(self.strategy.model_context())
+
+    def init_tensor(self) -> AbstractContextManager[None]:
+        """Return a context in which new tensors are made on the device, in the right number
+        format.
+        """
+        return self._init_context(nullcontext())
+
+    @contextmanager
+    def _init_context(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.device)
+            stack.enter_context(self.strategy.precision.init_context())
+            stack.enter_context(context)
+            yield
+
+    def to_device(self, data: Any) -> Any:
+        """Return a model, tensor or nested collection of tensors on this rank's device."""
+        return move_to_device(data, self.device)
+
+    # -- a step
+
+    def backward(
+        self, loss: Tensor, *args: Any, model: LiteModule | None = None, **kwargs: Any
+    ) -> None:
+        """Run backward from a loss, in place of `loss.backward()`.
+
+        Args:
+            loss: a scalar with a gradient.
+            model: which model it is of; needed with several models under a strategy whose engine
+                owns backward.
+            *args, **kwargs: those of `Tensor.backward`.
+        """
+        prepared = model.prepared if model is not None else self._only_prepared()
+        self.strategy.backward(prepared, loss, *args, **kwargs)
+
+    def _only_prepared(self) -> Prepared:
+        if not self._prepared:
+            raise ConfigurationError("backward() needs a model that was set up: call setup() first")
+        return self._prepared[-1]
+
+    def clip_gradients(
+        self,
+        module: LiteModule,
+        optimizer: Optimizer,
+        *,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Clip the gradients of an optimizer's parameters, between backward and step.
+
+        Args:
+            module, optimizer: as `setup` returned them.
+            clip_val: the largest absolute value of an element.
+            max_norm: the largest norm; give one of the two.
+            norm_type: which norm.
+            error_if_nonfinite: raise if the norm is NaN or infinite.
+
+        Returns:
+            The norm before clipping, if `max_norm` was given.
+        """
+        if (clip_val is None) == (max_norm is None):
+            raise ConfigurationError(
+                "clip_gradients() expects either clip_val or max_norm, received clip_val="
+                f"{clip_val!r} and max_norm={max_norm!r}"
+            )
+        if self.plan.capabilities.owns_clipping:
+            raise ConfigurationError(
+                f"the strategy {self.plan.strategy.name!r} clips gradients itself: configure it "
+                "there in place of calling clip_gradients()"
+            )
+        clip = (
+            GradientClip(clip_val, "value")
+            if clip_val is not None
+            else GradientClip(max_norm or 0.0, "norm", norm_type, error_if_nonfinite)
+        )
+        inner = optimizer.optimizer if isinstance(optimizer, LiteOptimizer) else optimizer
+        precision = self.strategy.precision
+        if precision.scales_loss:
+            precision.unscale_gradients(inner)
+        return self.strategy.clip_gradients(module.prepared, inner, clip)
+
+    @contextmanager
+    def no_backward_sync(self, module: LiteModule, *, enabled: bool = True) -> Iterator[None]:
+        """Communicate no gradients in backward passes inside, to accumulate them first.
+
+        Args:
+            module: as `setup` returned it.
+            enabled: False makes it do nothing, for `enabled=is_accumulating`.
+        """
+        held = self.strategy.no_sync(module.prepared) if enabled else None
+        if held is None:
+            yield
+        else:
+            with held:
+                yield
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the precision's forward context, for code outside of a model's forward."""
+        return self.strategy.precision.forward_context() or nullcontext()
+
+    # -- collectives
+
+    def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
+        """Return every rank's tensors: each of shape (world_size, *shape).
+
+        Args:
+            data: a tensor, number, or nested collection of them, of the same shape on every rank.
+            sync_grads: let gradients flow through it.
+        """
+        strategy = self.strategy
+        return map_tensors(
+            lambda tensor: strategy.all_gather(tensor, sync_grads=sync_grads), _tensors(data)
+        )
+
+    def all_reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
+        """Return the reduction of tensors over ranks.
+
+        Args:
+            data: a tensor, number, or nested collection of them, of the same shape on every rank.
+            reduce_op: "mean", "sum", "max" or "min".
+        """
+        strategy = self.strategy
+        return map_tensors(lambda tensor: strategy.all_reduce(tensor, reduce_op), _tensors(data))
+
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        """Return rank `src`'s data on every rank.
+
+        Args:
+            data: plain data: numbers, strings, tensors, and dicts, lists, tuples and sets of them.
+            src: whose.
+
+        Raises:
+            TypeError: it is not plain data; says where.
+        """
+        return self.strategy.broadcast(data, src)
+
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank is here."""
+        self.strategy.barrier(name)
+
+    @contextmanager
+    def rank_zero_first(self, *, local: bool = False) -> Iterator[None]:
+        """Let rank 0 run the block before the others do.
+
+        Args:
+            local: rank 0 of each node.
+        """
+        rank = self.local_rank if local else self.global_rank
+        if rank > 0:
+            self.barrier("rank_zero_first")
+        yield
+        if rank == 0:
+            self.barrier("rank_zero_first")
+        self.barrier("rank_zero_first")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+    # -- state
+
+    def save(self, path: PathLike | Mapping[str, Any], state: Any = None) -> None:
+        """Save state to a file; the two arguments may come in either order.
+
+        Called by every rank; rank 0 writes, and all return once the file is durable.
+
+        Args:
+            path: where to.
+            state: a dict of models and optimizers (as `setup` returned them), objects with
+                `state_dict()`, and plain data.
+
+        Raises:
+            CheckpointContentError: something in it is not plain data; says what.
+        """
+        if isinstance(state, (str, os.PathLike)):
+            path, state = state, path
+        if not isinstance(path, (str, os.PathLike)) or not isinstance(state, Mapping):
+            raise ConfigurationError(
+                "save() expects a path and a dict of state, received "
+                f"{type(path).__name__} and {type(state).__name__}"
+            )
+        checkpoint = {name: self._state_of(value) for name, value in state.items()}
+        self.strategy.save_checkpoint(checkpoint, Path(path))
+
+    def _state_of(self, value: Any) -> Any:
+        if isinstance(value, LiteModule):
+            return self.strategy.model_state(value.prepared)
+        if isinstance(value, LiteOptimizer):
+            return self.strategy.optimizer_state(value.prepared, value.optimizer)
+        if hasattr(value, "state_dict"):
+            return value.state_dict()
+        return value
+
+    def load(
+        self, path: PathLike, state: dict[str, Any] | None = None, *, strict: bool = True
+    ) -> dict[str, Any]:
+        """Load a checkpoint; every rank calls it.
+
+        Args:
+            path: where from.
+            state: models, optimizers and objects with `load_state_dict()` are filled, plain values
+                are replaced in this dict; None: nothing is filled.
+            strict: refuse a checkpoint that lacks an entry of `state`, or whose weights do not
+                match the model's.
+
+        Returns:
+            What was not filled in; without `state`, everything.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
+                wrong with it.
+        """
+        checkpoint = self.strategy.load_checkpoint(Path(path))
+        if state is None:
+            return checkpoint
+        missing = [name for name in state if name not in checkpoint]
+        if missing and strict:
+            from stratagem.errors import CheckpointMismatchError
+
+            raise CheckpointMismatchError(
+                f"{os.fspath(path)!r} lacks the entries {', '.join(missing)}; it has "
+                f"{', '.join(checkpoint)}. Pass strict=False to leave them as they are"
+            )
+        for name, target in state.items():
+            if name in missing:
+                continue
+            value = checkpoint.pop(name)
+            if isinstance(target, LiteModule):
+                self.strategy.load_model_state(target.prepared, value, strict=strict)
+            elif isinstance(target, LiteOptimizer):
+                self.strategy.load_optimizer_state(target.prepared, target.optimizer, value)
+            elif hasattr(target, "load_state_dict"):
+                target.load_state_dict(value)
+            else:
+                state[name] = value
+        return checkpoint
+
+    @staticmethod
+    def seed_everything(seed: int | None = None, workers: bool = True) -> int:
+        """Seed Python, NumPy and torch alike on every rank; see `stratagem.seed_everything`."""
+        return seed_everything(seed, workers=workers)
+
+    # -- loggers and callbacks
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Write a value to every logger, on rank 0."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write several values to every logger, on rank 0."""
+        if not self.is_global_zero:
+            return
+        plain = {name: float(value) for name, value in metrics.items()}
+        for logger in self._loggers:
+            logger.log_metrics(plain, step)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every callback that has it."""
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if not callable(method):
+                raise ConfigurationError(
+                    f"call({hook_name!r}): {type(callback).__name__}.{hook_name} is a "
+                    f"{type(method).__name__}; expected a method"
+                )
+            method(*args, **kwargs)
+
+
+def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a `run` so that the outermost call launches the processes."""
+
+    @functools.wraps(run)
+    def launch_and_run(self: Lite, *args: Any, **kwargs: Any) -> Any:
+        if self._in_run:
+            return run(self, *args, **kwargs)
+        self._in_run = True
+        try:
+            return self.launch(run, *args, **kwargs)
+        finally:
+            self._in_run = False
+
+    return launch_and_run
+
+
+def _sort_plugins(plugins: Any, precision: Any) -> dict[str, Any]:
+    """Return the request's parts from a list of plugin objects and names."""
+    parts: dict[str, Any] = {"precision": precision}
+    for plugin in _as_list(plugins):
+        if isinstance(plugin, str):
+            registry = get_registry()
+            kinds = ("cluster_environment", "checkpoint_io", "precision")
+            kind = next(
+                (k for k in kinds for c in registry.candidates(k) if _is_called(c.spec, plugin)),
+                None,
+            )
+        elif isinstance(plugin, Precision):
+            kind = "precision"
+        elif isinstance(plugin, ClusterEnvironment):
+            kind = "cluster_environment"
+        elif isinstance(plugin, CheckpointIO):
+            kind = "checkpoint_io"
+        else:
+            kind = None
+        if kind is None:
+            raise ConfigurationError(
+                f"plugins has {plugin!r}; expected a CheckpointIO, a ClusterEnvironment or a "
+                "Precision, or the name of one (`stratagem doctor` lists them)"
+            )
+        if kind in parts and parts[kind] != "32-true":
+            raise ConfigurationError(
+                f"{kind} was given twice: {parts[kind]!r} and {plugin!r}; give it once"
+            )
+        parts[kind] = plugin
+    return parts
+
+
+def _is_called(spec: Any, name: str) -> bool:
+    return name.casefold() in {n.casefold() for n in (spec.name, *spec.aliases)}
+
+
+def _check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    own = {id(p) for p in module.parameters()}
+    for optimizer in optimizers:
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigurationError(
+                f"setup() received a {type(optimizer).__name__} that holds none of the model's "
+                "parameters, so its steps would change nothing: make it from model.parameters()"
+            )
+
+
+def _tensors(data: Any) -> Any:
+    return torch.tensor(data) if isinstance(data, (bool, int, float)) else data
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

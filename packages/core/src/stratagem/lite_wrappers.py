@@ -1,0 +1,181 @@
+"""What Lite's setup methods return: a model, an optimizer and a data loader like the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stratagem._tree import move_to_device
+from stratagem.data import set_epoch
+from stratagem.interfaces.strategy import Prepared, Strategy
+
+
+class LiteModule(nn.Module):
+    """A model as the strategy runs it; attributes and methods are those of the user's model.
+
+    Calling it, or a method of the model that was marked with `mark_forward_method`, goes through
+    the strategy's wrapper and the precision's context. The state dict has the model's own names.
+    """
+
+    def __init__(self, module: nn.Module, prepared: Prepared, strategy: Strategy) -> None:
+        super().__init__()
+        precision = strategy.precision
+        # Plain attributes: registered as submodules they would double every parameter.
+        self.__dict__["module"] = module
+        self.__dict__["prepared"] = prepared
+        self.__dict__["_strategy"] = strategy
+        self.__dict__["_forward_methods"] = {"training_step", "validation_step", "test_step"}
+        self.__dict__["_context"] = precision.forward_context()
+        self.__dict__["_convert_input"] = precision.input_converter()
+        self.__dict__["_convert_output"] = precision.output_converter()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        if self._context is None and self._convert_input is None:
+            return self._module_to_call()("forward", *args, **kwargs)
+        return self._call("forward", *args, **kwargs)
+
+    def _module_to_call(self) -> nn.Module:
+        prepared: Prepared = self.__dict__["prepared"]
+        return prepared.module if torch.is_grad_enabled() else prepared.evaluation_module
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        own = self.__dict__
+        if own["_convert_input"] is not None:
+            args, kwargs = own["_convert_input"](args), own["_convert_input"](kwargs)
+        if own["_context"] is None:
+            output = self._module_to_call()(method, *args, **kwargs)
+        else:
+            with own["_context"]:
+                output = self._module_to_call()(method, *args, **kwargs)
+        return output if own["_convert_output"] is None else own["_convert_output"](output)
+
+    def mark_forward_method(self, method: str) -> None:
+        """Let a method of the model run through the strategy, as `forward` does."""
+        self.__dict__["_forward_methods"].add(method)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__["_forward_methods"]:
+            getattr(self.__dict__["module"], name)  # so that a missing one is said to be missing
+            return lambda *args, **kwargs: self._call(name, *args, **kwargs)
+        return getattr(self.__dict__["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training":
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__dict__["module"], name, value)
+
+    def train(self, mode: bool = True) -> LiteModule:
+        """Set training or evaluation mode."""
+        self.__dict__["prepared"].module.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the model's parameters, as the strategy holds them."""
+        return self.__dict__["module"].parameters(recurse)  # type: ignore[no-any-return]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's parameters with their own names."""
+        return self.__dict__["module"].named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state, under its own names."""
+        return self.__dict__["_strategy"].model_state(self.__dict__["prepared"])
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, **kwargs: Any) -> Any:
+        """Load the model's state."""
+        self.__dict__["_strategy"].load_model_state(
+            self.__dict__["prepared"], state_dict, strict=strict
+        )
+
+
+class LiteOptimizer:
+    """The user's optimizer, whose step goes through the strategy.
+
+    An instance also passes for the optimizer's own class, so that schedulers take it.
+    """
+
+    optimizer: Optimizer
+    prepared: Prepared
+    strategy: Strategy
+
+    @property
+    def state(self) -> Any:
+        """The user's optimizer's state; loading replaces that object, so it is looked up there."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        """The user's optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:
+        """The user's optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        """Step through the strategy."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.strategy.optimizer_step(self.prepared, self.optimizer)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by parameter names."""
+        return self.strategy.optimizer_state(self.prepared, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state by parameter names."""
+        self.strategy.load_optimizer_state(self.prepared, self.optimizer, state)
+
+
+_SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
+
+
+def wrap_optimizer(optimizer: Optimizer, prepared: Prepared, strategy: Strategy) -> Any:
+    """Return a `LiteOptimizer` that stands for the user's optimizer."""
+    kind = type(f"Lite{type(optimizer).__name__}", (LiteOptimizer, type(optimizer)), {})
+    wrapped = kind.__new__(kind)
+    # A scheduler made earlier has put a counting `step` on the instance: ours comes first, and
+    # calls it.
+    wrapped.__dict__.update(
+        {name: value for name, value in optimizer.__dict__.items() if name not in _SHADOWING}
+    )
+    wrapped.optimizer, wrapped.prepared, wrapped.strategy = optimizer, prepared, strategy
+    return wrapped
+
+
+class LiteDataLoader:
+    """A data loader whose batches come on the device; attributes are those of the user's loader."""
+
+    def __init__(self, loader: Any, device: torch.device | None) -> None:
+        self.loader = loader
+        self._device = None if device is None or device.type == "cpu" else device
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Without it a distributed sampler repeats one order in every epoch.
+        set_epoch(self.loader, self._epoch)
+        self._epoch += 1
+        if self._device is None:
+            return iter(self.loader)
+        return (move_to_device(batch, self._device) for batch in self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)

@@ -1,0 +1,1 @@
+"""Cluster environments that need no SDK."""

@@ -1,0 +1,13 @@
+"""PlainEnvironment: the variables that torch.distributed reads, or a single node."""
+
+from __future__ import annotations
+
+from stratagem.interfaces.cluster_environment import ClusterEnvironment
+
+
+class PlainEnvironment(ClusterEnvironment):
+    """Ranks from MASTER_ADDR, MASTER_PORT, WORLD_SIZE, NODE_RANK and LOCAL_RANK.
+
+    Set by a launcher of ours for each process, or by hand: on every node the first three and
+    NODE_RANK, and the launcher starts that node's processes.
+    """

@@ -1,0 +1,20 @@
+"""ExternalLauncher: the processes were started by torchrun, a cluster, or a launcher of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stratagem.interfaces.launcher import Launcher, Result
+from stratagem.native.launchers.failure import run_as_rank
+from stratagem.resolve import RunPlan
+
+
+class ExternalLauncher(Launcher):
+    """Calls the function here, on what is already one of several ranks."""
+
+    def launch(
+        self, plan: RunPlan, function: Callable[..., Result], *args: Any, **kwargs: Any
+    ) -> Result:
+        """Return `function(*args, **kwargs)`; an exception is reported to who started this rank."""
+        return run_as_rank(function, *args, **kwargs)

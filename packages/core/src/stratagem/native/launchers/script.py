@@ -1,0 +1,71 @@
+"""ScriptLauncher: this process becomes the first rank and runs its own command again for the others."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from stratagem import supervision
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.launcher import Launcher, Result
+from stratagem.native.launchers.failure import Watch, run_as_rank
+from stratagem.resolve import RunPlan
+
+
+class ScriptLauncher(Launcher):
+    """Runs the command line of this process again, once for each further rank of this node.
+
+    The new processes run the script from its top and come to the same call, where they find that
+    they are ranks already. All of them take part in whatever the script does afterwards.
+    """
+
+    def launch(
+        self, plan: RunPlan, function: Callable[..., Result], *args: Any, **kwargs: Any
+    ) -> Result:
+        """Start the other ranks, unless an earlier call did, then run the function on this one.
+
+        Raises:
+            ConfigurationError: there is no script to run again.
+            RankFailedError: another rank failed.
+        """
+        if "LOCAL_RANK" not in os.environ:
+            self._start_ranks(plan)
+        return run_as_rank(function, *args, **kwargs)
+
+    def _start_ranks(self, plan: RunPlan) -> None:
+        if sys.argv[0] in ("", "-"):
+            raise ConfigurationError(
+                "the launcher 'script' runs the script again for each rank, but this program was "
+                "read from standard input: save it in a file and run that"
+            )
+        environ = plan.request.environ
+        count = plan.processes_per_node
+        node_rank = int(environ.get("NODE_RANK", "0"))
+        listener = None
+        if "MASTER_PORT" in environ and plan.num_nodes > 1:
+            main_port = int(environ["MASTER_PORT"])
+        else:
+            listener = supervision.listening_socket()
+            main_port = listener.getsockname()[1]
+
+        environments = {
+            node_rank * count + local_rank: supervision.rank_environment(
+                local_rank=local_rank,
+                local_world_size=count,
+                node_rank=node_rank,
+                num_nodes=plan.num_nodes,
+                main_address=environ.get("MASTER_ADDR", "127.0.0.1")
+                if plan.num_nodes > 1
+                else "127.0.0.1",
+                main_port=main_port,
+            )
+            for local_rank in range(count)
+        }
+        own = environments.pop(node_rank * count)
+        os.environ.update({k: v for k, v in own.items() if k != "OMP_NUM_THREADS"})
+        if listener is not None:
+            os.environ[supervision.LISTEN_FD_VARIABLE] = str(listener.detach())
+        if environments:
+            Watch.start([sys.executable, *sys.orig_argv[1:]], environments, plan.world_size)

@@ -1,0 +1,154 @@
+"""What the torch-native backend provides, as data; torch is not imported here."""
+
+from __future__ import annotations
+
+from stratagem.discovery import (
+    AcceleratorSpec,
+    Availability,
+    Capabilities,
+    CheckpointIOSpec,
+    ClusterEnvironmentSpec,
+    ComponentSpec,
+    LauncherSpec,
+    PrecisionSpec,
+    StrategySpec,
+    hookimpl,
+)
+from stratagem.supervision import available_cores
+
+DDP = Capabilities(
+    launchers=("script",),
+    one_process=False,
+    many_devices=True,
+    multi_node=True,
+)
+"""What DistributedDataParallel can do."""
+
+
+def cpu_availability() -> Availability:
+    """Return the cores of this process; any number of ranks may share them."""
+    cores = available_cores()
+    return Availability(cores, f"{cores} cores", auto_count=1, indexed=False)
+
+
+@hookimpl
+def stratagem_components() -> tuple[ComponentSpec, ...]:
+    """Return everything that this backend provides."""
+    return (*_strategies(), *_precisions(), *_surroundings())
+
+
+def _strategies() -> tuple[ComponentSpec, ...]:
+    return (
+        StrategySpec(
+            name="single_device",
+            target="stratagem.interfaces.single_device:SingleDeviceStrategy",
+            api_version=1,
+            summary="One process, one device",
+        ),
+        StrategySpec(
+            name="ddp",
+            target="stratagem.native.strategies.ddp:DDPStrategy",
+            api_version=1,
+            summary="DistributedDataParallel, one process a device; runs the script again for each",
+            capabilities=DDP,
+        ),
+    )
+
+
+def _precisions() -> tuple[ComponentSpec, ...]:
+    true, mixed = (
+        "stratagem.native.precision.true:TruePrecision",
+        "stratagem.native.precision.mixed:MixedPrecision",
+    )
+    return (
+        PrecisionSpec(
+            name="32-true",
+            target=true,
+            api_version=1,
+            summary="float32 throughout",
+            init_args={"name": "32-true"},
+            aliases=("32",),
+        ),
+        PrecisionSpec(
+            name="64-true",
+            target=true,
+            api_version=1,
+            summary="float64 throughout",
+            init_args={"name": "64-true"},
+            aliases=("64",),
+        ),
+        PrecisionSpec(
+            name="16-true",
+            target=true,
+            api_version=1,
+            summary="float16 throughout",
+            init_args={"name": "16-true"},
+        ),
+        PrecisionSpec(
+            name="bf16-true",
+            target=true,
+            api_version=1,
+            summary="bfloat16 throughout",
+            init_args={"name": "bf16-true"},
+        ),
+        PrecisionSpec(
+            name="bf16-mixed",
+            target=mixed,
+            api_version=1,
+            summary="float32 parameters, bfloat16 where autocast finds it safe",
+            init_args={"name": "bf16-mixed"},
+            aliases=("bf16",),
+        ),
+    )
+
+
+def _surroundings() -> tuple[ComponentSpec, ...]:
+    return (
+        AcceleratorSpec(
+            name="cpu",
+            target="stratagem.native.accelerators.cpu:CPUAccelerator",
+            api_version=1,
+            summary="The processor; gloo between ranks",
+            probe=cpu_availability,
+        ),
+        CheckpointIOSpec(
+            name="single_file",
+            target="stratagem.native.checkpoint.single_file:SingleFileCheckpointIO",
+            api_version=1,
+            summary="One file, replaced atomically, loaded weights-only",
+        ),
+        ClusterEnvironmentSpec(
+            name="plain",
+            target="stratagem.native.environments.plain:PlainEnvironment",
+            api_version=1,
+            summary="MASTER_ADDR, MASTER_PORT, WORLD_SIZE, NODE_RANK and LOCAL_RANK, or one node",
+        ),
+        ClusterEnvironmentSpec(
+            name="TorchElastic",
+            target="stratagem.native.environments.torchelastic:TorchElasticEnvironment",
+            api_version=1,
+            summary="torchrun",
+            variables=("TORCHELASTIC_RUN_ID",),
+            priority=20,
+        ),
+        LauncherSpec(
+            name="in_process",
+            target="stratagem.native.launchers.in_process:InProcessLauncher",
+            api_version=1,
+            summary="The current process, alone",
+            interactive=True,
+        ),
+        LauncherSpec(
+            name="external",
+            target="stratagem.native.launchers.external:ExternalLauncher",
+            api_version=1,
+            summary="The processes are there already (torchrun, a cluster, `stratagem run`)",
+            interactive=True,
+        ),
+        LauncherSpec(
+            name="script",
+            target="stratagem.native.launchers.script:ScriptLauncher",
+            api_version=1,
+            summary="This process is the first rank and runs its own command again for the others",
+        ),
+    )

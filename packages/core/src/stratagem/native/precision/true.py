@@ -1,0 +1,61 @@
+"""TruePrecision: one number format throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem._tree import convert_floats
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.precision import Precision, default_dtype
+
+_DTYPES = {
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+}
+
+
+class TruePrecision(Precision):
+    """Parameters, activations, gradients and floating-point inputs all have one number format.
+
+    Args:
+        name: "64-true", "32-true", "16-true" or "bf16-true".
+    """
+
+    def __init__(self, name: str = "32-true") -> None:
+        if name not in _DTYPES:
+            raise ConfigurationError(
+                f"TruePrecision(name={name!r}): expected one of {', '.join(map(repr, _DTYPES))}"
+            )
+        self.name = name
+        self.dtype = _DTYPES[name]
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new tensors have this number format."""
+        return default_dtype(self.dtype)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert floating-point parameters and buffers; full precision leaves a module as it is."""
+        return module if self.dtype is torch.float32 else module.to(self.dtype)
+
+    def input_converter(self) -> Callable[[Any], Any] | None:
+        """Return what converts floating-point tensors, or None for full precision."""
+        if self.dtype is torch.float32:
+            return None
+        return lambda batch: convert_floats(batch, self.dtype)
+
+    def output_converter(self) -> Callable[[Any], Any] | None:
+        """Return what converts outputs to the default number format, or None."""
+        if self.dtype is torch.float32:
+            return None
+        return lambda output: convert_floats(output, torch.get_default_dtype())
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        """Return a context in which user code makes new tensors in this format, or None."""
+        return None if self.dtype is torch.float32 else default_dtype(self.dtype)

@@ -1,0 +1,20 @@
+"""Precision classes, and the base to subclass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stratagem.discovery.exports import exporter
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.precision import Precision as Precision
+    from stratagem.native.precision.mixed import MixedPrecision as MixedPrecision
+    from stratagem.native.precision.true import TruePrecision as TruePrecision
+else:
+    __getattr__, __dir__ = exporter(
+        __name__,
+        "precision",
+        {
+            "Precision": "stratagem.interfaces.precision",
+        },
+    )

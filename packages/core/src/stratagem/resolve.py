@@ -1,0 +1,659 @@
+"""From what the user asked for to what will run: `resolve(RunRequest, Registry) -> RunPlan`.
+
+A pure function over specs: it imports no torch, starts nothing, and reads the environment from the
+request. Every wrong combination is refused here, before a process starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stratagem.discovery.capabilities import Capabilities
+from stratagem.discovery.registry import Candidate, Registry
+from stratagem.discovery.specs import (
+    AcceleratorSpec,
+    Availability,
+    ClusterEnvironmentSpec,
+    ComponentSpec,
+    LauncherSpec,
+    PrecisionSpec,
+    StrategySpec,
+    load_target,
+)
+from stratagem.errors import ConfigurationError
+
+CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
+"""Names the cluster environment; "none" switches detection off."""
+
+PLAIN = "plain"
+_GIVEN = "given as an object"
+
+
+def is_interactive() -> bool:
+    """Whether this process is a notebook kernel or an interactive interpreter."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest:
+    """What the user typed. Each component is a discovered name or an object.
+
+    Attributes:
+        accelerator: a name, an Accelerator, or "auto".
+        devices: how many (an int), which ("1, 4" or [1, 4]), all (-1), or "auto". None and 0 mean
+            the CPU, as in the documents.
+        num_nodes: machines taking part; 1 also means "as the cluster says".
+        strategy: a name, a Strategy, or "auto".
+        precision: a name, a Precision, or one of 64, 32, 16, "bf16".
+        checkpoint_io: a name, a CheckpointIO, or None for the default.
+        cluster_environment: a name, a ClusterEnvironment, or None to detect it.
+        environ: environment variables at the time of the request.
+        interactive: whether this is a notebook or an interactive interpreter.
+    """
+
+    accelerator: Any = "auto"
+    devices: int | str | list[int] | tuple[int, ...] | None = "auto"
+    num_nodes: int = 1
+    strategy: Any = "auto"
+    precision: Any = "32-true"
+    checkpoint_io: Any = None
+    cluster_environment: Any = None
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
+    interactive: bool = field(default_factory=is_interactive)
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A component of a plan: what it is, who provides it, and why it was chosen."""
+
+    kind: str
+    name: str
+    provider: str
+    why: str
+    source: Any = field(repr=False)
+    """Its spec, or the object that the user gave."""
+
+    @property
+    def spec(self) -> ComponentSpec | None:
+        """Its spec, or None if the user gave an object."""
+        return self.source if isinstance(self.source, ComponentSpec) else None
+
+    def build(self) -> Any:
+        """Import and build the component, or return the object that the user gave."""
+        return self.source.build() if isinstance(self.source, ComponentSpec) else self.source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """What will run, and why. Made by `resolve`; nothing changes it."""
+
+    request: RunRequest
+    accelerator: Selected
+    devices: tuple[int, ...]
+    """Device indices on this node, one for each local process or virtual device."""
+    devices_why: str
+    strategy: Selected
+    capabilities: Capabilities
+    precision: Selected
+    cluster_environment: Selected
+    launcher: Selected
+    checkpoint_io: Selected
+    num_nodes: int
+
+    @property
+    def processes_per_node(self) -> int:
+        """How many ranks run on each node."""
+        return 1 if self.capabilities.one_process else len(self.devices)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks run in all."""
+        return self.processes_per_node * (1 if self.capabilities.one_process else self.num_nodes)
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Return (what, choice, provider, why) for each choice."""
+        selected = [
+            self.strategy,
+            self.accelerator,
+            self.precision,
+            self.cluster_environment,
+            self.launcher,
+            self.checkpoint_io,
+        ]
+        rows = [(s.kind, s.name, s.provider, s.why) for s in selected]
+        rows.insert(2, ("devices", _indices(self.devices), "", self.devices_why))
+        world = f"{self.num_nodes} node(s) of {self.processes_per_node} process(es)"
+        rows.insert(3, ("world_size", str(self.world_size), "", world))
+        return rows
+
+    def explain(self) -> str:
+        """Return the plan as text, a line for each choice and its reason."""
+        rows = self.rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join(
+            "  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True))
+            for row in rows
+        )
+
+
+def resolve(
+    request: RunRequest,
+    registry: Registry,
+    *,
+    probe: Callable[[Any], Availability] | None = None,
+) -> RunPlan:
+    """Choose every component that the request leaves open and check that they fit together.
+
+    Args:
+        request: what the user asked for.
+        registry: what there is.
+        probe: returns what an accelerator (its spec, or an object) finds on this machine; None
+            asks the accelerator itself.
+
+    Raises:
+        ConfigurationError: the request cannot be met; says what was expected, what was received
+            and what to do.
+    """
+    return _Resolver(request, registry, probe or _probe).plan()
+
+
+class _Resolver:
+    """The decisions in the order in which they depend on one another."""
+
+    def __init__(
+        self, request: RunRequest, registry: Registry, probe: Callable[[Any], Availability]
+    ) -> None:
+        self.request = request
+        self.registry = registry
+        self.probe = probe
+
+    def plan(self) -> RunPlan:
+        named = self._named_strategy()
+        wanted = _capabilities(named) if named else None
+        self.preset = _preset_parts(named) if named else {}
+        request = self.request
+        environment, external = self._cluster_environment()
+        accelerator, availability = self._accelerator(wanted)
+        devices, devices_why = self._devices(
+            accelerator, availability, wanted, environment, external
+        )
+        strategy = named or self._auto_strategy(accelerator, devices, environment, external)
+        capabilities = _capabilities(strategy)
+
+        num_nodes = self._num_nodes(len(devices), environment, external, capabilities)
+        self._check_strategy(strategy, capabilities, accelerator, devices, num_nodes)
+        self._check_world(strategy, capabilities, devices, num_nodes, environment, external)
+        plan = RunPlan(
+            request=request,
+            accelerator=accelerator,
+            devices=devices,
+            devices_why=devices_why,
+            strategy=strategy,
+            capabilities=capabilities,
+            precision=self._precision(strategy, capabilities, accelerator),
+            cluster_environment=environment,
+            launcher=self._launcher(strategy, capabilities, environment, external),
+            checkpoint_io=self._checkpoint_io(),
+            num_nodes=num_nodes,
+        )
+        self.registry.plugins.hook.stratagem_run_planned(plan=plan)
+        return plan
+
+    # -- strategy
+
+    def _named_strategy(self) -> Selected | None:
+        wanted = self.request.strategy
+        if wanted is None or wanted == "auto":
+            return None
+        if isinstance(wanted, str):
+            return self._find("strategy", wanted, "you named it")
+        if not isinstance(getattr(wanted, "capabilities", None), Capabilities):
+            raise ConfigurationError(
+                f"strategy={wanted!r}: expected a name or an instance of "
+                "stratagem.strategies.Strategy"
+                + (", received a class: call it" if isinstance(wanted, type) else "")
+            )
+        return Selected("strategy", type(wanted).__name__, _GIVEN, "you passed it", wanted)
+
+    def _auto_strategy(
+        self,
+        accelerator: Selected,
+        devices: tuple[int, ...],
+        environment: Selected,
+        external: bool,
+    ) -> Selected:
+        request = self.request
+        several = len(devices) > 1 or request.num_nodes > 1
+        if external and (self._number(environment, "world_size") or 1) > 1:
+            several = True
+        fitting = tuple(
+            candidate.spec.name
+            for candidate in self.registry.candidates("strategy")
+            if isinstance(candidate.spec, StrategySpec)
+            and _takes(candidate.spec.capabilities.accelerators, accelerator)
+            and (candidate.spec.capabilities.many_devices or not several)
+        )
+        for implementation in reversed(
+            self.registry.plugins.hook.stratagem_choose_strategy.get_hookimpls()
+        ):
+            arguments = {"request": request, "candidates": fitting}
+            answer = implementation.function(
+                *(arguments[name] for name in implementation.argnames)
+            )
+            if answer is not None:
+                return self._find(
+                    "strategy", answer, f"chosen by the plugin {implementation.plugin_name}"
+                )
+        if several:
+            why = f"{len(devices)} device(s) a node and no strategy named"
+            if request.interactive and not external and "ddp_notebook" in fitting:
+                return self._find("strategy", "ddp_notebook", f"{why}, in a notebook")
+            return self._find("strategy", "ddp", why)
+        return self._find("strategy", "single_device", "one device and no strategy named")
+
+    def _check_strategy(
+        self,
+        strategy: Selected,
+        capabilities: Capabilities,
+        accelerator: Selected,
+        devices: tuple[int, ...],
+        num_nodes: int,
+    ) -> None:
+        if not _takes(capabilities.accelerators, accelerator):
+            raise ConfigurationError(
+                f"the strategy {strategy.name!r} runs on "
+                f"{_either(capabilities.accelerators)}, received accelerator={accelerator.name!r}"
+            )
+        if len(devices) > 1 and not capabilities.many_devices:
+            raise ConfigurationError(
+                f"the strategy {strategy.name!r} uses one device, received devices="
+                f"{self.request.devices!r} ({len(devices)} devices): pass devices=1, or a strategy "
+                "for several devices such as 'ddp'"
+            )
+        if num_nodes > 1 and not capabilities.multi_node:
+            raise ConfigurationError(
+                f"the strategy {strategy.name!r} runs on one node, received num_nodes={num_nodes}: "
+                "pass num_nodes=1, or a strategy for several nodes such as 'ddp'"
+            )
+
+    # -- accelerator and devices
+
+    def _accelerator(self, wanted: Capabilities | None) -> tuple[Selected, Availability]:
+        asked = self._asked("accelerator", "auto")
+        if not isinstance(asked, str):
+            name = getattr(asked, "name", None)
+            if not isinstance(name, str) or isinstance(asked, type):
+                raise ConfigurationError(
+                    f"accelerator={asked!r}: expected a name or an instance of "
+                    "stratagem.accelerators.Accelerator"
+                )
+            selected = Selected("accelerator", name, _GIVEN, "you passed it", asked)
+            return selected, self._available(selected)
+        if asked != "auto":
+            selected = self._find("accelerator", asked, "you named it")
+            return selected, self._available(selected)
+        if self.request.devices in (None, 0):
+            selected = self._find("accelerator", "cpu", f"devices={self.request.devices!r}")
+            return selected, self._available(selected)
+        return self._best_accelerator(wanted)
+
+    def _best_accelerator(self, wanted: Capabilities | None) -> tuple[Selected, Availability]:
+        accelerators = [
+            candidate
+            for candidate in self.registry.candidates("accelerator")
+            if isinstance(candidate.spec, AcceleratorSpec)
+        ]
+        accelerators.sort(key=lambda c: getattr(c.spec, "priority", 0), reverse=True)
+        refused = []
+        for candidate in accelerators:
+            selected = _selected(candidate, "")
+            if wanted is not None and not _takes(wanted.accelerators, selected):
+                refused.append(f"{candidate.spec.name} (not for this strategy)")
+                continue
+            found = self.probe(candidate.spec)
+            if found.count:
+                why = f"the best that is available here ({found.reason})"
+                return _selected(candidate, why), found
+            refused.append(f"{candidate.spec.name} ({found.reason})")
+        raise ConfigurationError(
+            "no accelerator is available for this request: " + ("; ".join(refused) or "none known")
+        )
+
+    def _available(self, selected: Selected) -> Availability:
+        found = self.probe(selected.source)
+        if not found.count:
+            raise ConfigurationError(
+                f"accelerator={selected.name!r} is not available on this machine: {found.reason}; "
+                "pass accelerator='auto' to take what there is"
+            )
+        return found
+
+    def _devices(
+        self,
+        accelerator: Selected,
+        found: Availability,
+        wanted: Capabilities | None,
+        environment: Selected,
+        external: bool,
+    ) -> tuple[tuple[int, ...], str]:
+        asked = self.request.devices
+        if asked in (None, 0, "auto"):
+            local = self._number(environment, "local_world_size") if external else None
+            if external and local is None:
+                world = self._number(environment, "world_size")
+                local = world // self.request.num_nodes if world else None
+            if wanted is not None and not wanted.many_devices:
+                return (0,), f"the strategy uses one {accelerator.name} device"
+            if local and not (wanted is not None and wanted.one_process):
+                return tuple(range(local)), f"as {environment.name} says"
+            count = found.count if found.auto_count is None else found.auto_count
+            return tuple(range(count)), f"automatic for {accelerator.name}: {found.reason}"
+        indices = _parse_devices(asked, found, accelerator.name)
+        if found.indexed and max(indices) >= found.count:
+            raise ConfigurationError(
+                f"devices={asked!r} asks for {accelerator.name} device {max(indices)}, but there "
+                f"are {found.count} here ({found.reason}), counted from 0"
+            )
+        return indices, "you asked for it"
+
+    # -- cluster and nodes
+
+    def _cluster_environment(self) -> tuple[Selected, bool]:
+        """Return the environment, and whether it has started this process as one of its ranks."""
+        environ = self.request.environ
+        asked = self._asked("cluster_environment", None)
+        if asked is not None and not isinstance(asked, str):
+            external = bool(getattr(asked, "creates_processes_externally", False))
+            name = type(asked).__name__
+            return Selected("cluster_environment", name, _GIVEN, "you passed it", asked), external
+        if asked is not None:
+            selected = self._find("cluster_environment", asked, "you named it")
+            return selected, self._is_external(selected)
+        switch = environ.get(CLUSTER_VARIABLE, "")
+        if switch.casefold() == "none":
+            why = f"detection is switched off by {CLUSTER_VARIABLE}=none"
+            return self._find("cluster_environment", PLAIN, why), False
+        if switch:
+            selected = self._find("cluster_environment", switch, f"{CLUSTER_VARIABLE}={switch}")
+            return selected, self._is_external(selected)
+        detected = [
+            candidate
+            for candidate in self.registry.candidates("cluster_environment")
+            if isinstance(candidate.spec, ClusterEnvironmentSpec)
+            and candidate.spec.variables
+            and all(variable in environ for variable in candidate.spec.variables)
+        ]
+        if detected:
+            best = max(detected, key=lambda c: getattr(c.spec, "priority", 0))
+            assert isinstance(best.spec, ClusterEnvironmentSpec)
+            selected = _selected(best, f"{', '.join(best.spec.variables)} is set")
+        else:
+            selected = self._find("cluster_environment", PLAIN, "no cluster was detected")
+        return selected, self._is_external(selected)
+
+    def _is_external(self, selected: Selected) -> bool:
+        spec = selected.spec
+        assert isinstance(spec, ClusterEnvironmentSpec)
+        return spec.local_rank_variable in self.request.environ
+
+    def _number(self, environment: Selected, what: str) -> int | None:
+        """Return the environment's world_size, local_world_size or rank, if it says one."""
+        spec = environment.spec
+        if not isinstance(spec, ClusterEnvironmentSpec):
+            method = getattr(environment.source, what, None)
+            return int(method()) if callable(method) else None
+        variable = str(getattr(spec, f"{what}_variable"))
+        text = self.request.environ.get(variable)
+        if text is None:
+            return None
+        if not text.strip().isdigit():
+            raise ConfigurationError(
+                f"the cluster environment {environment.name!r} expects a number in {variable}, "
+                f"received {variable}={text!r}"
+            )
+        return int(text)
+
+    def _num_nodes(
+        self, local: int, environment: Selected, external: bool, capabilities: Capabilities
+    ) -> int:
+        asked = self.request.num_nodes
+        if not isinstance(asked, int) or asked < 1:
+            raise ConfigurationError(f"num_nodes={asked!r}: expected a whole number of at least 1")
+        if asked > 1 and not external and environment.name == PLAIN:
+            missing = [
+                variable
+                for variable in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+                if variable not in self.request.environ
+            ]
+            if missing:
+                raise ConfigurationError(
+                    f"num_nodes={asked} needs a cluster, and none was detected: start the script "
+                    "with torchrun or a cluster's launcher, or set MASTER_ADDR, MASTER_PORT and "
+                    f"NODE_RANK on each node (not set: {', '.join(missing)})"
+                )
+        if asked == 1 and external and not capabilities.one_process:
+            world = self._number(environment, "world_size") or local
+            its_local = self._number(environment, "local_world_size") or local
+            return max(1, world // its_local)
+        return asked
+
+    def _check_world(
+        self,
+        strategy: Selected,
+        capabilities: Capabilities,
+        devices: tuple[int, ...],
+        num_nodes: int,
+        environment: Selected,
+        external: bool,
+    ) -> None:
+        if not external:
+            return
+        world = self._number(environment, "world_size") or 1
+        if capabilities.one_process:
+            rank = self._number(environment, "rank") or 0
+            if world > 1 and rank > 0 and not capabilities.multi_node:
+                raise ConfigurationError(
+                    f"this process is rank {rank} of {world} ({environment.name}), but the "
+                    f"strategy {strategy.name!r} trains in one process: use a strategy for several "
+                    "processes such as 'ddp', guard the call with `if trainer.is_global_zero:`, or "
+                    f"set {CLUSTER_VARIABLE}=none to let each process work for itself"
+                )
+            return
+        local = self._number(environment, "local_world_size")
+        if local is not None and local != len(devices):
+            raise ConfigurationError(
+                f"devices={self.request.devices!r} means {len(devices)} process(es) on each node, "
+                f"but {environment.name} has started {local} here: make the two agree, or leave "
+                "devices='auto'"
+            )
+        if world != len(devices) * num_nodes:
+            raise ConfigurationError(
+                f"{len(devices)} device(s) on each of {num_nodes} node(s) make "
+                f"{len(devices) * num_nodes} processes, but {environment.name} has started "
+                f"{world}: make the two agree, or leave devices='auto' and num_nodes=1"
+            )
+
+    # -- launcher, precision, checkpoint IO
+
+    def _launcher(
+        self,
+        strategy: Selected,
+        capabilities: Capabilities,
+        environment: Selected,
+        external: bool,
+    ) -> Selected:
+        if capabilities.one_process:
+            return self._find("launcher", "in_process", "the strategy needs one process")
+        if external:
+            return self._find(
+                "launcher", "external", f"{environment.name} has started the processes"
+            )
+        name = self.preset.get("launcher", capabilities.launchers[0])
+        if name not in capabilities.launchers:
+            raise ConfigurationError(
+                f"the strategy {strategy.name!r} is started by "
+                f"{_either(capabilities.launchers)}, received launcher={name!r}"
+            )
+        selected = self._find("launcher", name, f"how {strategy.name} starts its processes")
+        launcher = selected.spec
+        if self.request.interactive and isinstance(launcher, LauncherSpec):
+            if not launcher.interactive:
+                raise ConfigurationError(
+                    f"the strategy {strategy.name!r} starts its processes by the launcher "
+                    f"{name!r}, which runs a script again and cannot do that in a notebook or an "
+                    "interactive interpreter: move the code to a script, or pass devices=1"
+                    + (
+                        ", or strategy='ddp_notebook'"
+                        if "ddp_notebook" in self.registry.names("strategy")
+                        else ""
+                    )
+                )
+        return selected
+
+    def _precision(
+        self, strategy: Selected, capabilities: Capabilities, accelerator: Selected
+    ) -> Selected:
+        asked = self._asked("precision", "32-true")
+        if isinstance(asked, (str, int)):
+            why = "the default" if asked == "32-true" else "you named it"
+            selected = self._find("precision", str(asked), why)
+        else:
+            name = getattr(asked, "name", None)
+            if not isinstance(name, str):
+                raise ConfigurationError(
+                    f"precision={asked!r}: expected a name, 64, 32, 16, 'bf16', or an instance of "
+                    "stratagem.precision.Precision"
+                )
+            selected = Selected("precision", name, _GIVEN, "you passed it", asked)
+        if (
+            capabilities.precisions is not None
+            and selected.spec is not None
+            and selected.name not in capabilities.precisions
+        ):
+            raise ConfigurationError(
+                f"the strategy {strategy.name!r} takes the precisions "
+                f"{_either(capabilities.precisions)}, received precision={asked!r}"
+            )
+        spec = selected.spec
+        if isinstance(spec, PrecisionSpec) and not _takes(spec.accelerators, accelerator):
+            raise ConfigurationError(
+                f"precision={asked!r} works on {_either(spec.accelerators)}, received "
+                f"accelerator={accelerator.name!r}"
+            )
+        return selected
+
+    def _checkpoint_io(self) -> Selected:
+        asked = self._asked("checkpoint_io", None)
+        if asked is None:
+            return self._find("checkpoint_io", "single_file", "the default")
+        if isinstance(asked, str):
+            return self._find("checkpoint_io", asked, "you named it")
+        name = type(asked).__name__
+        return Selected("checkpoint_io", name, _GIVEN, "you passed it", asked)
+
+    def _asked(self, part: str, default: Any) -> Any:
+        """Return what was asked for, in the request or in the strategy's own arguments."""
+        in_request = getattr(self.request, part)
+        in_strategy = self.preset.get(part)
+        if in_request is None or in_request == default:
+            return default if in_strategy is None else in_strategy
+        if in_strategy is not None and in_strategy != in_request:
+            raise ConfigurationError(
+                f"{part}={in_request!r} was passed, but the strategy was made with "
+                f"{part}={in_strategy!r}: give it in one place"
+            )
+        return in_request
+
+    def _find(self, kind: str, name: str, why: str) -> Selected:
+        return _selected(self.registry.find(kind, name), why)
+
+
+def _selected(candidate: Candidate, why: str) -> Selected:
+    provider = f"{candidate.distribution} {candidate.version}"
+    return Selected(candidate.spec.kind, candidate.spec.name, provider, why, candidate.spec)
+
+
+def _capabilities(strategy: Selected) -> Capabilities:
+    spec = strategy.spec
+    if isinstance(spec, StrategySpec):
+        return spec.capabilities
+    capabilities: Capabilities = strategy.source.capabilities
+    return capabilities
+
+
+def _preset_parts(strategy: Selected) -> dict[str, Any]:
+    """Return the parts that a strategy was given when it was made or registered."""
+    if strategy.spec is None:
+        return dict(strategy.source.requested)
+    arguments = strategy.spec.init_args
+    renamed = {"precision": "precision_plugin"}
+    parts = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher")
+    presets = {part: arguments.get(renamed.get(part, part)) for part in parts}
+    return {part: value for part, value in presets.items() if value is not None}
+
+
+def _probe(accelerator: Any) -> Availability:
+    if isinstance(accelerator, AcceleratorSpec):
+        function = load_target(accelerator.probe, what=f"probe of {accelerator.name!r}")
+    else:
+        function = accelerator.availability
+    found = function()
+    if not isinstance(found, Availability):
+        raise ConfigurationError(
+            f"the probe of {accelerator.name!r} returned {found!r}; expected "
+            "stratagem.discovery.Availability"
+        )
+    return found
+
+
+def _takes(accepted: tuple[str, ...] | None, accelerator: Selected) -> bool:
+    """Whether a list of accelerator names holds this one, under its name or an alias."""
+    if accepted is None:
+        return True
+    names = {accelerator.name}
+    if accelerator.spec is not None:
+        names.update(accelerator.spec.aliases)
+    return not names.isdisjoint(accepted)
+
+
+def _parse_devices(asked: Any, found: Availability, accelerator: str) -> tuple[int, ...]:
+    """Return device indices for a number of devices, a list of them, or a string of either."""
+    value = asked
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        try:
+            numbers = [int(part) for part in parts]
+        except ValueError:
+            numbers = []
+        value = numbers if "," in value else (numbers[0] if numbers else None)
+    if isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value > 0):
+        return tuple(range(found.count if value == -1 else value))
+    if isinstance(value, (list, tuple)) and value and all(_is_index(index) for index in value):
+        if len(set(value)) < len(value):
+            raise ConfigurationError(f"devices={asked!r} names a device twice; name each once")
+        if not found.indexed:
+            raise ConfigurationError(
+                f"devices={asked!r} chooses devices by index, but {accelerator} devices have none: "
+                f"pass a number, such as devices={len(value)}"
+            )
+        return tuple(value)
+    raise ConfigurationError(
+        f"devices={asked!r}: expected a number of devices, -1 for all, a list of indices such as "
+        "[1, 4] or '1, 4', or 'auto'"
+    )
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _indices(devices: tuple[int, ...]) -> str:
+    return ", ".join(str(index) for index in devices)
+
+
+def _either(names: tuple[str, ...] | None) -> str:
+    return " or ".join(repr(name) for name in names or ())

@@ -1,0 +1,31 @@
+"""Strategy classes: ours, every installed backend's, and the bases to subclass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stratagem.discovery.exports import exporter
+
+if TYPE_CHECKING:
+    from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
+    from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
+    from stratagem.interfaces.parallel import ParallelStrategy as ParallelStrategy
+    from stratagem.interfaces.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+    from stratagem.interfaces.strategy import Prepared as Prepared
+    from stratagem.interfaces.strategy import Strategy as Strategy
+    from stratagem.interfaces.train_step import TrainStep as TrainStep
+    from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
+else:
+    __getattr__, __dir__ = exporter(
+        __name__,
+        "strategy",
+        {
+            "CheckpointIO": "stratagem.interfaces.checkpoint_io",
+            "ParallelStrategy": "stratagem.interfaces.parallel",
+            "Prepared": "stratagem.interfaces.strategy",
+            "SingleDeviceStrategy": "stratagem.interfaces.single_device",
+            "Strategy": "stratagem.interfaces.strategy",
+            "StrategyRegistry": "stratagem.discovery.registry",
+            "TrainStep": "stratagem.interfaces.train_step",
+        },
+    )

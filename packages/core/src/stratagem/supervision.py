@@ -1,0 +1,266 @@
+"""Starting the ranks of one node and watching them: the standard library only.
+
+Used by the launcher that re-runs a script (the watching process is rank 0 itself) and by
+`stratagem run` (which watches all of them and never imports torch, so that all ranks start at
+once). Restarts are left to torch.distributed.elastic.
+
+A rank that fails writes its exception into the file named by TORCHELASTIC_ERROR_FILE, in the format
+of torch.distributed.elastic, so that the same code serves under torchrun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from stratagem.errors import RankFailedError
+
+LISTEN_FD_VARIABLE = "STRATAGEM_LISTEN_FD"
+"""For rank 0: the file descriptor of the socket that listens on MASTER_PORT already."""
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+PARENT_VARIABLE = "STRATAGEM_PARENT_PID"
+
+_TERM_GRACE = 5.0
+"""Seconds that a rank has between SIGTERM and SIGKILL."""
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def listening_socket() -> socket.socket:
+    """Return a socket that listens on a free port of the loopback interface."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(4096)
+    return listener
+
+
+def rank_environment(
+    *,
+    local_rank: int,
+    local_world_size: int,
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    main_address: str = "127.0.0.1",
+    main_port: int,
+) -> dict[str, str]:
+    """Return the variables that tell a rank who it is."""
+    threads = max(1, available_cores() // local_world_size)
+    return {
+        "MASTER_ADDR": main_address,
+        "MASTER_PORT": str(main_port),
+        "WORLD_SIZE": str(local_world_size * num_nodes),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "NODE_RANK": str(node_rank),
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(node_rank * local_world_size + local_rank),
+        "STRATAGEM_CLUSTER": "plain",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank failed.
+
+    Attributes:
+        rank: which one.
+        exit_code: its exit code; the negated signal number if a signal ended it.
+        report: its traceback, or "" if it left none.
+        time: when, in seconds since the epoch.
+    """
+
+    rank: int
+    exit_code: int
+    report: str
+    time: float
+
+    def error(self, world_size: int) -> RankFailedError:
+        """Return the one error that stands for it."""
+        if self.exit_code < 0:
+            how = f"was ended by {signal.Signals(-self.exit_code).name}"
+        else:
+            how = f"failed with exit code {self.exit_code}"
+        if self.report:
+            what = f"; its traceback:\n\n{self.report.rstrip()}"
+        else:
+            what = "; it left no traceback: see its output above"
+        return RankFailedError(
+            f"rank {self.rank} of {world_size} {how}{what}",
+            rank=self.rank,
+            exit_code=self.exit_code,
+        )
+
+
+class Ranks:
+    """Child processes, one a rank, and a thread that watches them.
+
+    Use as a context: leaving it ends whatever still runs.
+
+    Args:
+        commands: rank and environment of each child; all run `command`.
+        command: the program and its arguments.
+        on_failure: called once, in the watching thread, when the first child fails; the others
+            have been told to end by then.
+        pass_fds: file descriptors that the children inherit.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Mapping[int, Mapping[str, str]],
+        *,
+        on_failure: Callable[[Failure], None],
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.failure: Failure | None = None
+        self._on_failure = on_failure
+        self._error_files = tempfile.TemporaryDirectory(prefix="stratagem-ranks-")
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._ending = threading.Event()
+        for rank, environment in environments.items():
+            extra = {
+                ERROR_FILE_VARIABLE: str(self._error_file(rank)),
+                PARENT_VARIABLE: str(os.getpid()),
+            }
+            self._processes[rank] = subprocess.Popen(
+                command,
+                env={**os.environ, **environment, **extra},
+                stdin=subprocess.DEVNULL,
+                pass_fds=tuple(pass_fds),
+            )
+        self._watcher = threading.Thread(target=self._watch, name="stratagem-ranks", daemon=True)
+        self._watcher.start()
+
+    def _error_file(self, rank: int) -> Path:
+        return Path(self._error_files.name) / f"rank{rank}.json"
+
+    def _watch(self) -> None:
+        running = dict(self._processes)
+        while running and not self._ending.is_set():
+            failures = []
+            for rank, process in list(running.items()):
+                exit_code = process.poll()
+                if exit_code is not None:
+                    del running[rank]
+                    if exit_code != 0:
+                        failures.append(self._failure(rank, exit_code))
+            if failures and not self._ending.is_set():
+                # Several may have ended between two looks: the first to report is the cause.
+                self.failure = min(failures, key=lambda failure: (not failure.report, failure.time))
+                self._signal(signal.SIGTERM)
+                self._on_failure(self.failure)
+                self._end_all()
+                return
+            self._ending.wait(0.05)
+
+    def _failure(self, rank: int, exit_code: int) -> Failure:
+        file = self._error_file(rank)
+        try:
+            message = json.loads(file.read_text())["message"]
+            report = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
+            return Failure(rank, exit_code, str(report), file.stat().st_mtime)
+        except (OSError, ValueError, KeyError, TypeError):
+            return Failure(rank, exit_code, "", time.time())
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _end_all(self) -> None:
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + _TERM_GRACE
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def forward_signal(self, number: signal.Signals) -> None:
+        """Send a signal to every child that still runs."""
+        self._signal(number)
+
+    def kill(self) -> None:
+        """Kill every child that still runs, at once."""
+        self._signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all children have ended or one has failed; return whether that is so."""
+        self._watcher.join(timeout)
+        return not self._watcher.is_alive()
+
+    def end(self) -> None:
+        """End the children that still run, and forget their error files."""
+        self._ending.set()
+        self._watcher.join()
+        self._end_all()
+        self._error_files.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+def record_failure(error: BaseException) -> bool:
+    """Write this process's exception for whoever watches it; return whether anybody does."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path:
+        return False
+    report = "".join(traceback.format_exception(error))
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))},
+    }
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        Path(temporary).write_text(json.dumps({"message": message}))
+        os.replace(temporary, path)
+    except OSError as problem:
+        print(f"stratagem: cannot write {path}: {problem}", file=sys.stderr)
+        return False
+    return True
+
+
+def has_parent() -> bool:
+    """Whether this rank was started by a launcher of ours, which shows what it reports."""
+    return PARENT_VARIABLE in os.environ
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process when the one that started it ends, however it ends."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    # It may have ended before the call.
+    if os.getppid() != int(parent):
+        os._exit(1)

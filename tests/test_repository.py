@@ -1,0 +1,98 @@
+"""What the repository promises: versions, licences, documented commands, no machine's paths."""
+
+import re
+import runpy
+from collections.abc import Iterator
+from importlib.metadata import distribution, version
+from pathlib import Path
+
+import nox.registry
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = "stratagem-core"
+BACKENDS = [
+    "stratagem-backend-cuda",
+    "stratagem-backend-deepspeed",
+    "stratagem-backend-xla",
+    "stratagem-backend-hpu-ipu",
+]
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+
+# Folders that only some machines have; as a pattern, so that this file does not hold them.
+MACHINE_PATH = re.compile(r"(?<![\w.\-/])/(work|root|home/\w+|opt/(wheels|pypi)|tmp/venv)\b")
+IGNORED_FOLDERS = {".git", ".nox", ".venv", "venv", "build", "dist", "__pycache__"}
+
+
+def test_the_packages_are_the_five_distributions() -> None:
+    named = {
+        re.search(r'^name = "(.+)"$', (package / "pyproject.toml").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+        for package in PACKAGES
+    }
+    assert named == {CORE, *BACKENDS}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_has_the_version_of_core(name: str) -> None:
+    assert version(name) == version(CORE)
+
+
+def test_the_library_says_the_version_of_its_distribution() -> None:
+    import stratagem
+
+    assert stratagem.__version__ == version(CORE)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_requires_this_minor_version_of_core_and_pins_nothing(name: str) -> None:
+    requirements = [Requirement(text) for text in distribution(name).requires or []]
+    (core,) = [requirement for requirement in requirements if requirement.name == CORE]
+    now = Version(version(CORE))
+    lowest, too_high = f"{now.major}.{now.minor}", f"{now.major}.{now.minor + 1}"
+    assert {str(part) for part in core.specifier} == {f">={lowest}", f"<{too_high}"}
+    operators = {part.operator for each in requirements for part in each.specifier}
+    assert not operators & {"==", "==="}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_a_package_has_what_its_wheel_needs(package: Path) -> None:
+    (marker,) = package.glob("src/*/py.typed")
+    assert marker.with_name("__init__.py").is_file()
+    assert (package / "README.md").read_text().startswith("# stratagem-")
+    # Copies, because a wheel and an sdist hold only what lies in the package's own folder.
+    assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_contributing_lists_every_nox_session_and_no_other() -> None:
+    runpy.run_path(str(ROOT / "noxfile.py"))
+    sessions = nox.registry.get()
+    assert all(session.__doc__ for session in sessions.values())
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert sorted(documented) == sorted(sessions)
+
+
+def text_files() -> Iterator[tuple[Path, str]]:
+    """The repository's text files, without asking git, so that a downloaded archive serves too."""
+    tops = [path for path in ROOT.iterdir() if path.name not in IGNORED_FOLDERS]
+    for top in tops:
+        if top.is_dir() and top.name.endswith("_cache"):
+            continue
+        for path in [top, *top.rglob("*")]:
+            if path.is_file() and not IGNORED_FOLDERS & set(path.relative_to(ROOT).parts):
+                try:
+                    yield path, path.read_text(encoding="utf-8")
+                except UnicodeDecodeError:
+                    continue  # not text
+
+
+def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, text in text_files()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert found == []
