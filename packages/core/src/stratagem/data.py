@@ -12,9 +12,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
 )
 
 from stratagem.errors import UserCodeError
@@ -122,14 +120,6 @@ def divides_data(loader: Any) -> bool:
     return any(
         isinstance(s, ShardedSampler) or hasattr(s, "num_replicas") for s in samplers
     )
-
-
-def is_shuffled(loader: Any) -> bool:
-    """Whether a loader draws a random order."""
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(sampler, ShardedSampler):
-        sampler = sampler.sampler
-    return isinstance(sampler, RandomSampler) and not isinstance(sampler, SequentialSampler)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from stratagem import data as loaders_of_ranks
 from stratagem._tree import map_tensors, move_to_device
 from stratagem.discovery.registry import get_registry
-from stratagem.errors import ConfigurationError
+from stratagem.errors import CheckpointMismatchError, ConfigurationError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.precision import Precision
@@ -110,7 +110,20 @@ class Lite:
             ),
             get_registry(),
         )
-        self._strategy: Strategy | None = None
+        plan = self.plan
+        self.strategy: Strategy = plan.strategy.build()
+        """The strategy; its ranks and device are there once processes are launched."""
+        self.strategy.bind(
+            Parts(
+                accelerator=plan.accelerator.build(),
+                precision=plan.precision.build(),
+                checkpoint_io=plan.checkpoint_io.build(),
+                cluster_environment=plan.cluster_environment.build(),
+                devices=plan.devices,
+                num_nodes=plan.num_nodes,
+            )
+        )
+        self._launched = False
         self._in_run = False
         self._prepared: list[Prepared] = []
         self._callbacks = _as_list(callbacks)
@@ -141,43 +154,24 @@ class Lite:
         return function(*args, **kwargs)
 
     def _setup_environment(self) -> None:
-        if self._strategy is not None:
-            return
-        plan = self.plan
-        strategy: Strategy = plan.strategy.build()
-        strategy.bind(
-            Parts(
-                accelerator=plan.accelerator.build(),
-                precision=plan.precision.build(),
-                checkpoint_io=plan.checkpoint_io.build(),
-                cluster_environment=plan.cluster_environment.build(),
-                devices=plan.devices,
-                num_nodes=plan.num_nodes,
-            )
-        )
-        strategy.setup_environment()
-        self._strategy = strategy
+        if not self._launched:
+            self.strategy.setup_environment()
+            self._launched = True
 
-    # -- who and where
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy, complete.
-
-        Raises:
-            ConfigurationError: nothing was launched yet.
-        """
-        if self._strategy is None:
+    def _launched_strategy(self) -> Strategy:
+        if not self._launched:
             raise ConfigurationError(
                 "nothing was launched yet: call lite.launch() first, or put the code into a "
                 "subclass's run() and call that"
             )
-        return self._strategy
+        return self.strategy
+
+    # -- who and where
 
     @property
     def device(self) -> torch.device:
         """This rank's device."""
-        return self.strategy.device
+        return self._launched_strategy().device
 
     @property
     def global_rank(self) -> int:
@@ -226,7 +220,7 @@ class Lite:
             ConfigurationError: the model was set up before, or an optimizer has none of its
                 parameters.
         """
-        strategy = self.strategy
+        strategy = self._launched_strategy()
         if isinstance(module, LiteModule):
             raise ConfigurationError(
                 "setup() received a model that was set up before; call it once for each model"
@@ -294,7 +288,7 @@ class Lite:
         Returns:
             The loader, or a list of them.
         """
-        index, count = self.strategy.data_shard
+        index, count = self._launched_strategy().data_shard
         wrapped = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
@@ -306,7 +300,7 @@ class Lite:
         """Return a context in which a model's parameters are made on the device, in the right
         number format and, under a sharding strategy, sharded.
         """
-        return self._init_context(self.strategy.model_context())
+        return self._init_context(self._launched_strategy().model_context())
 
     def init_tensor(self) -> AbstractContextManager[None]:
         """Return a context in which new tensors are made on the device, in the right number
@@ -527,8 +521,6 @@ class Lite:
             return checkpoint
         missing = [name for name in state if name not in checkpoint]
         if missing and strict:
-            from stratagem.errors import CheckpointMismatchError
-
             raise CheckpointMismatchError(
                 f"{os.fspath(path)!r} lacks the entries {', '.join(missing)}; it has "
                 f"{', '.join(checkpoint)}. Pass strict=False to leave them as they are"

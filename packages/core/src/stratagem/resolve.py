@@ -158,7 +158,7 @@ def resolve(
         ConfigurationError: the request cannot be met; says what was expected, what was received
             and what to do.
     """
-    return _Resolver(request, registry, probe or _probe).plan()
+    return _Resolver(request, registry, probe or probe_accelerator).plan()
 
 
 class _Resolver:
@@ -596,16 +596,23 @@ def _preset_parts(strategy: Selected) -> dict[str, Any]:
     return {part: value for part, value in presets.items() if value is not None}
 
 
-def _probe(accelerator: Any) -> Availability:
-    if isinstance(accelerator, AcceleratorSpec):
-        function = load_target(accelerator.probe, what=f"probe of {accelerator.name!r}")
-    else:
-        function = accelerator.availability
-    found = function()
+def probe_accelerator(accelerator: Any) -> Availability:
+    """Return what an accelerator (its spec, or an object) finds on this machine.
+
+    A probe that fails finds nothing, and its error is the reason: a vendor's broken SDK must not
+    stop a request that can be met without it.
+    """
+    try:
+        if isinstance(accelerator, AcceleratorSpec):
+            function = load_target(accelerator.probe, what=f"probe of {accelerator.name!r}")
+        else:
+            function = accelerator.availability
+        found = function()
+    except (Exception, SystemExit) as error:
+        return Availability(0, f"its probe failed with {type(error).__name__}: {error}")
     if not isinstance(found, Availability):
-        raise ConfigurationError(
-            f"the probe of {accelerator.name!r} returned {found!r}; expected "
-            "stratagem.discovery.Availability"
+        return Availability(
+            0, f"its probe returned {found!r}; expected stratagem.discovery.Availability"
         )
     return found
 

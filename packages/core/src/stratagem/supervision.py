@@ -10,7 +10,6 @@ of torch.distributed.elastic, so that the same code serves under torchrun.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +53,12 @@ def listening_socket() -> socket.socket:
     return listener
 
 
+def threads_per_rank(local_world_size: int) -> str:
+    """Return OMP_NUM_THREADS for each of the ranks that share this node's cores."""
+    threads = max(1, available_cores() // local_world_size)
+    return os.environ.get("OMP_NUM_THREADS", str(threads))
+
+
 def rank_environment(
     *,
     local_rank: int,
@@ -63,7 +69,6 @@ def rank_environment(
     main_port: int,
 ) -> dict[str, str]:
     """Return the variables that tell a rank who it is."""
-    threads = max(1, available_cores() // local_world_size)
     return {
         "MASTER_ADDR": main_address,
         "MASTER_PORT": str(main_port),
@@ -73,7 +78,7 @@ def rank_environment(
         "LOCAL_RANK": str(local_rank),
         "RANK": str(node_rank * local_world_size + local_rank),
         "STRATAGEM_CLUSTER": "plain",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "OMP_NUM_THREADS": threads_per_rank(local_world_size),
     }
 
 
@@ -86,28 +91,39 @@ class Failure:
         exit_code: its exit code; the negated signal number if a signal ended it.
         report: its traceback, or "" if it left none.
         time: when, in seconds since the epoch.
+        log_file: what holds its output; None: the terminal.
     """
 
     rank: int
     exit_code: int
     report: str
     time: float
+    log_file: Path | None = None
 
     def error(self, world_size: int) -> RankFailedError:
         """Return the one error that stands for it."""
         if self.exit_code < 0:
-            how = f"was ended by {signal.Signals(-self.exit_code).name}"
+            how = f"was ended by {_signal_name(-self.exit_code)}"
         else:
             how = f"failed with exit code {self.exit_code}"
         if self.report:
             what = f"; its traceback:\n\n{self.report.rstrip()}"
         else:
-            what = "; it left no traceback: see its output above"
+            output = "above" if self.log_file is None else f"in {self.log_file}"
+            what = f"; it left no traceback: see its output {output}"
         return RankFailedError(
             f"rank {self.rank} of {world_size} {how}{what}",
             rank=self.rank,
             exit_code=self.exit_code,
         )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        # Most of the real-time signals have no name.
+        return f"signal {number}"
 
 
 class Ranks:
@@ -116,11 +132,14 @@ class Ranks:
     Use as a context: leaving it ends whatever still runs.
 
     Args:
-        commands: rank and environment of each child; all run `command`.
-        command: the program and its arguments.
+        command: the program and its arguments, the same for every child.
+        environments: by rank, the variables that a child has beyond this process's own.
         on_failure: called once, in the watching thread, when the first child fails; the others
             have been told to end by then.
-        pass_fds: file descriptors that the children inherit.
+        pass_fds: by rank, file descriptors that the child inherits.
+        new_sessions: give each child a session of its own, so that Ctrl-C on the terminal reaches
+            this process alone, and signals sent to a child reach those that it has started too.
+        log_files: by rank, where a child's output goes; the others write where this process does.
     """
 
     def __init__(
@@ -129,26 +148,53 @@ class Ranks:
         environments: Mapping[int, Mapping[str, str]],
         *,
         on_failure: Callable[[Failure], None],
-        pass_fds: Sequence[int] = (),
+        pass_fds: Mapping[int, Sequence[int]] | None = None,
+        new_sessions: bool = False,
+        log_files: Mapping[int, Path] | None = None,
     ) -> None:
         self.failure: Failure | None = None
         self._on_failure = on_failure
         self._error_files = tempfile.TemporaryDirectory(prefix="stratagem-ranks-")
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ending = threading.Event()
-        for rank, environment in environments.items():
-            extra = {
-                ERROR_FILE_VARIABLE: str(self._error_file(rank)),
-                PARENT_VARIABLE: str(os.getpid()),
-            }
-            self._processes[rank] = subprocess.Popen(
+        self._new_sessions = new_sessions
+        self._log_files = log_files or {}
+        try:
+            for rank, environment in environments.items():
+                inherited = () if pass_fds is None else tuple(pass_fds.get(rank, ()))
+                self._processes[rank] = self._start(rank, command, environment, inherited)
+        except BaseException:
+            # No more processes allowed, perhaps: those that started must not stay.
+            self.kill()
+            for process in self._processes.values():
+                process.wait()
+            self._error_files.cleanup()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="stratagem-ranks", daemon=True)
+        self._watcher.start()
+
+    def _start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        pass_fds: tuple[int, ...],
+    ) -> subprocess.Popen[bytes]:
+        extra = {
+            ERROR_FILE_VARIABLE: str(self._error_file(rank)),
+            PARENT_VARIABLE: str(os.getpid()),
+        }
+        log_file = self._log_files.get(rank)
+        with nullcontext() if log_file is None else log_file.open("wb") as output:
+            return subprocess.Popen(
                 command,
                 env={**os.environ, **environment, **extra},
                 stdin=subprocess.DEVNULL,
-                pass_fds=tuple(pass_fds),
+                stdout=output,
+                stderr=output,
+                pass_fds=pass_fds,
+                start_new_session=self._new_sessions,
             )
-        self._watcher = threading.Thread(target=self._watch, name="stratagem-ranks", daemon=True)
-        self._watcher.start()
 
     def _error_file(self, rank: int) -> Path:
         return Path(self._error_files.name) / f"rank{rank}.json"
@@ -173,18 +219,26 @@ class Ranks:
             self._ending.wait(0.05)
 
     def _failure(self, rank: int, exit_code: int) -> Failure:
-        file = self._error_file(rank)
+        file, log_file = self._error_file(rank), self._log_files.get(rank)
         try:
             message = json.loads(file.read_text())["message"]
             report = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
-            return Failure(rank, exit_code, str(report), file.stat().st_mtime)
+            return Failure(rank, exit_code, str(report), file.stat().st_mtime, log_file)
         except (OSError, ValueError, KeyError, TypeError):
-            return Failure(rank, exit_code, "", time.time())
+            return Failure(rank, exit_code, "", time.time(), log_file)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes.values():
-            if process.poll() is None:
+            if process.poll() is not None:
+                continue
+            if not self._new_sessions:
                 process.send_signal(number)
+                continue
+            try:
+                # Each child leads a process group, which has its process id.
+                os.killpg(process.pid, number)
+            except ProcessLookupError:
+                pass  # ended since the look at it
 
     def _end_all(self) -> None:
         self._signal(signal.SIGTERM)
@@ -193,7 +247,7 @@ class Ranks:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
+                self._signal(signal.SIGKILL)
                 process.wait()
 
     def forward_signal(self, number: signal.Signals) -> None:
@@ -258,6 +312,8 @@ def die_with_parent() -> None:
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None or not sys.platform.startswith("linux"):
         return
+    import ctypes  # here, because the process that starts the ranks never needs it
+
     pr_set_pdeathsig = 1
     libc: Any = ctypes.CDLL(None, use_errno=True)
     libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)

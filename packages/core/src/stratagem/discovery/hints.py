@@ -38,6 +38,11 @@ def distribution_of(name: str) -> str | None:
     return "stratagem-backend-deepspeed" if wanted.startswith("deepspeed_") else None
 
 
+def names_by_distribution() -> dict[str, tuple[str, ...]]:
+    """Return what each of our backend distributions provides, whether installed or not."""
+    return dict(_OURS)
+
+
 def installation_hint(name: str) -> str:
     """Return a sentence that says what to install for a name, or an empty string if unknown."""
     distribution = distribution_of(name)

@@ -132,6 +132,7 @@ class Registry:
             self._register_hooks(plugin, f"{entry.distribution}:{entry.name}")
             stage = "specs"
             specs = self._specs_of(plugin)
+            self._refuse_repeated_names(specs, entry.distribution)
         except (Exception, SystemExit) as error:
             self.plugins.unregister(name=f"{entry.distribution}:{entry.name}")
             return replace(
@@ -186,6 +187,23 @@ class Registry:
                     "such as StrategySpec"
                 )
         return specs
+
+    def _refuse_repeated_names(self, specs: list[ComponentSpec], distribution: str) -> None:
+        """Raise if a distribution claims a name twice: no qualified name could tell the two apart."""
+        claimed = {
+            key
+            for key, holders in self._candidates.items()
+            if any(holder.distribution == distribution for holder in holders)
+        }
+        for spec in specs:
+            for name in (spec.name, *spec.aliases):
+                key = (spec.kind, name.casefold())
+                if key in claimed:
+                    raise PluginError(
+                        f"{distribution} provides the {spec.kind} name {name!r} twice; expected "
+                        "each name and alias once in a distribution"
+                    )
+                claimed.add(key)
 
     def _put(self, candidate: Candidate) -> Iterator[str]:
         """File a candidate under its names; yield those that belong to core and stay with it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stratagem import _plain_data
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.strategy import ReduceOp, Strategy
+from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
 from stratagem.supervision import LISTEN_FD_VARIABLE, available_cores
 
 _OPERATIONS = {
@@ -60,30 +60,40 @@ class ParallelStrategy(Strategy):
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""
-        return self._rank
+        return self._ranks[0]
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node."""
-        return self._local_rank
+        return self._ranks[1]
 
     @property
     def node_rank(self) -> int:
         """The rank of this process's node."""
-        return self._node_rank
+        return self._ranks[2]
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self._world_size
+        return len(self.parts.devices) * self.parts.num_nodes
+
+    def bind(self, parts: Parts) -> None:
+        """Take the parts of the plan; see `Strategy.bind`."""
+        super().bind(parts)
+        self._read_ranks()
+
+    def _read_ranks(self) -> None:
+        environment = self.cluster_environment
+        self._ranks = (
+            environment.global_rank(),
+            environment.local_rank(),
+            environment.node_rank(),
+        )
 
     def setup_environment(self) -> None:
         """Read the ranks, set up the device, then join the process group."""
-        environment = self.cluster_environment
-        self._world_size = environment.world_size()
-        self._rank = environment.global_rank()
-        self._local_rank = environment.local_rank()
-        self._node_rank = environment.node_rank()
+        # The launcher may have changed them since `bind`.
+        self._read_ranks()
         # Every rank of a node shares its cores: with all of them each, two ranks on two cores ran
         # 20 times slower.
         if "OMP_NUM_THREADS" not in os.environ:
@@ -98,7 +108,7 @@ class ParallelStrategy(Strategy):
         backend = self.process_group_backend or self.accelerator.process_group_backend
         timeout = timedelta(seconds=self.timeout)
         environment = self.cluster_environment
-        listen_fd = os.environ.pop(LISTEN_FD_VARIABLE, None) if self._rank == 0 else None
+        listen_fd = os.environ.pop(LISTEN_FD_VARIABLE, None)
         if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and environment.creates_processes_externally:
             # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
             dist.init_process_group(backend, timeout=timeout)
@@ -108,8 +118,8 @@ class ParallelStrategy(Strategy):
             store = dist.TCPStore(
                 environment.main_address,
                 environment.main_port,
-                self._world_size,
-                is_master=self._rank == 0,
+                self.world_size,
+                is_master=self.global_rank == 0,
                 timeout=timeout,
                 wait_for_workers=False,
                 master_listen_fd=None if listen_fd is None else int(listen_fd),
@@ -118,8 +128,8 @@ class ParallelStrategy(Strategy):
                 backend,
                 # The prefix that env:// rendezvous uses, so that a rank may join by either way.
                 store=dist.PrefixStore("default_pg", store),
-                rank=self._rank,
-                world_size=self._world_size,
+                rank=self.global_rank,
+                world_size=self.world_size,
                 timeout=timeout,
             )
         # Threads of a live process group can abort the interpreter's shutdown.
@@ -127,10 +137,10 @@ class ParallelStrategy(Strategy):
 
     def _check_existing_group(self) -> None:
         there = dist.get_world_size(), dist.get_rank()
-        if there != (self._world_size, self._rank):
+        if there != (self.world_size, self.global_rank):
             raise ConfigurationError(
                 f"this process is already rank {there[1]} of {there[0]} in a torch.distributed "
-                f"group, but the plan makes it rank {self._rank} of {self._world_size}: use as "
+                f"group, but the plan makes it rank {self.global_rank} of {self.world_size}: use as "
                 "many devices as the first launch in this process did"
             )
 
@@ -144,7 +154,7 @@ class ParallelStrategy(Strategy):
         if op == "mean" and not (reduced.is_floating_point() or reduced.is_complex()):
             reduced = reduced.float()
         dist.all_reduce(reduced, op=_OPERATIONS[op])
-        return reduced.div_(self._world_size) if op == "mean" else reduced
+        return reduced.div_(self.world_size) if op == "mean" else reduced
 
     def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
         """Return every rank's tensor, stacked; see `Strategy.all_gather`."""
@@ -153,21 +163,21 @@ class ParallelStrategy(Strategy):
             from torch.distributed.nn.functional import all_gather
 
             return torch.stack(all_gather(tensor))
-        gathered = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(gathered, tensor.detach())
         return torch.stack(gathered)
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data; see `Strategy.broadcast`."""
-        encoded = _plain_data.encode(data) if self._rank == src else torch.empty(0)
+        encoded = _plain_data.encode(data) if self.global_rank == src else torch.empty(0)
         size = torch.tensor(encoded.numel(), device=self.device)
         dist.broadcast(size, src)
-        if self._rank == src:
+        if self.global_rank == src:
             message = encoded.to(self.device)
         else:
             message = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         dist.broadcast(message, src)
-        return data if self._rank == src else _plain_data.decode(message)
+        return data if self.global_rank == src else _plain_data.decode(message)
 
     def gather_plain(self, data: Any) -> list[Any]:
         """Return every rank's plain data; see `Strategy.gather_plain`."""

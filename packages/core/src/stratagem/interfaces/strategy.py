@@ -224,8 +224,8 @@ class Strategy(ABC):
 
     def train_step(
         self, prepared: Prepared, step: TrainStep, micro_batches: Sequence[Any]
-    ) -> int:
-        """Run one optimizer step over its micro-batches; return how many steps were taken (0 or 1).
+    ) -> None:
+        """Run one optimizer step over its micro-batches.
 
         The loss of each micro-batch counts equally: it is divided by their number. A step whose
         micro-batches were all skipped (no loss) is not taken.
@@ -251,10 +251,9 @@ class Strategy(ABC):
             if step.clip is not None:
                 self.clip_gradients(prepared, optimizer, step.clip)
             self.optimizer_step(prepared, optimizer)
-            step.before_zero_grad(optimizer)
+            step.after_optimizer_step(optimizer)
             prepared.clear_gradients[0]()
         step.after_micro_batch(micro_batch)
-        return 1 if backwards else 0
 
     def _accumulate(
         self, prepared: Prepared, step: TrainStep, micro_batch: Any, count: int
@@ -295,6 +294,9 @@ class Strategy(ABC):
             self.precision.optimizer_step(optimizer)
         else:
             optimizer.step()
+
+    def before_evaluation(self, prepared: Prepared) -> None:
+        """Make what ranks hold alike before they evaluate; buffers may differ by rank."""
 
     # -- collectives
 

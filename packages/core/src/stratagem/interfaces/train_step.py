@@ -32,7 +32,7 @@ class TrainStep:
     For each micro-batch: `forward`, then `before_backward`, `after_backward` around its backward,
     then `after_micro_batch` (for the last one, after the optimizer step). Once, after the last
     backward: `before_optimizer_step`, with gradients unscaled and not yet clipped, and
-    `before_zero_grad`.
+    `after_optimizer_step`, with gradients not yet cleared.
 
     A strategy that runs the whole step as one program calls `forward` and `after_micro_batch` if
     it can, and leaves out the events that it has no place for.
@@ -53,8 +53,8 @@ class TrainStep:
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Told when all gradients are there, before they are clipped."""
 
-    def before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Told after the optimizer step, before gradients are cleared."""
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Told after the optimizer step, before gradients are cleared; counts the step."""
 
     def after_micro_batch(self, micro_batch: Any) -> None:
         """Told when all work on a micro-batch is done."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,6 +74,11 @@ class DDPStrategy(ParallelStrategy):
         self.model = DistributedDataParallel(
             self.model, device_ids=device_ids, **self.ddp_arguments  # type: ignore[arg-type]
         )
+
+    def before_evaluation(self, prepared: Prepared) -> None:
+        """Give every rank the buffers of rank 0, which are the ones that are saved."""
+        for buffer in prepared.original.buffers():
+            dist.broadcast(buffer, 0)
 
     def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
         """Return DDP's context without gradient communication."""

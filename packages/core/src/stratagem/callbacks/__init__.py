@@ -1,0 +1,8 @@
+"""Callbacks: what happens at the events of a run, beside the training itself."""
+
+from stratagem.callbacks.callback import Callback
+from stratagem.callbacks.early_stopping import EarlyStopping
+from stratagem.callbacks.model_checkpoint import ModelCheckpoint
+from stratagem.callbacks.progress_bar import ProgressBar
+
+__all__ = ["Callback", "EarlyStopping", "ModelCheckpoint", "ProgressBar"]

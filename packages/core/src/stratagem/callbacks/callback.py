@@ -1,0 +1,216 @@
+"""Callback: the events of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from stratagem.module import Module
+    from stratagem.trainer import Trainer
+
+
+class Callback:
+    """Does something at the events of a run; override the methods of those that matter.
+
+    Every event comes on every rank. An event that a callback does not override costs nothing: the
+    Trainer collects the overridden ones once, before the loop.
+
+    Order within one optimizer step over k micro-batches: for each micro-batch
+    `on_train_batch_start`, `on_before_backward`, `on_after_backward`, and for the last one
+    `on_before_optimizer_step` and `on_before_zero_grad` before its `on_train_batch_end`.
+
+    Example:
+        >>> from stratagem import Callback
+        >>> class CountBatches(Callback):
+        ...     batches = 0
+        ...     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        ...         self.batches += 1
+    """
+
+    monitors: ClassVar[bool] = False
+    """It reads the values of an epoch, so it is told of the epoch's end after those are there."""
+
+    @property
+    def state_key(self) -> str:
+        """The name under which its state stands in a checkpoint; unique among a run's callbacks."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold; plain data."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Told before anything else; `stage` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Told after everything else."""
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Told when the model is prepared and a checkpoint, if any, is loaded."""
+
+    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+        """Told when fit ends without an exception."""
+
+    def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:
+        """Told before the validation batches that are run before training."""
+
+    def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
+        """Told after them."""
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        """Told before the first epoch."""
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        """Told after the last epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Told before each epoch."""
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Told after each epoch and its validation."""
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
+    ) -> None:
+        """Told before each training batch."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Told after each training batch; `outputs` is a dict with the key "loss"."""
+
+    def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
+        """Told before each backward."""
+
+    def on_after_backward(self, trainer: Trainer, module: Module) -> None:
+        """Told after each backward."""
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: Module, optimizer: Optimizer
+    ) -> None:
+        """Told when all gradients are there, before they are clipped."""
+
+    def on_before_zero_grad(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+        """Told after the optimizer step, before gradients are cleared."""
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        """Told before validation."""
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        """Told after validation, when its values are there."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Told before the first validation batch."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Told after the last validation batch; values may still be logged."""
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Told before each validation batch."""
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Told after each validation batch, with what `validation_step` returned."""
+
+    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+        """Told before testing."""
+
+    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+        """Told after testing, when its values are there."""
+
+    def on_test_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Told before the first test batch."""
+
+    def on_test_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Told after the last test batch; values may still be logged."""
+
+    def on_test_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Told before each test batch."""
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Told after each test batch, with what `test_step` returned."""
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        """Told before predicting."""
+
+    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+        """Told after predicting."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Told before the first batch to predict."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Told after the last batch to predict."""
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Told before each batch to predict."""
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Told after each batch to predict, with what `predict_step` returned."""
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        """Told when a run ends by an exception, before it is raised further."""
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Told before a checkpoint is saved; may add plain data to it."""
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Told when a checkpoint was read, before the model and optimizer take it."""
+
+
+def metric_value(trainer: Trainer, name: str, who: str) -> torch.Tensor:
+    """Return the logged value that a callback monitors.
+
+    Raises:
+        UserCodeError: nothing of that name was logged; lists what was.
+    """
+    from stratagem.errors import UserCodeError
+
+    value = trainer.callback_metrics.get(name)
+    if value is None:
+        there = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+        raise UserCodeError(
+            f"{who}(monitor={name!r}): no value of that name was logged; there is {there}. Log it "
+            f"in the Module with self.log({name!r}, ...)"
+        )
+    return value

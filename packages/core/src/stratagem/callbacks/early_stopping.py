@@ -1,0 +1,88 @@
+"""EarlyStopping: ends training when a value stops improving."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from stratagem.callbacks.callback import Callback, metric_value
+from stratagem.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stratagem.module import Module
+    from stratagem.trainer import Trainer
+
+
+class EarlyStopping(Callback):
+    """Ends training when a value has not improved for a while.
+
+    The value is the same on every rank, since epoch values are reduced over ranks; so all ranks
+    stop at the same epoch.
+
+    Args:
+        monitor: name of the logged value.
+        min_delta: a change smaller than this is no improvement.
+        patience: how many checks without improvement end training.
+        mode: "min": smaller is better; "max".
+    """
+
+    monitors = True
+
+    def __init__(
+        self,
+        monitor: str,
+        *,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigurationError(f"EarlyStopping(mode={mode!r}): expected 'min' or 'max'")
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.patience = patience
+        self.mode = mode
+        self.best_score = math.inf if mode == "min" else -math.inf
+        self.wait_count = 0
+        self.stopped_epoch = 0
+
+    @property
+    def state_key(self) -> str:
+        """Names the value and the mode: a run may have several."""
+        return f"EarlyStopping({self.monitor}, {self.mode})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and how long ago it was."""
+        return {
+            "best_score": self.best_score,
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        self.best_score = state["best_score"]
+        self.wait_count = state["wait_count"]
+        self.stopped_epoch = state["stopped_epoch"]
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        """Look at the value, if it comes from validation."""
+        if not trainer.sanity_checking and trainer.state.stage == "fit":
+            self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Look at the value, if there is no validation."""
+        if not trainer.has_validation:
+            self._check(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        score = float(metric_value(trainer, self.monitor, "EarlyStopping"))
+        sign = 1.0 if self.mode == "min" else -1.0
+        if sign * score < sign * self.best_score - self.min_delta:
+            self.best_score = score
+            self.wait_count = 0
+            return
+        self.wait_count += 1
+        if self.wait_count >= self.patience:
+            self.stopped_epoch = trainer.current_epoch
+            trainer.should_stop = True

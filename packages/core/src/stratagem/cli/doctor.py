@@ -1,0 +1,294 @@
+"""`stratagem doctor`: what is installed, what is wrong with it, and what this machine has."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stratagem._version import __version__
+from stratagem.cli.system import System, this_system, version_of
+from stratagem.cli.tables import aligned, print_table
+from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec
+from stratagem.discovery.entry_points import CORE
+from stratagem.discovery.hints import names_by_distribution
+from stratagem.discovery.registry import Candidate, PluginReport, Registry
+from stratagem.resolve import CLUSTER_VARIABLE, probe_accelerator
+
+SLOW_IMPORT = 0.2
+"""Seconds above which a plugin module's import counts as slow: every program that uses Stratagem
+pays it."""
+
+_KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher")
+"""All but strategies, which have a command of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedComponent:
+    """A component other than a strategy.
+
+    Attributes:
+        kind, name, distribution, version, summary: what it is and who provides it.
+        here: what was found of it on this machine: an accelerator's devices, or whether a cluster
+            environment was detected.
+    """
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    summary: str
+    here: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All that was found.
+
+    Attributes:
+        versions: of Python, core, torch and each distribution with a plugin.
+        system: the machine.
+        plugins: what became of each plugin.
+        ambiguous: (kind, name) and the qualified names of those who claim it.
+        components: everything but strategies.
+        missing: distributions that are known but not installed, and what they would provide.
+        checks: what the plugins and this program examined: (plugin, check).
+    """
+
+    versions: Mapping[str, str]
+    system: System
+    plugins: tuple[PluginReport, ...]
+    ambiguous: Mapping[tuple[str, str], tuple[str, ...]]
+    components: tuple[ListedComponent, ...]
+    missing: Mapping[str, tuple[str, ...]]
+    checks: tuple[tuple[str, Check], ...]
+
+    def problems(self) -> list[str]:
+        """Return a line for each thing that needs a repair; a disabled plugin is none."""
+        lines = [
+            f"{report.distribution} ({report.entry_point}) is {report.status}: {report.reason}"
+            for report in self.plugins
+            if report.status in ("broken", "incompatible")
+        ]
+        lines += [
+            f"the {kind} name {name!r} is ambiguous: choose one of {', '.join(holders)}"
+            for (kind, name), holders in self.ambiguous.items()
+        ]
+        lines += [
+            f"{plugin}: {check.name}: {check.detail}"
+            for plugin, check in self.checks
+            if check.status == "error"
+        ]
+        return lines
+
+
+def examine(
+    registry: Registry, environ: Mapping[str, str], *, checks: Iterable[tuple[str, Check]] = ()
+) -> Diagnosis:
+    """Look at everything, and let every plugin look at itself.
+
+    Args:
+        registry: what there is.
+        environ: environment variables.
+        checks: what was found before, by plugin.
+    """
+    distributions = {report.distribution: report.version for report in registry.reports}
+    system = this_system()
+    of_the_system = [("stratagem", Check("GPUs", "warning", system.gpu_problem))]
+    return Diagnosis(
+        versions={
+            "python": platform.python_version(),
+            CORE: __version__,
+            "torch": version_of("torch") or "not installed",
+            **{name: version for name, version in distributions.items() if name != CORE},
+        },
+        system=system,
+        plugins=tuple(registry.reports),
+        ambiguous={
+            key: tuple(f"{holder.distribution}:{key[1]}" for holder in holders)
+            for key, holders in registry.ambiguous().items()
+        },
+        components=tuple(
+            _listed(candidate, environ)
+            for kind in _KINDS
+            for candidate in registry.candidates(kind)
+        ),
+        missing={
+            name: provides
+            for name, provides in names_by_distribution().items()
+            if name not in distributions and version_of(name) is None
+        },
+        checks=(
+            *checks,
+            *(of_the_system if system.gpu_problem else ()),
+            *_plugins_checks(registry),
+        ),
+    )
+
+
+def _listed(candidate: Candidate, environ: Mapping[str, str]) -> ListedComponent:
+    spec = candidate.spec
+    here = ""
+    if isinstance(spec, AcceleratorSpec):
+        found = probe_accelerator(spec)
+        here = f"available: {found.reason}" if found.count else f"not available: {found.reason}"
+    elif isinstance(spec, ClusterEnvironmentSpec):
+        here = _detected(spec, environ)
+    return ListedComponent(
+        kind=spec.kind,
+        name=spec.name,
+        distribution=candidate.distribution,
+        version=candidate.version,
+        summary=spec.summary,
+        here=here,
+    )
+
+
+def _detected(spec: ClusterEnvironmentSpec, environ: Mapping[str, str]) -> str:
+    if environ.get(CLUSTER_VARIABLE, "").casefold() == spec.name.casefold():
+        return f"chosen by {CLUSTER_VARIABLE}"
+    if spec.variables and all(variable in environ for variable in spec.variables):
+        return f"detected: {', '.join(spec.variables)} is set"
+    return ""
+
+
+def _plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
+    checks: list[tuple[str, Check]] = []
+    for implementation in registry.plugins.hook.stratagem_doctor.get_hookimpls():
+        plugin = implementation.plugin_name
+        # The boundary at which a backend that cannot examine itself is kept from the others.
+        try:
+            for check in implementation.function():
+                if not isinstance(check, Check):
+                    raise TypeError(
+                        f"stratagem_doctor() returned {check!r}; expected stratagem.discovery.Check"
+                    )
+                checks.append((plugin, check))
+        except (Exception, SystemExit) as error:
+            checks.append((plugin, failed_hook("stratagem_doctor", error)))
+    return checks
+
+
+def failed_hook(hook: str, error: BaseException) -> Check:
+    """Return the failed check that stands for an exception of a plugin's hook."""
+    return Check(hook, "error", f"raised {type(error).__name__}: {error}")
+
+
+def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return a diagnosis as plain data, for JSON."""
+    return {
+        "ok": not diagnosis.problems(),
+        "problems": diagnosis.problems(),
+        "versions": dict(diagnosis.versions),
+        "system": asdict(diagnosis.system),
+        "plugins": [
+            {**asdict(report), "slow": report.seconds > SLOW_IMPORT}
+            for report in diagnosis.plugins
+        ],
+        "ambiguous": [
+            {"kind": kind, "name": name, "choices": list(holders)}
+            for (kind, name), holders in diagnosis.ambiguous.items()
+        ],
+        "components": [asdict(component) for component in diagnosis.components],
+        "not_installed": [
+            {"distribution": name, "provides": list(provides)}
+            for name, provides in diagnosis.missing.items()
+        ],
+        "checks": [{"plugin": plugin, **asdict(check)} for plugin, check in diagnosis.checks],
+    }
+
+
+def print_diagnosis(diagnosis: Diagnosis, *, verbose: bool) -> None:
+    """Print a diagnosis, the problems last.
+
+    Args:
+        diagnosis: what was found.
+        verbose: show the tracebacks of broken plugins.
+    """
+    _print_pairs("Versions", diagnosis.versions)
+    _print_pairs("Machine", _machine(diagnosis.system))
+    _print_section(
+        "Plugins",
+        ("distribution", "plugin", "status", "components", "import", "notes"),
+        [_plugin_row(report) for report in diagnosis.plugins],
+    )
+    if verbose:
+        for report in diagnosis.plugins:
+            if report.detail:
+                print(f"\n{report.distribution} ({report.entry_point}):\n{report.detail.rstrip()}")
+    _print_section(
+        "Names that several distributions claim",
+        ("kind", "name", "choose one of"),
+        [(kind, name, ", ".join(who)) for (kind, name), who in diagnosis.ambiguous.items()],
+    )
+    _print_section(
+        "Components (strategies: see `stratagem strategies`)",
+        ("kind", "name", "distribution", "here", "summary"),
+        [
+            (c.kind, c.name, f"{c.distribution} {c.version}", c.here, c.summary)
+            for c in diagnosis.components
+        ],
+    )
+    _print_section(
+        "Not installed",
+        ("distribution", "it would provide", "to install it"),
+        [
+            (name, ", ".join(provides), f"pip install {name}")
+            for name, provides in diagnosis.missing.items()
+        ],
+    )
+    _print_section(
+        "Checks",
+        ("plugin", "check", "status", "detail"),
+        [
+            (plugin, check.name, check.status, check.detail)
+            for plugin, check in diagnosis.checks
+        ],
+    )
+    problems = diagnosis.problems()
+    if not problems:
+        print("\nNo problem found.")
+        return
+    print(f"\nProblems: {len(problems)}")
+    for problem in problems:
+        print(f"- {problem}")
+    if not verbose and any(report.detail for report in diagnosis.plugins):
+        print("`stratagem doctor --verbose` shows the tracebacks.")
+
+
+def _machine(system: System) -> dict[str, str]:
+    cores = f"{system.cores} available"
+    if system.all_cores != system.cores:
+        cores += f" of {system.all_cores}"
+    memory = "unknown" if system.memory is None else f"{system.memory / 2**30:.1f} GiB"
+    gpus = "; ".join(system.gpus) or "none found (only NVIDIA's are looked for)"
+    return {"platform": system.platform, "cores": cores, "memory": memory, "GPUs": gpus}
+
+
+def _plugin_row(report: PluginReport) -> tuple[str, ...]:
+    status = report.status
+    if report.stage:
+        status += f" ({report.stage})"
+    seconds = f"{report.seconds:.3f} s"
+    if report.seconds > SLOW_IMPORT:
+        seconds += " (slow)"
+    return (
+        f"{report.distribution} {report.version}",
+        f"{report.entry_point} = {report.value}",
+        status,
+        str(report.components),
+        seconds,
+        "; ".join(filter(None, (report.reason, *report.notes))),
+    )
+
+
+def _print_pairs(title: str, pairs: Mapping[str, str]) -> None:
+    print(f"\n{title}")
+    print(aligned(list(pairs.items())))
+
+
+def _print_section(title: str, headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    if rows:
+        print(f"\n{title}")
+        print_table(headers, rows)

@@ -1,0 +1,351 @@
+"""`stratagem run`: start every rank of a script at once, watch them, and end them together.
+
+It imports neither torch nor typer, so that the ranks, which all need torch, import it at the same
+time, right away. That is why its options are read by argparse. Restarts are left to
+torch.distributed.elastic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from stratagem import supervision
+from stratagem.supervision import Failure, Ranks
+
+SUMMARY = "Run a script in several processes, one for each device."
+
+_DESCRIPTION = f"""{SUMMARY}
+
+The script trains with Trainer or Lite. Its ranks start at once and end together: when one fails,
+the others are ended, and one error names it and shows its traceback.
+
+Options may stand before and after SCRIPT. What this command does not know is passed on to the
+script; what follows `--` is passed on unread:
+
+    stratagem run train.py --devices 2 --lr 0.1
+    stratagem run train.py --devices 2 -- --devices "an option of the script"
+
+The exit code is that of the rank that failed first (128 and the number of the signal, if one ended
+it), or 130 after Ctrl-C, 143 after SIGTERM. Two of Ctrl-C kill the ranks at once.
+
+A script that calls torch.distributed by itself needs --main-port, or torchrun: without it, rank 0
+is handed a port that is open already.
+"""
+
+_GRACE = 20.0
+"""Seconds that ranks have to end by themselves after a signal to this program. The 5 seconds
+between SIGTERM and SIGKILL follow, still within the 30 that Kubernetes and SLURM give."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What to run; see the options of the same names."""
+
+    script: str
+    script_arguments: tuple[str, ...]
+    devices: int
+    num_nodes: int
+    node_rank: int
+    main_address: str
+    main_port: int | None
+    """None: any that is free; on one node only."""
+    max_restarts: int
+    log_dir: Path | None
+
+    @property
+    def command(self) -> list[str]:
+        """What each rank runs."""
+        return [sys.executable, self.script, *self.script_arguments]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all nodes."""
+        return self.devices * self.num_nodes
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run what the arguments ask for; return the exit code.
+
+    Raises:
+        SystemExit: the arguments are wrong (exit code 2; nothing was started), or ask for help.
+    """
+    launch = parse(arguments)
+    if launch.log_dir is not None:
+        try:
+            launch.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"stratagem run: error: --log-dir: {error}", file=sys.stderr)
+            return 2
+    if launch.max_restarts:
+        _become_torchrun(launch)
+    return _start_and_watch(launch)
+
+
+# -- what was asked for
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stratagem run",
+        usage="stratagem run SCRIPT --devices N [options] [--] [arguments of the script]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # What the script gets must not depend on what else begins with the same letters.
+        allow_abbrev=False,
+        # Without it, since its -h would also take a script's "-hidden" for itself.
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("--devices", metavar="N", type=_at_least(1), required=True, help="ranks on this node")
+    add("--num-nodes", metavar="N", type=_at_least(1), default=1, help="machines that take part")
+    add("--node-rank", metavar="N", type=_at_least(0), help="which of them this is, from 0")
+    add("--main-address", metavar="HOST", help="the machine of node rank 0, for several nodes")
+    add("--main-port", metavar="PORT", type=_at_least(1), help="a port that is free there")
+    add(
+        "--max-restarts",
+        metavar="N",
+        type=_at_least(0),
+        default=0,
+        help="start all ranks again after a failure, so many times, by torch.distributed.elastic",
+    )
+    add(
+        "--log-dir",
+        metavar="DIR",
+        type=Path,
+        help="write each rank's output to a file there (rank0.log, ...), not to the terminal",
+    )
+    add("--help", action="help", help="show this and exit")
+    return parser
+
+
+def _at_least(lowest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = lowest - 1
+        if value < lowest:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of at least {lowest}, received {text!r}"
+            )
+        return value
+
+    return number
+
+
+def parse(arguments: Sequence[str]) -> Launch:
+    """Read the command line.
+
+    Raises:
+        SystemExit: it is wrong (exit code 2), or asks for help.
+    """
+    parser = _parser()
+    ours, unread = list(arguments), []
+    if "--" in ours:
+        cut = ours.index("--")
+        ours, unread = ours[:cut], ours[cut + 1 :]
+    # Nothing but options is declared, so the script and its arguments are left over, in order.
+    options, rest = parser.parse_known_args(ours)
+    rest += unread
+
+    if not rest:
+        parser.error("expected a script to run: stratagem run train.py --devices 2")
+    script = rest[0]
+    if script.startswith("-"):
+        parser.error(
+            f"{script!r} is not an option of this command; options of the script come after the "
+            "script"
+        )
+    if not Path(script).is_file():
+        parser.error(f"script={script!r}: there is no such file in {Path.cwd()}")
+    _check_nodes(options, parser)
+    return Launch(
+        script=script,
+        script_arguments=tuple(rest[1:]),
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        node_rank=options.node_rank or 0,
+        main_address=options.main_address or "127.0.0.1",
+        main_port=options.main_port,
+        max_restarts=options.max_restarts,
+        log_dir=options.log_dir,
+    )
+
+
+def _check_nodes(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    num_nodes = options.num_nodes
+    if num_nodes == 1:
+        for name in ("node_rank", "main_address"):
+            if getattr(options, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                parser.error(f"{option} is for several nodes: give --num-nodes as well")
+        return
+    needed = {"node_rank", "main_address", "main_port"}
+    if options.max_restarts:
+        # torch.distributed.elastic numbers the nodes as they come.
+        needed.remove("node_rank")
+    missing = sorted(name for name in needed if getattr(options, name) is None)
+    if missing:
+        parser.error(
+            f"--num-nodes {num_nodes} needs "
+            + " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+            + " as well, on each node"
+        )
+    if options.node_rank is not None and options.node_rank >= num_nodes:
+        parser.error(
+            f"--node-rank {options.node_rank}: expected 0 to {num_nodes - 1}, since --num-nodes is "
+            f"{num_nodes}"
+        )
+
+
+# -- without restarts
+
+
+class _Signals:
+    """Passes on to the ranks the signals that ask this program to end.
+
+    Attributes:
+        received: the first one, or None.
+        deadline: when the ranks' time is over, in seconds of `time.monotonic`.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.deadline = float("inf")
+        self._ranks: Ranks | None = None
+        for number in _SIGNALS:
+            # Whoever ignores one (nohup, a shell's background jobs) wants it ignored here too.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+
+    def pass_on_to(self, ranks: Ranks) -> None:
+        """From now on to these, including what came before they were there."""
+        self._ranks = ranks
+        if self.received is not None:
+            ranks.forward_signal(self.received)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.received is not None
+        if not again:
+            self.received = signal.Signals(number)
+            self.deadline = time.monotonic() + _GRACE
+        if self._ranks is None:
+            return
+        if again and number == signal.SIGINT:
+            self._ranks.kill()
+        else:
+            self._ranks.forward_signal(signal.Signals(number))
+
+
+def _start_and_watch(launch: Launch) -> int:
+    # First, so that no signal ends this program and leaves ranks behind.
+    signals = _Signals()
+    listener, port, pass_fds = None, launch.main_port, {}
+    if port is None:
+        # A free port is taken and listened on here, and rank 0 gets the socket itself: no other
+        # program can take the port in between. Leaving the context closes this program's copy.
+        listener = supervision.listening_socket()
+        port = listener.getsockname()[1]
+    with listener or nullcontext():
+        environments = _environments(launch, port)
+        if listener is not None:
+            pass_fds[0] = [listener.fileno()]
+            environments[0][supervision.LISTEN_FD_VARIABLE] = str(listener.fileno())
+        ranks = Ranks(
+            launch.command,
+            environments,
+            on_failure=_said_at_the_end,
+            pass_fds=pass_fds,
+            # Only this program hears Ctrl-C then, and the ranks hear it once.
+            new_sessions=True,
+            log_files=_log_files(launch, environments),
+        )
+    with ranks:
+        signals.pass_on_to(ranks)
+        while not ranks.wait(0.5) and time.monotonic() < signals.deadline:
+            pass
+    if signals.received is not None:
+        return 128 + signals.received
+    return 0 if ranks.failure is None else _tell(ranks.failure, launch.world_size)
+
+
+def _environments(launch: Launch, port: int) -> dict[int, dict[str, str]]:
+    """Return each local rank's variables, by its rank among all."""
+    extra = {} if launch.log_dir is None else {"PYTHONUNBUFFERED": "1"}
+    return {
+        launch.node_rank * launch.devices + local_rank: {
+            **supervision.rank_environment(
+                local_rank=local_rank,
+                local_world_size=launch.devices,
+                node_rank=launch.node_rank,
+                num_nodes=launch.num_nodes,
+                main_address=launch.main_address,
+                main_port=port,
+            ),
+            **extra,
+        }
+        for local_rank in range(launch.devices)
+    }
+
+
+def _log_files(launch: Launch, ranks: Mapping[int, object]) -> dict[int, Path]:
+    if launch.log_dir is None:
+        return {}
+    return {rank: launch.log_dir / f"rank{rank}.log" for rank in ranks}
+
+
+def _said_at_the_end(failure: Failure) -> None:
+    """Nothing yet: the error is the last thing that is printed, below the ranks' own output."""
+
+
+def _tell(failure: Failure, world_size: int) -> int:
+    """Print the one error; return the exit code."""
+    print(failure.error(world_size), file=sys.stderr)
+    return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
+
+
+# -- with restarts
+
+
+def _become_torchrun(launch: Launch) -> NoReturn:
+    """Replace this program by torch.distributed.elastic's, which then has its signals and exit."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={launch.devices}",
+        f"--max-restarts={launch.max_restarts}",
+    ]
+    if launch.num_nodes == 1:
+        command.append("--standalone")
+    else:
+        command += [
+            f"--nnodes={launch.num_nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={launch.main_address}:{launch.main_port}",
+        ]
+    if launch.log_dir is not None:
+        command += [f"--log-dir={launch.log_dir}", "--redirects=3"]
+    command += [launch.script, *launch.script_arguments]
+    environment = {
+        **os.environ,
+        # With the store of the rendezvous shared, the restart after a `kill -9` failed in 3 of 4
+        # runs (torch 2.13.0, connectFullMesh refused); with a store of its own, in none of 4.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": supervision.threads_per_rank(launch.devices),
+    }
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, environment)

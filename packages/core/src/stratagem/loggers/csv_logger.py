@@ -1,0 +1,110 @@
+"""CSVLogger: values in a file that every tool reads."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratagem.loggers.logger import Logger
+
+
+class CSVLogger(Logger):
+    """Writes values to `save_dir/name/version_N/metrics.csv`, one row for each step.
+
+    A column that comes up later is added by writing the file anew, once.
+
+    Args:
+        save_dir: folder of all runs.
+        name: folder of this experiment.
+        version: an int or a name; None: the next that is free.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from stratagem.loggers import CSVLogger
+        >>> logger = CSVLogger(tempfile.mkdtemp())
+        >>> logger.log_metrics({"loss": 0.5}, step=0)
+        >>> logger.save()
+        >>> (Path(logger.log_dir) / "metrics.csv").read_text().split()
+        ['step,loss', '0,0.5']
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path = ".",
+        name: str = "stratagem_logs",
+        version: int | str | None = None,
+    ) -> None:
+        self._root = Path(save_dir) / name
+        self._version = version
+        self._columns: list[str] = []
+        self._rows: list[dict[str, Any]] = []
+        self._written = False
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this run; choosing a free one makes it."""
+        if self._version is None:
+            self._version = self._claim_version()
+        name = f"version_{self._version}" if isinstance(self._version, int) else self._version
+        return str(self._root / name)
+
+    def _claim_version(self) -> int:
+        self._root.mkdir(parents=True, exist_ok=True)
+        version = 0
+        while True:
+            # Making the folder claims the number: two runs at once get two of them.
+            try:
+                (self._root / f"version_{version}").mkdir()
+            except FileExistsError:
+                version += 1
+            else:
+                return version
+
+    @property
+    def _file(self) -> Path:
+        return Path(self.log_dir) / "metrics.csv"
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Hold the row back until `save`."""
+        self._rows.append({"step": "" if step is None else step, **metrics})
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write hparams.json."""
+        folder = Path(self.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(dict(params), indent=2, default=str)
+        (folder / "hparams.json").write_text(text + "\n")
+
+    def save(self) -> None:
+        """Append the rows that were held back."""
+        if not self._rows:
+            return
+        rows, self._rows = self._rows, []
+        new = [c for c in dict.fromkeys(c for row in rows for c in row) if c not in self._columns]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        if new and self._written:
+            self._add_columns(new)
+        self._columns += new
+        with self._file.open("a" if self._written else "w", newline="") as file:
+            writer = csv.writer(file)
+            if not self._written:
+                writer.writerow(self._columns)
+            writer.writerows([row.get(column, "") for column in self._columns] for row in rows)
+        self._written = True
+
+    def _add_columns(self, new: list[str]) -> None:
+        temporary = self._file.with_suffix(".tmp")
+        with self._file.open(newline="") as old, temporary.open("w", newline="") as file:
+            reader, writer = csv.reader(old), csv.writer(file)
+            writer.writerow(next(reader) + new)
+            writer.writerows(row + [""] * len(new) for row in reader)
+        os.replace(temporary, self._file)
+
+    def finalize(self, status: str) -> None:
+        """Write everything."""
+        self.save()

@@ -1,0 +1,328 @@
+"""Module: a model with its training step and optimizers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from stratagem._tree import map_tensors
+from stratagem.errors import UserCodeError
+
+if TYPE_CHECKING:
+    from stratagem.trainer import Trainer
+    from stratagem.trainer.logged_values import LoggedValues
+
+ModuleType = TypeVar("ModuleType", bound="Module")
+
+
+class Module(nn.Module):
+    """A model with its training step and optimizers: what a Trainer trains.
+
+    Override `training_step` and `configure_optimizers`, and what else is needed. The events of
+    `Callback` may be overridden here too, without their first two arguments.
+
+    Example:
+        >>> import torch
+        >>> from stratagem import Module, Trainer
+        >>> class Line(Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(1, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         loss = (self.layer(batch) - 2 * batch).square().mean()
+        ...         self.log("train_loss", loss)
+        ...         return loss
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader(torch.linspace(-1, 1, 64).reshape(-1, 1), 8)
+        >>> trainer = Trainer(max_epochs=20, logger=False, enable_checkpointing=False)
+        >>> trainer.fit(Line(), loader)
+        >>> trainer.callback_metrics["train_loss"] < 1e-2
+        tensor(True)
+    """
+
+    automatic_optimization: bool = True
+    """The Trainer runs backward and steps the optimizer; False: `training_step` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # In __dict__: a plain attribute is found 20 times faster than through nn.Module, and the
+        # Trainer must not become part of the model.
+        self.__dict__["_trainer"] = None
+        self.__dict__["_logged"] = None
+        self.__dict__["_hparams"] = {}
+
+    # -- to be overridden
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss of a batch: a scalar tensor, a dict with the key "loss", or None.
+
+        None skips the batch; only where there is one process, since others would wait.
+        """
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer, with its schedulers if there are any.
+
+        One of: an optimizer; a list of them (several need `automatic_optimization = False`);
+        `(optimizers, schedulers)`; a dict with "optimizer" and "lr_scheduler". A scheduler may be
+        given as a dict with "scheduler", "interval" ("epoch" or "step"), "frequency" and "monitor".
+        """
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate a validation batch; log what is of interest."""
+        raise NotImplementedError
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate a test batch; log what is of interest."""
+        raise NotImplementedError
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the predictions for a batch; by default what `forward` returns."""
+        return self(batch)
+
+    def configure_model(self) -> None:
+        """Make the layers; called on every rank, where sharding strategies shard them at once."""
+
+    def configure_callbacks(self) -> Any:
+        """Return callbacks that this model needs; one of a type replaces the Trainer's."""
+        return []
+
+    def train_dataloader(self) -> Any:
+        """Return the loader for training."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for validation."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for testing."""
+        return None
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for predicting."""
+        return None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Told before a checkpoint is saved; may add plain data to it."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Told when a checkpoint was read, before the model takes it."""
+
+    # -- where it runs
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs this model.
+
+        Raises:
+            UserCodeError: none does.
+        """
+        trainer: Trainer | None = self.__dict__["_trainer"]
+        if trainer is None:
+            raise UserCodeError(
+                f"{type(self).__name__} is not attached to a Trainer: this works within "
+                "trainer.fit, validate, test and predict only"
+            )
+        return trainer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter, or the CPU if there is none."""
+        parameter = next(self.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the first parameter, or the default one if there is none."""
+        parameter = next(self.parameters(), None)
+        return torch.get_default_dtype() if parameter is None else parameter.dtype
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, counted from 0; 0 without a Trainer."""
+        trainer: Trainer | None = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """The number of optimizer steps taken; 0 without a Trainer."""
+        trainer: Trainer | None = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return self.trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.trainer.local_rank
+
+    @property
+    def logger(self) -> Any:
+        """The Trainer's first logger, or None."""
+        return self.trainer.logger
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.trainer.is_global_zero:
+            print(*args, **kwargs)
+
+    def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
+        """Return every rank's tensors: each of shape (world_size, *shape)."""
+        strategy = self.trainer.strategy
+        return map_tensors(
+            lambda tensor: strategy.all_gather(tensor, sync_grads=sync_grads),
+            torch.tensor(data) if isinstance(data, (int, float)) else data,
+        )
+
+    # -- logging
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[Tensor], Tensor] = "mean",
+        sync_dist: bool | None = None,
+        batch_size: int | None = None,
+        add_dataloader_idx: bool = True,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a value.
+
+        Args:
+            name: what it is called, the same on every rank.
+            value: a number, a tensor with one element, or a torchmetrics Metric.
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers.
+            on_step: as it is at this step; the default in `training_step`.
+            on_epoch: reduced over the epoch; the default elsewhere.
+            reduce_fx: how over the epoch: "mean" (weighted by batch size), "sum", "max", "min",
+                or a function of a tensor of all values.
+            sync_dist: reduce over ranks: None: values of an epoch, once at its end; True: values
+                of a step too, with a collective at each; False: neither.
+            batch_size: samples in the batch; None: the first dim of its first tensor.
+            add_dataloader_idx: with several evaluation loaders, tell them apart in the name.
+            rank_zero_only: this rank logs it and no other does; it is not reduced over ranks.
+
+        Raises:
+            UserCodeError: called outside of a run, or the value is not a single number.
+        """
+        logged: LoggedValues | None = self.__dict__["_logged"]
+        if logged is None:
+            raise UserCodeError(
+                f"self.log({name!r}, ...) works while a Trainer runs this model, in its steps and "
+                "events only"
+            )
+        logged.log(
+            name,
+            value,
+            (
+                prog_bar,
+                logger,
+                on_step,
+                on_epoch,
+                reduce_fx,
+                False if rank_zero_only else sync_dist,
+                add_dataloader_idx,
+            ),
+            batch_size,
+        )
+
+    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
+        """Log several values, with the options of `log`."""
+        for name, value in values.items():
+            self.log(name, value, **options)
+
+    # -- manual optimization
+
+    def optimizers(self) -> Any:
+        """Return the optimizer, or a list of them; their `step` goes through the strategy."""
+        return self.trainer.wrapped_optimizers()
+
+    def lr_schedulers(self) -> Any:
+        """Return the scheduler, a list of several, or None."""
+        schedulers = [entry.scheduler for entry in self.trainer.lr_scheduler_configs]
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward through the strategy, where `automatic_optimization = False`."""
+        self.trainer.backward(loss, *args, **kwargs)
+
+    # -- hyperparameters
+
+    @property
+    def hparams(self) -> SimpleNamespace:
+        """The arguments that `save_hyperparameters` kept, as attributes."""
+        return SimpleNamespace(**self.__dict__["_hparams"])
+
+    def save_hyperparameters(self, *names: str, ignore: str | list[str] = ()) -> None:  # type: ignore[assignment]
+        """Keep the arguments of `__init__`, where this is called, in `hparams` and in checkpoints.
+
+        Args:
+            *names: which; none: all.
+            ignore: which not.
+        """
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None
+        local = frame.f_back.f_locals
+        signature = inspect.signature(type(self).__init__)
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        kept: dict[str, Any] = {}
+        for parameter in list(signature.parameters.values())[1:]:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                kept.update(local.get(parameter.name, {}))
+            elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name in local:
+                kept[parameter.name] = local[parameter.name]
+        wanted = set(names) or set(kept)
+        self.__dict__["_hparams"].update(
+            {k: v for k, v in kept.items() if k in wanted and k not in ignored}
+        )
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[ModuleType],
+        checkpoint_path: str | Path,
+        *,
+        map_location: Any = None,
+        strict: bool = True,
+        **kwargs: Any,
+    ) -> ModuleType:
+        """Make a model from a checkpoint, with its hyperparameters and weights.
+
+        Args:
+            checkpoint_path: a file that a Trainer saved.
+            map_location: device to put it on; None: the CPU.
+            strict: refuse names that do not match.
+            **kwargs: arguments of `__init__`, in place of those in the checkpoint.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
+        """
+        from stratagem.checkpoint import SingleFileCheckpointIO
+        from stratagem.interfaces.optimizer_state import load_weights
+
+        checkpoint = SingleFileCheckpointIO().load_checkpoint(checkpoint_path)
+        arguments = {**checkpoint.get("hyper_parameters", {}), **kwargs}
+        accepted = inspect.signature(cls.__init__).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+            arguments = {name: value for name, value in arguments.items() if name in accepted}
+        model = cls(**arguments)
+        model.configure_model()
+        model.on_load_checkpoint(checkpoint)
+        load_weights(model, checkpoint["state_dict"], strict=strict)
+        return model if map_location is None else model.to(map_location)

@@ -1,0 +1,193 @@
+"""What a Trainer's checkpoint holds, and how it is put back.
+
+======================  ==========================================================================
+key                     value
+======================  ==========================================================================
+format_version          of this table; a newer one is refused
+stratagem_version       that saved it
+strategy, world_size    under which it was saved; it loads under any other
+state_dict              weights and buffers by name
+optimizer_states        one for each optimizer, by parameter names
+lr_schedulers           one for each scheduler
+precision               such as a loss scale
+epoch, global_step      as users read them: epochs begun, optimizer steps taken
+progress                where the loop stands
+callbacks, datamodule   their states
+hyper_parameters        what save_hyperparameters kept
+======================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratagem._plain_data import find_culprit
+from stratagem._version import __version__
+from stratagem.errors import (
+    CheckpointContentError,
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
+
+if TYPE_CHECKING:
+    from stratagem.trainer.trainer import Trainer
+
+FORMAT_VERSION = 1
+
+
+def collect(trainer: Trainer, *, weights_only: bool) -> dict[str, Any]:
+    """Return a checkpoint of the run as it is; called on every rank.
+
+    Tensors in it alias the live ones.
+
+    Raises:
+        CheckpointContentError: something that the user stores is not plain data; says whose.
+    """
+    module, prepared, strategy = trainer.module, trainer.prepared, trainer.strategy
+    checkpoint: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "stratagem_version": __version__,
+        "strategy": trainer.plan.strategy.name,
+        "world_size": trainer.world_size,
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "state_dict": strategy.model_state(prepared),
+        "hyper_parameters": dict(module.__dict__["_hparams"]),
+    }
+    _require_plain(checkpoint["hyper_parameters"], f"the hyperparameters of {_kind(module)}")
+    if not weights_only:
+        callbacks = {c.state_key: c.state_dict() for c in trainer.callbacks}
+        for key, state in callbacks.items():
+            _require_plain(state, f"the state of the callback {key}")
+        checkpoint.update(
+            progress=trainer.progress.state_dict(),
+            optimizer_states=[
+                strategy.optimizer_state(prepared, optimizer) for optimizer in prepared.optimizers
+            ],
+            lr_schedulers=[c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+            precision=strategy.precision.state_dict(),
+            callbacks={key: state for key, state in callbacks.items() if state},
+        )
+        if trainer.datamodule is not None:
+            checkpoint["datamodule"] = trainer.datamodule.state_dict()
+    for callback in trainer.callbacks:
+        callback.on_save_checkpoint(trainer, module, checkpoint)
+    module.on_save_checkpoint(checkpoint)
+    return checkpoint
+
+
+def read(trainer: Trainer, path: str | Path) -> dict[str, Any]:
+    """Return the checkpoint at `path`; called on every rank.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, or of a newer format.
+    """
+    checkpoint = trainer.strategy.load_checkpoint(path)
+    version = checkpoint.get("format_version", FORMAT_VERSION)
+    if version > FORMAT_VERSION:
+        raise CheckpointCorruptError(
+            f"{str(path)!r} has format version {version}, made by stratagem "
+            f"{checkpoint.get('stratagem_version')}; this is stratagem {__version__}, which reads "
+            f"up to version {FORMAT_VERSION}: upgrade stratagem-core"
+        )
+    if "state_dict" not in checkpoint:
+        raise CheckpointMismatchError(
+            f"{str(path)!r} has no 'state_dict'; it has {', '.join(map(str, checkpoint))}: expected "
+            "a checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
+        )
+    return checkpoint
+
+
+def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Load the weights; called on every rank."""
+    module = trainer.module
+    for callback in trainer.callbacks:
+        callback.on_load_checkpoint(trainer, module, checkpoint)
+    module.on_load_checkpoint(checkpoint)
+    trainer.strategy.load_model_state(trainer.prepared, checkpoint["state_dict"])
+
+
+def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Load everything but the weights; called on every rank.
+
+    Raises:
+        CheckpointMismatchError: it has only weights, or another number of optimizers.
+    """
+    if "progress" not in checkpoint:
+        raise CheckpointMismatchError(
+            f"{str(path)!r} holds weights only, so training cannot be resumed from it: load them "
+            "with Module.load_from_checkpoint and fit without ckpt_path"
+        )
+    prepared, strategy = trainer.prepared, trainer.strategy
+    for what, saved, own in (
+        ("optimizers", checkpoint["optimizer_states"], prepared.optimizers),
+        ("schedulers", checkpoint["lr_schedulers"], trainer.lr_scheduler_configs),
+    ):
+        if len(saved) != len(own):
+            raise CheckpointMismatchError(
+                f"{str(path)!r} was saved with {len(saved)} {what}, but configure_optimizers() "
+                f"returns {len(own)}: return what it was saved with"
+            )
+    for optimizer, state in zip(prepared.optimizers, checkpoint["optimizer_states"], strict=True):
+        strategy.load_optimizer_state(prepared, optimizer, state)
+    for config, state in zip(
+        trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True
+    ):
+        config.scheduler.load_state_dict(state)
+    strategy.precision.load_state_dict(checkpoint["precision"])
+    states = checkpoint["callbacks"]
+    for callback in trainer.callbacks:
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+    if trainer.datamodule is not None and "datamodule" in checkpoint:
+        trainer.datamodule.load_state_dict(checkpoint["datamodule"])
+    trainer.progress.load_state_dict(checkpoint["progress"])
+
+
+def find(trainer: Trainer, asked: str | Path) -> Path:
+    """Return the path that "best", "last" or a path means; the same on every rank.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    from stratagem.callbacks.model_checkpoint import ModelCheckpoint
+
+    if asked not in ("best", "last"):
+        return Path(asked)
+    savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+    if not savers:
+        raise CheckpointNotFoundError(
+            f"ckpt_path={str(asked)!r} needs a ModelCheckpoint among the callbacks; there is none: "
+            "pass a path"
+        )
+    found = ""
+    if asked == "best":
+        found = next((c.best_model_path for c in savers if c.best_model_path), "")
+    else:
+        found = next((c.last_model_path for c in savers if c.last_model_path), "")
+        folders = [c.dirpath for c in savers if c.dirpath is not None]
+        if not found:
+            files = [file for folder in folders for file in folder.glob("*.ckpt")]
+            found = str(max(files, key=lambda file: file.stat().st_mtime_ns)) if files else ""
+    found = trainer.strategy.broadcast(found)
+    if not found:
+        raise CheckpointNotFoundError(
+            f"ckpt_path={str(asked)!r}: no checkpoint has been saved yet in "
+            f"{', '.join(str(c.dirpath) for c in savers)}: fit first, or pass a path"
+        )
+    return Path(found)
+
+
+def _require_plain(data: Any, whose: str) -> None:
+    if culprit := find_culprit(data):
+        raise CheckpointContentError(
+            f"{whose} cannot be saved: {culprit}, which could not be loaded without executing "
+            "code. Keep numbers, strings, tensors, and dicts, lists, tuples and sets of them; for "
+            "hyperparameters, save_hyperparameters(ignore=[...]) leaves one out"
+        )
+
+
+def _kind(thing: object) -> str:
+    return type(thing).__name__

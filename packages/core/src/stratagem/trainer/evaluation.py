@@ -1,0 +1,152 @@
+"""Validation, testing and predicting."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stratagem.errors import UserCodeError
+from stratagem.trainer.fit_loop import takes_batch_idx
+from stratagem.trainer.logged_values import LoggedValues
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from stratagem.interfaces.strategy import Prepared
+    from stratagem.module import Module
+    from stratagem.trainer.loaders import LimitedLoader
+    from stratagem.trainer.trainer import Trainer
+
+_STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+def evaluate(
+    trainer: Trainer,
+    module: Module,
+    prepared: Prepared,
+    loaders: list[LimitedLoader],
+    what: str,
+    *,
+    within_fit: bool = False,
+) -> dict[str, Tensor]:
+    """Run validation or testing over all loaders; return the epoch's values.
+
+    Args:
+        trainer, module, prepared: what is run.
+        loaders: of this rank.
+        what: "validation" or "test".
+        within_fit: validation during fit, whose values go on to schedulers and callbacks.
+    """
+    events = trainer.events
+    logged = LoggedValues(trainer.strategy, trainer.loggers_of_this_rank, in_training=False)
+    before = module.__dict__["_logged"]
+    module.__dict__["_logged"] = logged
+    events.tell(f"on_{what}_start")
+    try:
+        with _evaluating(trainer, module, prepared):
+            events.tell(f"on_{what}_epoch_start")
+            for _ in _run_batches(trainer, module, prepared, loaders, what, logged):
+                pass
+            events.tell(f"on_{what}_epoch_end")
+        values, for_loggers = logged.end_epoch()
+        trainer.take_values(values, logged)
+        if not trainer.sanity_checking:
+            logged.write({**for_loggers, "epoch": trainer.current_epoch}, trainer.global_step)
+        if within_fit and not trainer.sanity_checking:
+            trainer.after_validation_values()
+        events.tell(f"on_{what}_end")
+    finally:
+        module.__dict__["_logged"] = before
+    return for_loggers
+
+
+def predict(
+    trainer: Trainer, module: Module, prepared: Prepared, loaders: list[LimitedLoader]
+) -> list[list[Any]]:
+    """Return this rank's predictions: a list of batches for each loader."""
+    events = trainer.events
+    logged = LoggedValues(trainer.strategy, (), in_training=False)
+    predictions: list[list[Any]] = [[] for _ in loaders]
+    events.tell("on_predict_start")
+    with _evaluating(trainer, module, prepared):
+        events.tell("on_predict_epoch_start")
+        for loader_idx, output in _run_batches(
+            trainer, module, prepared, loaders, "predict", logged
+        ):
+            predictions[loader_idx].append(output)
+        events.tell("on_predict_epoch_end")
+    events.tell("on_predict_end")
+    return predictions
+
+
+def _run_batches(
+    trainer: Trainer,
+    module: Module,
+    prepared: Prepared,
+    loaders: list[LimitedLoader],
+    what: str,
+    logged: LoggedValues,
+) -> Iterator[tuple[int, Any]]:
+    """Yield (loader index, what the step returned) for every batch."""
+    method = _STEPS[what]
+    takes = _extra_arguments(getattr(module, method), several=len(loaders) > 1)
+    convert = trainer.strategy.input_converter()
+    context = trainer.strategy.precision.forward_context()
+    on_start = trainer.events.of(f"on_{what}_batch_start")
+    on_end = trainer.events.of(f"on_{what}_batch_end")
+    call = prepared.evaluation_module
+    for loader_idx, loader in enumerate(loaders):
+        logged.dataloader_idx = loader_idx if len(loaders) > 1 else None
+        limit = None if loader.batches == float("inf") else int(loader.batches)
+        batch_idx = -1
+        for batch_idx, batch in enumerate(islice(iter(loader.loader), limit)):
+            if convert is not None:
+                batch = convert(batch)
+            logged.batch = batch
+            for listener in on_start:
+                listener(batch, batch_idx, loader_idx)
+            arguments = (batch, batch_idx, loader_idx)[:takes]
+            if context is None:
+                output = call(method, *arguments)
+            else:
+                with context:
+                    output = call(method, *arguments)
+            for listener in on_end:
+                listener(output, batch, batch_idx, loader_idx)
+            yield loader_idx, output
+        if batch_idx == -1 and limit != 0:
+            raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
+    logged.dataloader_idx = None
+
+
+def _extra_arguments(method: Any, *, several: bool) -> int:
+    """Return how many of (batch, batch_idx, dataloader_idx) a step takes."""
+    if not takes_batch_idx(method):
+        return 1
+    return 3 if several else 2
+
+
+class _evaluating(AbstractContextManager[None]):  # noqa: N801 - reads as a verb in a with statement
+    """Evaluation mode without gradients; every submodule gets its own mode back afterwards."""
+
+    def __init__(self, trainer: Trainer, module: Module, prepared: Prepared) -> None:
+        self._modes = [(part, part.training) for part in module.modules()]
+        self._module = module
+        self._trainer = trainer
+        self._prepared = prepared
+        self._context: Any = torch.inference_mode() if trainer.inference_mode else torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._trainer.strategy.before_evaluation(self._prepared)
+        self._module.eval()
+        self._context.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._context.__exit__(*exception)
+        for part, mode in self._modes:
+            part.training = mode

@@ -1,0 +1,295 @@
+"""The training loop, from the first epoch to the last; it reads top to bottom."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem.callbacks.callback import metric_value
+from stratagem.data import set_epoch
+from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
+from stratagem.interfaces.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.strategy import Prepared
+    from stratagem.module import Module
+    from stratagem.trainer.loaders import LimitedLoader
+    from stratagem.trainer.trainer import Trainer
+
+
+def fit(trainer: Trainer, module: Module, prepared: Prepared, loader: LimitedLoader) -> None:
+    """Train until a limit is reached or `trainer.should_stop` is set."""
+    progress, events = trainer.progress, trainer.events
+    step = Step(trainer, module, prepared)
+    one_step = trainer.strategy.train_step if module.automatic_optimization else step.manual
+    times_out = trainer.max_time is not None
+
+    module.train()
+    events.tell("on_train_start")
+    try:
+        while not _is_finished(trainer):
+            epoch = progress.epoch
+            set_epoch(loader.loader, epoch)
+            accumulate = trainer.accumulation(epoch)
+            validates = trainer.validates_in(epoch)
+            validate_every = trainer.validate_every(loader.batches) if validates else math.inf
+            validation_is_due = False
+            events.tell("on_train_epoch_start")
+
+            batches = _rest_of_epoch(loader, progress.batches)
+            left = loader.batches - progress.batches
+            while left > 0:
+                micro_batches = list(islice(batches, int(min(accumulate, left))))
+                if not micro_batches:
+                    break
+                step.begin(len(micro_batches))
+                one_step(prepared, step, micro_batches)
+                step.end()
+                left -= len(micro_batches)
+
+                validation_is_due = progress.batches % validate_every < len(micro_batches)
+                if validation_is_due and left > 0:
+                    trainer.validate_during_fit()
+                    validation_is_due = False
+                if times_out and trainer.time_is_up():
+                    trainer.should_stop = True
+                if trainer.should_stop and trainer.may_stop():
+                    break
+                if progress.global_step == trainer.max_steps:
+                    break
+            if progress.batches == 0:
+                raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
+
+            # What follows sees the epoch as finished, so that a checkpoint saved from here on
+            # resumes with the next one. A stop in the middle leaves it unfinished.
+            progress.epoch_is_done = left <= 0 or not micro_batches
+            if progress.epoch_is_done:
+                trainer.step_schedulers("epoch", epoch + 1)
+                if validates and (validation_is_due or validate_every == math.inf):
+                    trainer.validate_during_fit()
+            trainer.end_train_epoch()
+            if not progress.epoch_is_done:
+                break
+            progress.next_epoch()
+    except RuntimeError as error:
+        explained = step.explain(error)
+        if explained is None:
+            raise
+        raise explained from error
+    events.tell("on_train_end")
+
+
+def _is_finished(trainer: Trainer) -> bool:
+    progress = trainer.progress
+    if trainer.max_steps != -1 and progress.global_step >= trainer.max_steps:
+        return True
+    if trainer.max_epochs != -1 and progress.epoch >= trainer.max_epochs:
+        return True
+    if trainer.max_time is not None and trainer.time_is_up():
+        return True
+    return trainer.should_stop and trainer.may_stop()
+
+
+def _rest_of_epoch(loader: LimitedLoader, done: int) -> Iterator[Any]:
+    batches = iter(loader.loader)
+    # Resumed in the middle of an epoch: the batches that were trained on are read and left.
+    for _ in islice(batches, done):
+        pass
+    return batches
+
+
+class Step(TrainStep):
+    """One optimizer step of a Module: what happens for each micro-batch, and who is told."""
+
+    def __init__(self, trainer: Trainer, module: Module, prepared: Prepared) -> None:
+        strategy, events = trainer.strategy, trainer.events
+        self.clip = trainer.gradient_clip
+        self.batch_idx = 0
+        self._micro_batches = 0
+        self.loss: Tensor | None = None
+        self._trainer = trainer
+        self._module = module
+        self._progress = trainer.progress
+        self._logged = trainer.train_values
+        self._call = prepared.module
+        self._convert = strategy.input_converter()
+        self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
+        self._takes_index = takes_batch_idx(module.training_step)
+        self._detect = trainer.detect_anomaly
+        self._stepped = False
+        self._outputs: Any = None
+        self._on_batch_start = events.of("on_train_batch_start")
+        self._on_batch_end = events.of("on_train_batch_end")
+        self._on_before_backward = events.of("on_before_backward")
+        self._on_after_backward = events.of("on_after_backward")
+        self._on_before_optimizer_step = events.of("on_before_optimizer_step")
+        self._on_before_zero_grad = events.of("on_before_zero_grad")
+
+    def begin(self, micro_batches: int) -> None:
+        """Begin a step over so many batches."""
+        self.batch_idx = self._progress.batches
+        self._micro_batches = micro_batches
+
+    def end(self) -> None:
+        """Count the batches of a step that was not taken."""
+        self._progress.batches += self._micro_batches
+        self._micro_batches = 0
+
+    def forward(self, micro_batch: Any) -> Tensor | None:
+        """Return the loss of a batch."""
+        batch = micro_batch if self._convert is None else self._convert(micro_batch)
+        self._logged.batch = batch
+        for listener in self._on_batch_start:
+            listener(batch, self.batch_idx)
+        arguments = (batch, self.batch_idx) if self._takes_index else (batch,)
+        if self._context is None:
+            outputs = self._call("training_step", *arguments)
+        else:
+            with self._context:
+                outputs = self._call("training_step", *arguments)
+        self._outputs = outputs
+        loss = outputs if outputs.__class__ is Tensor else self._loss_in(outputs)
+        self.loss = loss
+        if self._detect and loss is not None:
+            self._check_finite(loss)
+        return loss
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Tell the listeners."""
+        for listener in self._on_before_backward:
+            listener(loss)
+
+    def after_backward(self) -> None:
+        """Tell the listeners."""
+        for listener in self._on_after_backward:
+            listener()
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Tell the listeners."""
+        for listener in self._on_before_optimizer_step:
+            listener(optimizer)
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Count the step, let schedulers step, and tell the listeners.
+
+        Batches count as trained on once their step is taken, all together: a checkpoint saved
+        between two micro-batches resumes with the first of them.
+        """
+        self._progress.global_step += 1
+        self.end()
+        self._stepped = True
+        if self._trainer.lr_scheduler_configs:
+            self._trainer.step_schedulers("step", self._progress.global_step)
+        for listener in self._on_before_zero_grad:
+            listener(optimizer)
+
+    def after_micro_batch(self, micro_batch: Any) -> None:
+        """Tell the listeners, then hand the step's values on."""
+        if self._on_batch_end:
+            outputs = self._outputs
+            if not isinstance(outputs, dict):
+                outputs = {"loss": None if self.loss is None else self.loss.detach()}
+            for listener in self._on_batch_end:
+                listener(outputs, self._logged.batch, self.batch_idx)
+        self.batch_idx += 1
+        if self._stepped:
+            self._stepped = False
+            if self._logged.row:
+                self._logged.end_step(self._progress.global_step - 1)
+
+    def manual(self, prepared: Prepared, step: TrainStep, micro_batches: list[Any]) -> None:
+        """Take the place of `Strategy.train_step` where `training_step` steps the optimizers."""
+        for micro_batch in micro_batches:
+            before = self._progress.global_step
+            self.forward(micro_batch)
+            self.end()
+            self._stepped = self._progress.global_step > before
+            self.after_micro_batch(micro_batch)
+
+    def _loss_in(self, outputs: Any) -> Tensor | None:
+        if not self._module.automatic_optimization:
+            return None
+        if outputs is None:
+            if self._trainer.world_size > 1:
+                raise UserCodeError(
+                    f"{type(self._module).__name__}.training_step returned None for batch "
+                    f"{self.batch_idx}, which skips it; with {self._trainer.world_size} ranks the "
+                    "others would wait for its gradients: return a loss on every rank, such as "
+                    "0.0 times the output"
+                )
+            return None
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            return loss
+        raise UserCodeError(
+            f"{type(self._module).__name__}.training_step returned {_described(outputs)}; expected "
+            "the loss (a scalar tensor), a dict with the key 'loss', or None to skip the batch"
+        )
+
+    def _check_finite(self, loss: Tensor) -> None:
+        if not bool(loss.detach().isfinite().all()):
+            raise NonFiniteLossError(
+                f"the loss of batch {self.batch_idx} in epoch {self._progress.epoch} (after "
+                f"{self._progress.global_step} optimizer steps) is {loss.detach().tolist()}; "
+                "expected a finite number: look at the batch, the learning rate and divisions by 0"
+            )
+
+    def explain(self, error: RuntimeError) -> UserCodeError | None:
+        """Return a better error for one that a step ended with, or None.
+
+        What makes a loss unusable is looked for here, after backward has failed, so that a good
+        step does not pay for it.
+        """
+        loss = self.loss
+        if loss is None or isinstance(error, StratagemError):
+            return None
+        who = f"{type(self._module).__name__}.training_step"
+        if loss.numel() != 1:
+            return UserCodeError(
+                f"{who} returned a loss of shape {tuple(loss.shape)}; expected a scalar: reduce "
+                "it, for example by .mean()"
+            )
+        if not loss.requires_grad:
+            return UserCodeError(
+                f"{who} returned a loss without a gradient; expected one that depends on the "
+                "parameters: do not detach it, do not compute it under no_grad, and check that "
+                "some parameters require gradients"
+            )
+        return None
+
+
+def takes_batch_idx(method: Any) -> bool:
+    """Whether a step method takes (batch, batch_idx), not (batch) alone."""
+    parameters = inspect.signature(method).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def step_monitored_schedulers(trainer: Trainer, count: int) -> None:
+    """Step the schedulers that are stepped with a logged value, if it was logged by now."""
+    for config in trainer.lr_scheduler_configs:
+        if config.monitor is not None and count % config.frequency == 0:
+            value = metric_value(trainer, config.monitor, type(config.scheduler).__name__)
+            config.scheduler.step(value)
+
+
+def anomaly_detection(enabled: bool) -> AbstractContextManager[Any]:
+    """Return torch's anomaly detection, or a context that does nothing."""
+    if not enabled:
+        return nullcontext()
+    import torch
+
+    return torch.autograd.set_detect_anomaly(True, check_nan=True)
+
+
+def _described(outputs: Any) -> str:
+    if isinstance(outputs, dict):
+        return f"a dict with the keys {sorted(map(str, outputs))}"
+    return f"a {type(outputs).__name__}"

@@ -1,0 +1,177 @@
+"""From what the user hands over to the loaders of one rank, with their numbers of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from stratagem.data import shard_loader
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.strategy import Strategy
+
+Limit = int | float
+UNKNOWN = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedLoader:
+    """A loader of this rank, and how many of its batches to take.
+
+    Attributes:
+        loader: iterable of batches.
+        batches: how many to take; infinity: all, and their number is not known.
+        name: stands for it in errors.
+    """
+
+    loader: Any
+    batches: float
+    name: str
+
+
+def check_limit(name: str, limit: Limit | None) -> Limit:
+    """Return a limit: a number of batches (int) or a fraction of them (float from 0 to 1).
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if limit is None:
+        return 1.0
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise ConfigurationError(
+            f"{name}={limit!r}: expected a number of batches (int) or a fraction (float)"
+        )
+    if isinstance(limit, int) and limit >= 0:
+        return limit
+    if isinstance(limit, float) and 0.0 <= limit <= 1.0:
+        return limit
+    raise ConfigurationError(
+        f"{name}={limit!r}: expected a number of batches of at least 0 (int), or a fraction from "
+        "0.0 to 1.0 (float)"
+    )
+
+
+def attach(
+    source: Any,
+    *,
+    name: str,
+    limit: Limit,
+    strategy: Strategy,
+    use_distributed_sampler: bool,
+    training: bool,
+    limit_name: str,
+) -> LimitedLoader:
+    """Return one loader as this rank reads it.
+
+    Raises:
+        UserCodeError: it is not iterable, is empty, or has no length where one is needed.
+    """
+    if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+        raise UserCodeError(
+            f"{name} is a {type(source).__name__}; expected a DataLoader or another iterable of "
+            "batches"
+        )
+    loader = source
+    if use_distributed_sampler:
+        index, count = strategy.data_shard
+        # Ranks must run as many steps in training, and in evaluation where forward communicates.
+        even = training or not strategy.capabilities.uneven_evaluation
+        loader = shard_loader(source, index, count, even=even, name=name)
+    length = _length(loader)
+    if length == 0 and limit != 0:
+        raise UserCodeError(
+            f"{name} is empty: expected at least one batch"
+            + _why_empty(source, loader, strategy.world_size)
+        )
+    if isinstance(limit, int):
+        batches = min(float(limit), length)
+    elif limit == 1.0:
+        batches = length
+    elif length == UNKNOWN:
+        raise UserCodeError(
+            f"{name} has no length, so {limit_name}={limit} cannot be taken of it: pass a number "
+            "of batches (int), or give it a __len__"
+        )
+    else:
+        batches = float(int(length * limit))
+        if batches == 0 and limit > 0:
+            raise ConfigurationError(
+                f"{limit_name}={limit} of the {int(length)} batches of {name} is less than one "
+                "batch: pass a larger fraction or a number of batches (int)"
+            )
+    return LimitedLoader(loader, batches, name)
+
+
+def evaluation_loaders(source: Any) -> list[Any]:
+    """Return a list of loaders for one loader or several."""
+    if isinstance(source, (list, tuple)) and source and _all_loaders(source):
+        return list(source)
+    if isinstance(source, Mapping):
+        return list(source.values())
+    return [source]
+
+
+def training_loader(source: Any) -> Any:
+    """Return the one loader for training.
+
+    Raises:
+        UserCodeError: several were given.
+    """
+    several = (isinstance(source, (list, tuple)) and _all_loaders(source)) or (
+        isinstance(source, Mapping) and _all_loaders(list(source.values()))
+    )
+    if several:
+        raise UserCodeError(
+            f"the training data loader is a {type(source).__name__} of {len(source)} loaders; "
+            "expected one: combine the data in one Dataset, or in one iterable of batches"
+        )
+    return source
+
+
+def source_of(
+    stage_loader: str, given: Any, datamodule: Any, module: Any, *, needed: bool
+) -> Any:
+    """Return the user's loader for one purpose: the argument, the DataModule's or the Module's.
+
+    Raises:
+        UserCodeError: there is none and one is needed.
+    """
+    if given is not None:
+        return given
+    for owner in (datamodule, module):
+        make: Callable[[], Any] | None = getattr(owner, stage_loader, None)
+        made = make() if make is not None else None
+        if made is not None:
+            return made
+    if needed:
+        raise UserCodeError(
+            f"there is no data: pass a data loader or a DataModule, or define {stage_loader}() in "
+            f"{type(module).__name__}"
+        )
+    return None
+
+
+
+
+def _all_loaders(items: Any) -> bool:
+    return bool(items) and all(isinstance(item, DataLoader) for item in items)
+
+
+def _length(loader: Any) -> float:
+    try:
+        return float(len(loader))
+    except (TypeError, NotImplementedError):
+        return UNKNOWN
+
+
+def _why_empty(source: Any, loader: Any, world_size: int) -> str:
+    samples = getattr(source, "dataset", None)
+    if samples is None or not hasattr(samples, "__len__"):
+        return ""
+    drop_last = getattr(source, "drop_last", False)
+    return (
+        f"; its dataset has {len(samples)} samples for {world_size} rank(s), batch_size="
+        f"{getattr(source, 'batch_size', None)}, drop_last={drop_last}"
+    )

@@ -1,0 +1,312 @@
+"""What `self.log` does: a step's values for the loggers, an epoch's means, the progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import UserCodeError
+from stratagem.interfaces.strategy import Strategy
+from stratagem.loggers.logger import Logger
+
+Options = tuple[Any, ...]
+_FOLD = 64
+"""Values are kept as tensors and folded together by so many, so that no step waits for a device."""
+_HOLD_SECONDS = 2.0
+"""Rows are handed to the loggers at the latest after this time."""
+_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.sum,
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+class _Entry:
+    """One name that is logged, with its options resolved and its values of this epoch."""
+
+    __slots__ = (
+        "epoch_name",
+        "fx",
+        "given",
+        "logger",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "step_name",
+        "sync",
+        "total",
+        "values",
+        "weight",
+        "weights",
+    )
+
+    def __init__(self, name: str, given: Options, *, on_step: bool, on_epoch: bool) -> None:
+        self.name = name
+        self.given = given
+        self.prog_bar, self.logger, _, _, self.fx, self.sync, _ = given
+        self.on_step, self.on_epoch = on_step, on_epoch
+        both = on_step and on_epoch
+        self.step_name = f"{name}_step" if both else name
+        self.epoch_name = f"{name}_epoch" if both else name
+        self.metric: Any = None
+        self.clear()
+
+    def clear(self) -> None:
+        self.values: list[Any] = []
+        self.weights: list[int] = []
+        self.total: Tensor | None = None
+        self.weight = 0.0
+
+    def fold(self) -> None:
+        """Bring the values since the last time into one."""
+        if not self.values or not isinstance(self.fx, str):
+            return
+        values = torch.stack([_tensor(v) for v in self.values])
+        if self.fx == "mean":
+            weights = torch.tensor(self.weights, dtype=values.dtype, device=values.device)
+            values = values * weights
+            self.weight += float(sum(self.weights))
+        if self.total is not None:
+            values = torch.cat([self.total.reshape(1), values])
+        self.total = _REDUCTIONS[self.fx](values)
+        self.values, self.weights = [], []
+
+
+class LoggedValues:
+    """The values logged in one stage of a run ("train", "validate", ...).
+
+    Args:
+        strategy: reduces over ranks.
+        loggers: receive rows; empty on ranks other than 0.
+        in_training: step values are the default, not epoch values.
+        every_n_steps: hand every n-th step's values to the loggers.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        loggers: Sequence[Logger],
+        *,
+        in_training: bool,
+        every_n_steps: int = 1,
+    ) -> None:
+        self.strategy = strategy
+        self.loggers = loggers
+        self.every_n_steps = every_n_steps
+        self.in_training = in_training
+        self.in_step = in_training
+        """Within a training step; elsewhere epoch values are the default."""
+        self.batch: Any = None
+        """The present batch; its size weights a mean."""
+        self.dataloader_idx: int | None = None
+        """Which of several evaluation loaders, or None if there is one."""
+        self.row: dict[str, Any] = {}
+        """This step's values for the loggers."""
+        self.step_values: dict[str, Any] = {}
+        """The latest step values, by the name that they were logged under."""
+        self.bar: dict[str, Any] = {}
+        """The latest values for the progress bar."""
+        self._entries: dict[tuple[str, int | None], _Entry] = {}
+        self._rows: list[tuple[int, dict[str, Any]]] = []
+        self._due = monotonic() + _HOLD_SECONDS
+
+    def log(self, name: str, value: Any, options: Options, batch_size: int | None) -> None:
+        """Take a value; see `Module.log`."""
+        entry = self._entries.get((name, self.dataloader_idx))
+        if entry is None or entry.given != options:
+            entry = self._declare(name, options)
+        if value.__class__ is Tensor or isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise UserCodeError(
+                    f"self.log({name!r}, ...) expected a single number, received a tensor of shape "
+                    f"{tuple(value.shape)}: reduce it first, for example by .mean()"
+                )
+            # A result of autograd is not written to again; anything else may be, before it is
+            # read here.
+            value = value.detach() if value.grad_fn is not None else value.detach().clone()
+        elif value.__class__ is not float and value.__class__ is not int:
+            value = self._number_of(entry, value)
+        if entry.sync is True and entry.on_step:
+            value = self.strategy.all_reduce(_tensor(value))
+        if entry.on_step:
+            self.step_values[name] = value
+            if entry.logger:
+                self.row[entry.step_name] = value
+            if entry.prog_bar:
+                self.bar[entry.step_name] = value
+        if entry.on_epoch and entry.metric is None:
+            entry.values.append(value)
+            if entry.fx == "mean":
+                entry.weights.append(batch_size or _batch_size(self.batch))
+            if len(entry.values) == _FOLD:
+                entry.fold()
+
+    def _declare(self, name: str, options: Options) -> _Entry:
+        key = (name, self.dataloader_idx)
+        if key in self._entries:
+            raise UserCodeError(
+                f"self.log({name!r}, ...) was called with other options before in this epoch; use "
+                "one set of options for one name"
+            )
+        _, _, on_step, on_epoch, fx, _, add_index = options
+        on_step = self.in_step if on_step is None else on_step
+        on_epoch = not self.in_step if on_epoch is None else on_epoch
+        if not callable(fx) and fx not in _REDUCTIONS:
+            raise UserCodeError(
+                f"self.log({name!r}, reduce_fx={fx!r}): expected one of "
+                f"{', '.join(map(repr, _REDUCTIONS))}, or a function of a tensor"
+            )
+        if self.dataloader_idx is not None and add_index:
+            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
+        entry = self._entries[key] = _Entry(name, options, on_step=on_step, on_epoch=on_epoch)
+        return entry
+
+    def _number_of(self, entry: _Entry, value: Any) -> Any:
+        """Return a number for what is neither tensor nor float: a metric object, a NumPy number."""
+        if isinstance(value, nn.Module) and hasattr(value, "compute") and hasattr(value, "reset"):
+            # A torchmetrics Metric: the value of the step is what its forward left, the value of
+            # the epoch is what it computes, over ranks, at the end.
+            entry.metric = value
+            last = getattr(value, "_forward_cache", None)
+            return last if isinstance(last, Tensor) else 0.0
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise UserCodeError(
+                f"self.log({entry.name!r}, ...) expected a number, a tensor with one element or a "
+                f"torchmetrics Metric, received {type(value).__name__}"
+            ) from None
+
+    # -- rows for the loggers
+
+    def end_step(self, step: int) -> None:
+        """Keep this step's values for the loggers; called only where there are any."""
+        row, self.row = self.row, {}
+        if not self.loggers or (step + 1) % self.every_n_steps:
+            return
+        self._rows.append((step, row))
+        if len(self._rows) >= _FOLD or monotonic() >= self._due:
+            self.flush()
+
+    def write(self, values: Mapping[str, Any], step: int) -> None:
+        """Hand values to the loggers after the rows that are kept."""
+        if self.loggers and values:
+            self._rows.append((step, dict(values)))
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand the kept rows to the loggers."""
+        self._due = monotonic() + _HOLD_SECONDS
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        numbers = iter(_floats([value for _, row in rows for value in row.values()]))
+        for step, row in rows:
+            values = {name: next(numbers) for name in row}
+            for logger in self.loggers:
+                logger.log_metrics(values, step)
+        for logger in self.loggers:
+            logger.save()
+
+    # -- an epoch's values
+
+    def end_epoch(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the epoch's values and those of them for the loggers; begin a new epoch.
+
+        Values are reduced over ranks here, all of them with one exchange. A value that only some
+        ranks have logged is reduced over those.
+        """
+        entries = {e.name: e for e in self._entries.values() if e.on_epoch}
+        summaries = {
+            name: _summary(entry) for name, entry in entries.items() if entry.metric is None
+        }
+        if self.strategy.world_size > 1:
+            shared = {n: s for n, s in summaries.items() if entries[n].sync is not False}
+            for name, summary in _over_ranks(self.strategy, shared).items():
+                if name in summaries:
+                    summaries[name] = summary
+        values: dict[str, Tensor] = {}
+        for_loggers: dict[str, Tensor] = {}
+        for name, entry in entries.items():
+            if entry.metric is not None:
+                value = entry.metric.compute()
+                entry.metric.reset()
+            else:
+                fx, total, weight = summaries[name]
+                value = total / weight if fx == "mean" else total
+            values[entry.epoch_name] = value
+            values[name] = value
+            if entry.logger:
+                for_loggers[entry.epoch_name] = value
+            if entry.prog_bar:
+                self.bar[entry.epoch_name] = value
+        self._entries.clear()
+        return values, for_loggers
+
+
+Summary = tuple[str, Tensor, float]
+
+
+def _summary(entry: _Entry) -> Summary:
+    """Return (reduction, value, weight) of an entry's epoch on this rank."""
+    if isinstance(entry.fx, str):
+        entry.fold()
+        total = entry.total if entry.total is not None else torch.zeros(())
+        return entry.fx, total, entry.weight
+    values = torch.stack([_tensor(value) for value in entry.values])
+    # A function of our user's: over ranks its results are averaged.
+    return "mean", entry.fx(values), 1.0
+
+
+def _over_ranks(strategy: Strategy, summaries: dict[str, Summary]) -> dict[str, Summary]:
+    plain = {name: [fx, float(total), weight] for name, (fx, total, weight) in summaries.items()}
+    merged: dict[str, Summary] = {}
+    for of_rank in strategy.gather_plain(plain):
+        for name, (fx, total, weight) in of_rank.items():
+            value = torch.tensor(total, dtype=torch.float64)
+            if name in merged:
+                _, before, weight_before = merged[name]
+                combine = {"max": torch.maximum, "min": torch.minimum}.get(fx, torch.add)
+                value, weight = combine(before, value), weight + weight_before
+            merged[name] = (fx, value, weight)
+    return {
+        name: (fx, value.to(torch.get_default_dtype()), weight)
+        for name, (fx, value, weight) in merged.items()
+    }
+
+
+def _tensor(value: Any) -> Tensor:
+    """Return a 0-dim floating-point tensor."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(float(value))
+    value = value.reshape(())
+    return value if value.dtype is torch.float32 else value.to(torch.float32)
+
+
+def _floats(values: list[Any]) -> list[float]:
+    """Return plain numbers, reading a device once."""
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    if tensors and tensors[0].device.type != "cpu":
+        read = iter(torch.stack([t.reshape(()).double() for t in tensors]).tolist())
+    else:
+        read = iter([t.item() for t in tensors])
+    return [next(read) if isinstance(v, Tensor) else float(v) for v in values]
+
+
+def _batch_size(batch: Any) -> int:
+    """Return the first dim of the first tensor in a batch; 1 if there is none."""
+    while not isinstance(batch, Tensor):
+        if isinstance(batch, Mapping) and batch:
+            batch = next(iter(batch.values()))
+        elif isinstance(batch, (list, tuple)) and batch:
+            batch = batch[0]
+        else:
+            return 1
+    return batch.shape[0] if batch.dim() else 1

@@ -1,0 +1,121 @@
+"""What `configure_optimizers` returns, made into optimizers and scheduler configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from stratagem.errors import UserCodeError
+
+if TYPE_CHECKING:
+    from stratagem.module import Module
+
+_EXPECTED = (
+    "expected an optimizer, a list of optimizers, (optimizers, schedulers), or a dict with "
+    "'optimizer' and 'lr_scheduler'"
+)
+
+
+@dataclass(slots=True)
+class SchedulerConfig:
+    """A learning rate scheduler and when it steps.
+
+    Attributes:
+        scheduler: torch's, or an object with `step` and `state_dict`.
+        interval: "epoch" or "step".
+        frequency: every so many of them.
+        monitor: the logged value that it is stepped with; None: without one.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+
+    def is_due(self, interval: str, count: int) -> bool:
+        """Whether it steps after the `count`-th (from 1) epoch or step, without a value."""
+        return (
+            self.monitor is None and self.interval == interval and count % self.frequency == 0
+        )
+
+
+def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Ask a module for its optimizers and schedulers.
+
+    Raises:
+        UserCodeError: it returned something else; or none, or several for automatic optimization.
+    """
+    returned = module.configure_optimizers()
+    who = f"{type(module).__name__}.configure_optimizers()"
+    optimizers: list[Any]
+    schedulers: list[Any] = []
+    if isinstance(returned, Optimizer):
+        optimizers = [returned]
+    elif isinstance(returned, Mapping):
+        optimizers, schedulers = _from_mappings([returned], who)
+    elif _is_list(returned) and len(returned) == 2 and all(_is_list(part) for part in returned):
+        optimizers, schedulers = list(returned[0]), list(returned[1])
+    elif _is_list(returned) and returned and all(isinstance(o, Mapping) for o in returned):
+        optimizers, schedulers = _from_mappings(returned, who)
+    elif _is_list(returned) and returned:
+        optimizers = list(returned)
+    else:
+        raise UserCodeError(f"{who} returned {returned!r}; {_EXPECTED}")
+    strangers = [o for o in optimizers if not isinstance(o, Optimizer)]
+    if strangers or not optimizers:
+        raise UserCodeError(f"{who} returned {returned!r}; {_EXPECTED}")
+    if module.automatic_optimization and len(optimizers) > 1:
+        raise UserCodeError(
+            f"{who} returned {len(optimizers)} optimizers; automatic optimization takes one: set "
+            "automatic_optimization = False and step them in training_step"
+        )
+    return optimizers, [_scheduler_config(s, who) for s in schedulers]
+
+
+def _from_mappings(items: Sequence[Mapping[str, Any]], who: str) -> tuple[list[Any], list[Any]]:
+    for item in items:
+        if unknown := set(item) - {"optimizer", "lr_scheduler", "monitor"}:
+            raise UserCodeError(f"{who} returned a dict with {sorted(unknown)}; {_EXPECTED}")
+    optimizers = [item.get("optimizer") for item in items]
+    schedulers = []
+    for item in items:
+        scheduler = item.get("lr_scheduler")
+        if scheduler is not None:
+            given = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+            if "monitor" in item:
+                given.setdefault("monitor", item["monitor"])
+            schedulers.append(given)
+    return optimizers, schedulers
+
+
+def _scheduler_config(given: Any, who: str) -> SchedulerConfig:
+    fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    fields.pop("name", None)
+    fields.pop("strict", None)
+    if unknown := set(fields) - {"scheduler", "interval", "frequency", "monitor"}:
+        raise UserCodeError(
+            f"{who} returned a scheduler with {sorted(unknown)}; expected 'scheduler', 'interval', "
+            "'frequency' and 'monitor'"
+        )
+    config = SchedulerConfig(**fields)
+    if not isinstance(config.scheduler, LRScheduler) and not hasattr(config.scheduler, "step"):
+        raise UserCodeError(f"{who} returned {config.scheduler!r} in the place of a scheduler")
+    if config.interval not in ("epoch", "step") or config.frequency < 1:
+        raise UserCodeError(
+            f"{who} returned a scheduler with interval={config.interval!r}, frequency="
+            f"{config.frequency!r}; expected 'epoch' or 'step', and at least 1"
+        )
+    if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
+        raise UserCodeError(
+            f"{who} returned a ReduceLROnPlateau without 'monitor': name the logged value that it "
+            "is stepped with, as in {'scheduler': ..., 'monitor': 'val_loss'}"
+        )
+    return config
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))

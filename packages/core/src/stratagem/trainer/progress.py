@@ -1,0 +1,42 @@
+"""Progress: where a run stands, as a checkpoint holds it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where training stands.
+
+    Attributes:
+        epoch: the present one, counted from 0.
+        global_step: optimizer steps taken.
+        batches: batches of this epoch that were trained on, on each rank.
+        epoch_is_done: all of them were; what is left of the epoch is its end.
+    """
+
+    epoch: int = 0
+    global_step: int = 0
+    batches: int = 0
+    epoch_is_done: bool = False
+
+    def next_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.epoch += 1
+        self.batches = 0
+        self.epoch_is_done = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back; a finished epoch is followed by the next."""
+        self.epoch = state["epoch"]
+        self.global_step = state["global_step"]
+        self.batches = state["batches"]
+        self.epoch_is_done = state["epoch_is_done"]
+        if self.epoch_is_done:
+            self.next_epoch()
