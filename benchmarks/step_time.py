@@ -261,9 +261,7 @@ def main() -> None:
     for name in variants:
         if name == "raw PyTorch":
             continue
-        low, middle, high = statistics.quantiles(
-            [r[name] - r["raw PyTorch"] for r in rounds], n=4
-        )
+        low, middle, high = statistics.quantiles([r[name] - r["raw PyTorch"] for r in rounds], n=4)
         print(f"| {name} | {middle:.1f} | {low:.1f} to {high:.1f} |")
 
 

@@ -32,9 +32,7 @@ class Digits(DataModule):
 
     def setup(self, stage: str) -> None:
         images, labels = load_digits(return_X_y=True)
-        data = TensorDataset(
-            torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
-        )
+        data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
         generator = torch.Generator().manual_seed(0)
         self.train, self.val = random_split(data, [0.8, 0.2], generator=generator)
 
@@ -99,7 +97,9 @@ def main() -> None:
     alone = Trainer(strategy="single_device", accelerator="cpu", logger=False)
     again = alone.validate(model, datamodule=Digits(), verbose=False)[0]
 
-    table = Table("", arguments.strategy, "single_device", title="validation of the best checkpoint")
+    table = Table(
+        "", arguments.strategy, "single_device", title="validation of the best checkpoint"
+    )
     for name in trained:
         table.add_row(name, f"{trained[name]:.4f}", f"{again[name]:.4f}")
     Console().print(table)

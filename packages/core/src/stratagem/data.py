@@ -1,4 +1,4 @@
-"""Data loaders of several ranks: each reads its own part, and no sample is lost or counted twice."""
+"""Data loaders of several ranks: each reads its own part, and no sample is lost."""
 
 from __future__ import annotations
 
@@ -117,9 +117,7 @@ def shard_loader(
 def divides_data(loader: Any) -> bool:
     """Whether a loader's sampler takes care of ranks itself, as DistributedSampler does."""
     samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    return any(
-        isinstance(s, ShardedSampler) or hasattr(s, "num_replicas") for s in samplers
-    )
+    return any(isinstance(s, ShardedSampler) or hasattr(s, "num_replicas") for s in samplers)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -130,5 +128,5 @@ def set_epoch(loader: Any, epoch: int) -> None:
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
     ):
-        if hasattr(sampler, "set_epoch"):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)

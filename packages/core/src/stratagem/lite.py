@@ -297,15 +297,15 @@ class Lite:
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     def init_module(self) -> AbstractContextManager[None]:
-        """Return a context in which a model's parameters are made on the device, in the right
-        number format and, under a sharding strategy, sharded.
+        """Return a context in which to build a model.
+
+        Its parameters are made on the device, in the right number format and, under a sharding
+        strategy, sharded.
         """
         return self._init_context(self._launched_strategy().model_context())
 
     def init_tensor(self) -> AbstractContextManager[None]:
-        """Return a context in which new tensors are made on the device, in the right number
-        format.
-        """
+        """Return a context in which new tensors are on the device, in the right number format."""
         return self._init_context(nullcontext())
 
     @contextmanager

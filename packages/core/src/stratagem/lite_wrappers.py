@@ -88,7 +88,7 @@ class LiteModule(nn.Module):
         """Return the model's state, under its own names."""
         return self.__dict__["_strategy"].model_state(self.__dict__["prepared"])
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load the model's state."""
         self.__dict__["_strategy"].load_model_state(
             self.__dict__["prepared"], state_dict, strict=strict
@@ -148,7 +148,7 @@ _SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
 def wrap_optimizer(optimizer: Optimizer, prepared: Prepared, strategy: Strategy) -> Any:
     """Return a `LiteOptimizer` that stands for the user's optimizer."""
     kind = type(f"Lite{type(optimizer).__name__}", (LiteOptimizer, type(optimizer)), {})
-    wrapped = kind.__new__(kind)
+    wrapped: Any = object.__new__(kind)
     # A scheduler made earlier has put a counting `step` on the instance: ours comes first, and
     # calls it.
     wrapped.__dict__.update(

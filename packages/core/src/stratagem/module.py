@@ -117,6 +117,11 @@ class Module(nn.Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Told when a checkpoint was read, before the model takes it."""
 
+    @classmethod
+    def defines(cls, method: str) -> bool:
+        """Whether a subclass defines a method that has no use here."""
+        return getattr(cls, method) is not getattr(Module, method)
+
     # -- where it runs
 
     @property
@@ -256,7 +261,7 @@ class Module(nn.Module):
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, a list of several, or None."""
-        schedulers = [entry.scheduler for entry in self.trainer.lr_scheduler_configs]
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -264,6 +269,12 @@ class Module(nn.Module):
         self.trainer.backward(loss, *args, **kwargs)
 
     # -- hyperparameters
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The arguments that `save_hyperparameters` kept, by name."""
+        kept: dict[str, Any] = self.__dict__["_hparams"]
+        return kept
 
     @property
     def hparams(self) -> SimpleNamespace:
@@ -278,7 +289,8 @@ class Module(nn.Module):
             ignore: which not.
         """
         frame = inspect.currentframe()
-        assert frame is not None and frame.f_back is not None
+        assert frame is not None
+        assert frame.f_back is not None
         local = frame.f_back.f_locals
         signature = inspect.signature(type(self).__init__)
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)

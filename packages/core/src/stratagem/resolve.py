@@ -241,12 +241,10 @@ class _Resolver:
             self.registry.plugins.hook.stratagem_choose_strategy.get_hookimpls()
         ):
             arguments = {"request": request, "candidates": fitting}
-            answer = implementation.function(
-                *(arguments[name] for name in implementation.argnames)
-            )
+            answer = implementation.function(*(arguments[name] for name in implementation.argnames))
             if answer is not None:
                 return self._find(
-                    "strategy", answer, f"chosen by the plugin {implementation.plugin_name}"
+                    "strategy", str(answer), f"chosen by the plugin {implementation.plugin_name}"
                 )
         if several:
             why = f"{len(devices)} device(s) a node and no strategy named"

@@ -15,7 +15,9 @@ SEED_VARIABLE = "STRATAGEM_SEED"
 WORKERS_VARIABLE = "STRATAGEM_SEED_WORKERS"
 
 
-def seed_everything(seed: int | None = None, *, workers: bool = False, verbose: bool = False) -> int:
+def seed_everything(
+    seed: int | None = None, *, workers: bool = False, verbose: bool = False
+) -> int:
     """Seed Python, NumPy and torch (all devices) alike on every rank; return the seed.
 
     Args:

@@ -104,6 +104,8 @@ class Failure:
         """Return the one error that stands for it."""
         if self.exit_code < 0:
             how = f"was ended by {_signal_name(-self.exit_code)}"
+            if self.exit_code == -signal.SIGKILL:
+                how += " (as the system does when memory runs out)"
         else:
             how = f"failed with exit code {self.exit_code}"
         if self.report:

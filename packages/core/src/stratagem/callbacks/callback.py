@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -196,21 +195,3 @@ class Callback:
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
     ) -> None:
         """Told when a checkpoint was read, before the model and optimizer take it."""
-
-
-def metric_value(trainer: Trainer, name: str, who: str) -> torch.Tensor:
-    """Return the logged value that a callback monitors.
-
-    Raises:
-        UserCodeError: nothing of that name was logged; lists what was.
-    """
-    from stratagem.errors import UserCodeError
-
-    value = trainer.callback_metrics.get(name)
-    if value is None:
-        there = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-        raise UserCodeError(
-            f"{who}(monitor={name!r}): no value of that name was logged; there is {there}. Log it "
-            f"in the Module with self.log({name!r}, ...)"
-        )
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.callbacks.callback import Callback, metric_value
+from stratagem.callbacks.callback import Callback
 from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class EarlyStopping(Callback):
             self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:
-        score = float(metric_value(trainer, self.monitor, "EarlyStopping"))
+        score = float(trainer.metric(self.monitor, "EarlyStopping"))
         sign = 1.0 if self.mode == "min" else -1.0
         if sign * score < sign * self.best_score - self.min_delta:
             self.best_score = score

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.callbacks.callback import Callback, metric_value
+from stratagem.callbacks.callback import Callback
 from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -161,9 +161,10 @@ class ModelCheckpoint(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         """Save after validation, unless it is to happen after the training epoch."""
-        if trainer.state.stage == "fit" and not trainer.sanity_checking:
-            if not self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
-                self._save(trainer)
+        if trainer.state.stage != "fit" or trainer.sanity_checking:
+            return
+        if not self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
+            self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Save after the training epoch, if there was no validation to do it."""
@@ -197,7 +198,7 @@ class ModelCheckpoint(Callback):
         score = float(trainer.global_step)
         better = _larger
         if self.monitor is not None:
-            score = float(metric_value(trainer, self.monitor, "ModelCheckpoint"))
+            score = float(trainer.metric(self.monitor, "ModelCheckpoint"))
             better = _smaller if self.mode == "min" else _larger
         keeps_all = self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k
         worst = None

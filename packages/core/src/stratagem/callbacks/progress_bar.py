@@ -68,8 +68,7 @@ class ProgressBar(Callback):
     def _refresh(self, trainer: Trainer, completed: int) -> None:
         if self._bar is not None:
             values = "  ".join(
-                f"{name} {float(value):.4g}"
-                for name, value in trainer.progress_bar_metrics.items()
+                f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items()
             )
             self._bar.update(self._task, completed=completed, values=values)
             self._bar.refresh()

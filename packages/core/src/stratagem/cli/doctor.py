@@ -183,8 +183,7 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
         "versions": dict(diagnosis.versions),
         "system": asdict(diagnosis.system),
         "plugins": [
-            {**asdict(report), "slow": report.seconds > SLOW_IMPORT}
-            for report in diagnosis.plugins
+            {**asdict(report), "slow": report.seconds > SLOW_IMPORT} for report in diagnosis.plugins
         ],
         "ambiguous": [
             {"kind": kind, "name": name, "choices": list(holders)}
@@ -241,10 +240,7 @@ def print_diagnosis(diagnosis: Diagnosis, *, verbose: bool) -> None:
     _print_section(
         "Checks",
         ("plugin", "check", "status", "detail"),
-        [
-            (plugin, check.name, check.status, check.detail)
-            for plugin, check in diagnosis.checks
-        ],
+        [(plugin, check.name, check.status, check.detail) for plugin, check in diagnosis.checks],
     )
     problems = diagnosis.problems()
     if not problems:

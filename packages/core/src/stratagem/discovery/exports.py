@@ -28,9 +28,8 @@ def exporter(
                 if candidate.spec.class_name == name:
                     return candidate.spec.load()
         hint = installation_hint(name)
-        raise AttributeError(
-            f"module {module!r} has no attribute {name!r}. " + (hint or f"It has: {', '.join(names())}.")
-        )
+        what = hint or f"It has: {', '.join(names())}."
+        raise AttributeError(f"module {module!r} has no attribute {name!r}. {what}")
 
     def names() -> list[str]:
         return sorted({*bases, *(c.spec.class_name for c in _candidates(kind))})

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pluggy
 
@@ -179,7 +179,7 @@ class Registry:
         specs: list[ComponentSpec] = []
         for implementation in self.plugins.hook.stratagem_components.get_hookimpls():
             if implementation.plugin is plugin:
-                specs.extend(implementation.function())
+                specs.extend(cast("Iterable[ComponentSpec]", implementation.function()))
         for spec in specs:
             if not isinstance(spec, ComponentSpec):
                 raise PluginError(

@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.errors import PluginError
@@ -17,7 +17,7 @@ PLUGIN_API_VERSION = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
-Target = Union[str, Callable[..., Any]]
+Target = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

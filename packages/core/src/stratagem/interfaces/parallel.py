@@ -109,13 +109,16 @@ class ParallelStrategy(Strategy):
         timeout = timedelta(seconds=self.timeout)
         environment = self.cluster_environment
         listen_fd = os.environ.pop(LISTEN_FD_VARIABLE, None)
-        if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and environment.creates_processes_externally:
+        if (
+            "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+            and environment.creates_processes_externally
+        ):
             # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
             dist.init_process_group(backend, timeout=timeout)
         else:
             # A launcher of ours hands rank 0 a socket that listens already, so that no other
             # program can take the port between its choice and its use.
-            store = dist.TCPStore(
+            store = dist.TCPStore(  # type: ignore[attr-defined]
                 environment.main_address,
                 environment.main_port,
                 self.world_size,
@@ -127,7 +130,7 @@ class ParallelStrategy(Strategy):
             dist.init_process_group(
                 backend,
                 # The prefix that env:// rendezvous uses, so that a rank may join by either way.
-                store=dist.PrefixStore("default_pg", store),
+                store=dist.PrefixStore("default_pg", store),  # type: ignore[attr-defined]
                 rank=self.global_rank,
                 world_size=self.world_size,
                 timeout=timeout,
@@ -140,8 +143,8 @@ class ParallelStrategy(Strategy):
         if there != (self.world_size, self.global_rank):
             raise ConfigurationError(
                 f"this process is already rank {there[1]} of {there[0]} in a torch.distributed "
-                f"group, but the plan makes it rank {self.global_rank} of {self.world_size}: use as "
-                "many devices as the first launch in this process did"
+                f"group, but the plan makes it rank {self.global_rank} of {self.world_size}: use "
+                "as many devices as the first launch in this process did"
             )
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
@@ -162,7 +165,7 @@ class ParallelStrategy(Strategy):
         if sync_grads:
             from torch.distributed.nn.functional import all_gather
 
-            return torch.stack(all_gather(tensor))
+            return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(gathered, tensor.detach())
         return torch.stack(gathered)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.train_step import GradientClip, TrainStep
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
-Optimizers = Union[Sequence[Optimizer], Callable[[], Sequence[Optimizer]]]
+Optimizers = Sequence[Optimizer] | Callable[[], Sequence[Optimizer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Strategy(ABC):
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, count): which part of the data this rank reads; tensor-parallel ranks share one."""
+        """Which part of the data this rank reads: (index, count); tensor-parallel ranks share one."""
         return self.global_rank, self.world_size
 
     def setup_environment(self) -> None:
@@ -222,9 +222,7 @@ class Strategy(ABC):
 
     # -- a training step
 
-    def train_step(
-        self, prepared: Prepared, step: TrainStep, micro_batches: Sequence[Any]
-    ) -> None:
+    def train_step(self, prepared: Prepared, step: TrainStep, micro_batches: Sequence[Any]) -> None:
         """Run one optimizer step over its micro-batches.
 
         The loss of each micro-batch counts equally: it is divided by their number. A step whose
@@ -255,9 +253,7 @@ class Strategy(ABC):
             prepared.clear_gradients[0]()
         step.after_micro_batch(micro_batch)
 
-    def _accumulate(
-        self, prepared: Prepared, step: TrainStep, micro_batch: Any, count: int
-    ) -> int:
+    def _accumulate(self, prepared: Prepared, step: TrainStep, micro_batch: Any, count: int) -> int:
         loss = step.forward(micro_batch)
         if loss is None:
             return 0
@@ -279,13 +275,16 @@ class Strategy(ABC):
     def clip_gradients(
         self, prepared: Prepared, optimizer: Optimizer, clip: GradientClip
     ) -> Tensor | None:
-        """Clip the gradients of the optimizer's parameters; return their norm if it was computed."""
+        """Clip the gradients of the optimizer's parameters; return their norm if there is one."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if clip.algorithm == "value":
             nn.utils.clip_grad_value_(parameters, clip.value)
             return None
         return nn.utils.clip_grad_norm_(
-            parameters, clip.value, norm_type=clip.norm_type, error_if_nonfinite=clip.error_if_nonfinite
+            parameters,
+            clip.value,
+            norm_type=clip.norm_type,
+            error_if_nonfinite=clip.error_if_nonfinite,
         )
 
     def optimizer_step(self, prepared: Prepared, optimizer: Optimizer) -> None:
@@ -315,7 +314,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return rank `src`'s data on every rank; plain data, since nothing received is executed."""
+        """Return rank `src`'s data on every rank; plain data: nothing received is executed."""
 
     @abstractmethod
     def gather_plain(self, data: Any) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ class CSVLogger(Logger):
             reader, writer = csv.reader(old), csv.writer(file)
             writer.writerow(next(reader) + new)
             writer.writerows(row + [""] * len(new) for row in reader)
-        os.replace(temporary, self._file)
+        temporary.replace(self._file)
 
     def finalize(self, status: str) -> None:
         """Write everything."""

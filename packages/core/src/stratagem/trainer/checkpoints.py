@@ -32,12 +32,14 @@ from stratagem.errors import (
 )
 
 if TYPE_CHECKING:
+    from stratagem.interfaces.strategy import Prepared, Strategy
+    from stratagem.trainer.run import Run
     from stratagem.trainer.trainer import Trainer
 
 FORMAT_VERSION = 1
 
 
-def collect(trainer: Trainer, *, weights_only: bool) -> dict[str, Any]:
+def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, Any]:
     """Return a checkpoint of the run as it is; called on every rank.
 
     Tensors in it alias the live ones.
@@ -45,16 +47,16 @@ def collect(trainer: Trainer, *, weights_only: bool) -> dict[str, Any]:
     Raises:
         CheckpointContentError: something that the user stores is not plain data; says whose.
     """
-    module, prepared, strategy = trainer.module, trainer.prepared, trainer.strategy
+    trainer, module, strategy = run.trainer, run.module, run.strategy
     checkpoint: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "stratagem_version": __version__,
         "strategy": trainer.plan.strategy.name,
-        "world_size": trainer.world_size,
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
+        "world_size": strategy.world_size,
+        "epoch": run.progress.epoch,
+        "global_step": run.progress.global_step,
         "state_dict": strategy.model_state(prepared),
-        "hyper_parameters": dict(module.__dict__["_hparams"]),
+        "hyper_parameters": dict(module.hyper_parameters),
     }
     _require_plain(checkpoint["hyper_parameters"], f"the hyperparameters of {_kind(module)}")
     if not weights_only:
@@ -62,29 +64,29 @@ def collect(trainer: Trainer, *, weights_only: bool) -> dict[str, Any]:
         for key, state in callbacks.items():
             _require_plain(state, f"the state of the callback {key}")
         checkpoint.update(
-            progress=trainer.progress.state_dict(),
+            progress=run.progress.state_dict(),
             optimizer_states=[
                 strategy.optimizer_state(prepared, optimizer) for optimizer in prepared.optimizers
             ],
-            lr_schedulers=[c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+            lr_schedulers=[c.scheduler.state_dict() for c in run.schedulers],
             precision=strategy.precision.state_dict(),
             callbacks={key: state for key, state in callbacks.items() if state},
         )
-        if trainer.datamodule is not None:
-            checkpoint["datamodule"] = trainer.datamodule.state_dict()
+        if run.datamodule is not None:
+            checkpoint["datamodule"] = run.datamodule.state_dict()
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
     return checkpoint
 
 
-def read(trainer: Trainer, path: str | Path) -> dict[str, Any]:
+def read(strategy: Strategy, path: str | Path) -> dict[str, Any]:
     """Return the checkpoint at `path`; called on every rank.
 
     Raises:
         CheckpointCorruptError: it is damaged, or of a newer format.
     """
-    checkpoint = trainer.strategy.load_checkpoint(path)
+    checkpoint = strategy.load_checkpoint(path)
     version = checkpoint.get("format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
         raise CheckpointCorruptError(
@@ -100,16 +102,18 @@ def read(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def restore_model(run: Run, prepared: Prepared, checkpoint: dict[str, Any]) -> None:
     """Load the weights; called on every rank."""
-    module = trainer.module
+    trainer, module = run.trainer, run.module
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)
     module.on_load_checkpoint(checkpoint)
-    trainer.strategy.load_model_state(trainer.prepared, checkpoint["state_dict"])
+    run.strategy.load_model_state(prepared, checkpoint["state_dict"])
 
 
-def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str | Path) -> None:
+def restore_training(
+    run: Run, prepared: Prepared, checkpoint: dict[str, Any], path: str | Path
+) -> None:
     """Load everything but the weights; called on every rank.
 
     Raises:
@@ -120,10 +124,10 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str | P
             f"{str(path)!r} holds weights only, so training cannot be resumed from it: load them "
             "with Module.load_from_checkpoint and fit without ckpt_path"
         )
-    prepared, strategy = trainer.prepared, trainer.strategy
+    strategy = run.strategy
     for what, saved, own in (
         ("optimizers", checkpoint["optimizer_states"], prepared.optimizers),
-        ("schedulers", checkpoint["lr_schedulers"], trainer.lr_scheduler_configs),
+        ("schedulers", checkpoint["lr_schedulers"], run.schedulers),
     ):
         if len(saved) != len(own):
             raise CheckpointMismatchError(
@@ -132,18 +136,16 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], path: str | P
             )
     for optimizer, state in zip(prepared.optimizers, checkpoint["optimizer_states"], strict=True):
         strategy.load_optimizer_state(prepared, optimizer, state)
-    for config, state in zip(
-        trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True
-    ):
+    for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     strategy.precision.load_state_dict(checkpoint["precision"])
     states = checkpoint["callbacks"]
-    for callback in trainer.callbacks:
+    for callback in run.trainer.callbacks:
         if callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
-    if trainer.datamodule is not None and "datamodule" in checkpoint:
-        trainer.datamodule.load_state_dict(checkpoint["datamodule"])
-    trainer.progress.load_state_dict(checkpoint["progress"])
+    if run.datamodule is not None and "datamodule" in checkpoint:
+        run.datamodule.load_state_dict(checkpoint["datamodule"])
+    run.progress.load_state_dict(checkpoint["progress"])
 
 
 def find(trainer: Trainer, asked: str | Path) -> Path:

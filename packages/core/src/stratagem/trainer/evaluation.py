@@ -18,66 +18,53 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stratagem.interfaces.strategy import Prepared
-    from stratagem.module import Module
     from stratagem.trainer.loaders import LimitedLoader
-    from stratagem.trainer.trainer import Trainer
+    from stratagem.trainer.run import Run
 
 _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 def evaluate(
-    trainer: Trainer,
-    module: Module,
-    prepared: Prepared,
-    loaders: list[LimitedLoader],
-    what: str,
-    *,
-    within_fit: bool = False,
+    run: Run, prepared: Prepared, loaders: list[LimitedLoader], what: str
 ) -> dict[str, Tensor]:
-    """Run validation or testing over all loaders; return the epoch's values.
+    """Run validation or testing over all loaders; return the values that go to the loggers.
 
     Args:
-        trainer, module, prepared: what is run.
+        run: what is evaluated.
+        prepared: its model.
         loaders: of this rank.
         what: "validation" or "test".
-        within_fit: validation during fit, whose values go on to schedulers and callbacks.
     """
-    events = trainer.events
-    logged = LoggedValues(trainer.strategy, trainer.loggers_of_this_rank, in_training=False)
+    events, module, trainer = run.events, run.module, run.trainer
+    logged = LoggedValues(run.strategy, trainer.loggers_of_this_rank, in_training=False)
     before = module.__dict__["_logged"]
     module.__dict__["_logged"] = logged
     events.tell(f"on_{what}_start")
     try:
-        with _evaluating(trainer, module, prepared):
+        with _Evaluating(run, prepared):
             events.tell(f"on_{what}_epoch_start")
-            for _ in _run_batches(trainer, module, prepared, loaders, what, logged):
+            for _ in _run_batches(run, prepared, loaders, what, logged):
                 pass
             events.tell(f"on_{what}_epoch_end")
         values, for_loggers = logged.end_epoch()
-        trainer.take_values(values, logged)
-        if not trainer.sanity_checking:
-            logged.write({**for_loggers, "epoch": trainer.current_epoch}, trainer.global_step)
-        if within_fit and not trainer.sanity_checking:
-            trainer.after_validation_values()
+        run.take_values(values, logged)
+        if not run.sanity_checking:
+            logged.write({**for_loggers, "epoch": run.progress.epoch}, run.progress.global_step)
         events.tell(f"on_{what}_end")
     finally:
         module.__dict__["_logged"] = before
     return for_loggers
 
 
-def predict(
-    trainer: Trainer, module: Module, prepared: Prepared, loaders: list[LimitedLoader]
-) -> list[list[Any]]:
+def predict(run: Run, prepared: Prepared, loaders: list[LimitedLoader]) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader."""
-    events = trainer.events
-    logged = LoggedValues(trainer.strategy, (), in_training=False)
+    events = run.events
+    logged = LoggedValues(run.strategy, (), in_training=False)
     predictions: list[list[Any]] = [[] for _ in loaders]
     events.tell("on_predict_start")
-    with _evaluating(trainer, module, prepared):
+    with _Evaluating(run, prepared):
         events.tell("on_predict_epoch_start")
-        for loader_idx, output in _run_batches(
-            trainer, module, prepared, loaders, "predict", logged
-        ):
+        for loader_idx, output in _run_batches(run, prepared, loaders, "predict", logged):
             predictions[loader_idx].append(output)
         events.tell("on_predict_epoch_end")
     events.tell("on_predict_end")
@@ -85,8 +72,7 @@ def predict(
 
 
 def _run_batches(
-    trainer: Trainer,
-    module: Module,
+    run: Run,
     prepared: Prepared,
     loaders: list[LimitedLoader],
     what: str,
@@ -94,11 +80,11 @@ def _run_batches(
 ) -> Iterator[tuple[int, Any]]:
     """Yield (loader index, what the step returned) for every batch."""
     method = _STEPS[what]
-    takes = _extra_arguments(getattr(module, method), several=len(loaders) > 1)
-    convert = trainer.strategy.input_converter()
-    context = trainer.strategy.precision.forward_context()
-    on_start = trainer.events.of(f"on_{what}_batch_start")
-    on_end = trainer.events.of(f"on_{what}_batch_end")
+    takes = _extra_arguments(getattr(run.module, method), several=len(loaders) > 1)
+    convert = run.strategy.input_converter()
+    context = run.strategy.precision.forward_context()
+    on_start = run.events.of(f"on_{what}_batch_start")
+    on_end = run.events.of(f"on_{what}_batch_end")
     call = prepared.evaluation_module
     for loader_idx, loader in enumerate(loaders):
         logged.dataloader_idx = loader_idx if len(loaders) > 1 else None
@@ -131,19 +117,19 @@ def _extra_arguments(method: Any, *, several: bool) -> int:
     return 3 if several else 2
 
 
-class _evaluating(AbstractContextManager[None]):  # noqa: N801 - reads as a verb in a with statement
+class _Evaluating(AbstractContextManager[None]):
     """Evaluation mode without gradients; every submodule gets its own mode back afterwards."""
 
-    def __init__(self, trainer: Trainer, module: Module, prepared: Prepared) -> None:
-        self._modes = [(part, part.training) for part in module.modules()]
-        self._module = module
-        self._trainer = trainer
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        self._modes = [(part, part.training) for part in run.module.modules()]
+        self._run = run
         self._prepared = prepared
-        self._context: Any = torch.inference_mode() if trainer.inference_mode else torch.no_grad()
+        inference = run.trainer.inference_mode
+        self._context: Any = torch.inference_mode() if inference else torch.no_grad()
 
     def __enter__(self) -> None:
-        self._trainer.strategy.before_evaluation(self._prepared)
-        self._module.eval()
+        self._run.strategy.before_evaluation(self._prepared)
+        self._run.module.eval()
         self._context.__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -15,9 +15,7 @@ Listener = Callable[..., Any]
 
 # Not events of a run: they are called by name, in their own places.
 _OTHERS = {"state_dict", "load_state_dict", "state_key", "monitors"}
-EVENTS = tuple(
-    name for name in vars(Callback) if not name.startswith("_") and name not in _OTHERS
-)
+EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in _OTHERS)
 
 
 class Events:
@@ -32,7 +30,8 @@ class Events:
         self._listeners: dict[str, tuple[Listener, ...]] = {}
         self._monitors: dict[str, tuple[Listener, ...]] = {}
         for event in EVENTS:
-            early, late = [], []
+            early: list[Listener] = []
+            late: list[Listener] = []
             for callback in callbacks:
                 if _overrides(callback, event, Callback):
                     bound = _bind(getattr(callback, event), trainer, module)

@@ -12,34 +12,31 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.callbacks.callback import metric_value
-from stratagem.data import set_epoch
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.train_step import TrainStep
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Prepared
-    from stratagem.module import Module
     from stratagem.trainer.loaders import LimitedLoader
-    from stratagem.trainer.trainer import Trainer
+    from stratagem.trainer.run import Run
 
 
-def fit(trainer: Trainer, module: Module, prepared: Prepared, loader: LimitedLoader) -> None:
-    """Train until a limit is reached or `trainer.should_stop` is set."""
-    progress, events = trainer.progress, trainer.events
-    step = Step(trainer, module, prepared)
-    one_step = trainer.strategy.train_step if module.automatic_optimization else step.manual
+def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
+    """Train until a limit is reached or `Trainer.should_stop` is set."""
+    trainer, module, progress, events = run.trainer, run.module, run.progress, run.events
+    step = Step(run, prepared)
+    one_step = run.strategy.train_step if module.automatic_optimization else step.manual
     times_out = trainer.max_time is not None
 
     module.train()
     events.tell("on_train_start")
     try:
-        while not _is_finished(trainer):
+        while not _is_finished(run):
             epoch = progress.epoch
-            set_epoch(loader.loader, epoch)
+            run.set_epoch(loader)
             accumulate = trainer.accumulation(epoch)
-            validates = trainer.validates_in(epoch)
-            validate_every = trainer.validate_every(loader.batches) if validates else math.inf
+            validates = run.validates_in(epoch)
+            validate_every = run.validate_every(loader.batches) if validates else math.inf
             validation_is_due = False
             events.tell("on_train_epoch_start")
 
@@ -56,11 +53,11 @@ def fit(trainer: Trainer, module: Module, prepared: Prepared, loader: LimitedLoa
 
                 validation_is_due = progress.batches % validate_every < len(micro_batches)
                 if validation_is_due and left > 0:
-                    trainer.validate_during_fit()
+                    run.validate_during_fit(prepared)
                     validation_is_due = False
-                if times_out and trainer.time_is_up():
+                if times_out and run.time_is_up():
                     trainer.should_stop = True
-                if trainer.should_stop and trainer.may_stop():
+                if trainer.should_stop and run.should_stop():
                     break
                 if progress.global_step == trainer.max_steps:
                     break
@@ -71,10 +68,10 @@ def fit(trainer: Trainer, module: Module, prepared: Prepared, loader: LimitedLoa
             # resumes with the next one. A stop in the middle leaves it unfinished.
             progress.epoch_is_done = left <= 0 or not micro_batches
             if progress.epoch_is_done:
-                trainer.step_schedulers("epoch", epoch + 1)
+                run.step_schedulers("epoch", epoch + 1)
                 if validates and (validation_is_due or validate_every == math.inf):
-                    trainer.validate_during_fit()
-            trainer.end_train_epoch()
+                    run.validate_during_fit(prepared)
+            run.end_train_epoch()
             if not progress.epoch_is_done:
                 break
             progress.next_epoch()
@@ -86,19 +83,17 @@ def fit(trainer: Trainer, module: Module, prepared: Prepared, loader: LimitedLoa
     events.tell("on_train_end")
 
 
-def _is_finished(trainer: Trainer) -> bool:
-    progress = trainer.progress
+def _is_finished(run: Run) -> bool:
+    trainer, progress = run.trainer, run.progress
     if trainer.max_steps != -1 and progress.global_step >= trainer.max_steps:
         return True
     if trainer.max_epochs != -1 and progress.epoch >= trainer.max_epochs:
         return True
-    if trainer.max_time is not None and trainer.time_is_up():
-        return True
-    return trainer.should_stop and trainer.may_stop()
+    return run.time_is_up() or run.should_stop()
 
 
 def _rest_of_epoch(loader: LimitedLoader, done: int) -> Iterator[Any]:
-    batches = iter(loader.loader)
+    batches: Iterator[Any] = iter(loader.loader)
     # Resumed in the middle of an epoch: the batches that were trained on are read and left.
     for _ in islice(batches, done):
         pass
@@ -108,21 +103,21 @@ def _rest_of_epoch(loader: LimitedLoader, done: int) -> Iterator[Any]:
 class Step(TrainStep):
     """One optimizer step of a Module: what happens for each micro-batch, and who is told."""
 
-    def __init__(self, trainer: Trainer, module: Module, prepared: Prepared) -> None:
-        strategy, events = trainer.strategy, trainer.events
-        self.clip = trainer.gradient_clip
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        module, strategy, events = run.module, run.strategy, run.events
+        self.clip = run.trainer.gradient_clip
         self.batch_idx = 0
         self._micro_batches = 0
         self.loss: Tensor | None = None
-        self._trainer = trainer
+        self._run = run
         self._module = module
-        self._progress = trainer.progress
-        self._logged = trainer.train_values
+        self._progress = run.progress
+        self._logged = run.train_values
         self._call = prepared.module
         self._convert = strategy.input_converter()
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
         self._takes_index = takes_batch_idx(module.training_step)
-        self._detect = trainer.detect_anomaly
+        self._detect = run.trainer.detect_anomaly
         self._stepped = False
         self._outputs: Any = None
         self._on_batch_start = events.of("on_train_batch_start")
@@ -185,8 +180,8 @@ class Step(TrainStep):
         self._progress.global_step += 1
         self.end()
         self._stepped = True
-        if self._trainer.lr_scheduler_configs:
-            self._trainer.step_schedulers("step", self._progress.global_step)
+        if self._run.schedulers:
+            self._run.step_schedulers("step", self._progress.global_step)
         for listener in self._on_before_zero_grad:
             listener(optimizer)
 
@@ -217,10 +212,10 @@ class Step(TrainStep):
         if not self._module.automatic_optimization:
             return None
         if outputs is None:
-            if self._trainer.world_size > 1:
+            if self._run.strategy.world_size > 1:
                 raise UserCodeError(
                     f"{type(self._module).__name__}.training_step returned None for batch "
-                    f"{self.batch_idx}, which skips it; with {self._trainer.world_size} ranks the "
+                    f"{self.batch_idx}, which skips it; with {self._run.strategy.world_size} ranks the "
                     "others would wait for its gradients: return a loss on every rank, such as "
                     "0.0 times the output"
                 )
@@ -270,14 +265,6 @@ def takes_batch_idx(method: Any) -> bool:
     parameters = inspect.signature(method).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def step_monitored_schedulers(trainer: Trainer, count: int) -> None:
-    """Step the schedulers that are stepped with a logged value, if it was logged by now."""
-    for config in trainer.lr_scheduler_configs:
-        if config.monitor is not None and count % config.frequency == 0:
-            value = metric_value(trainer, config.monitor, type(config.scheduler).__name__)
-            config.scheduler.step(value)
 
 
 def anomaly_detection(enabled: bool) -> AbstractContextManager[Any]:

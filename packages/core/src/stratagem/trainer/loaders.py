@@ -31,28 +31,6 @@ class LimitedLoader:
     name: str
 
 
-def check_limit(name: str, limit: Limit | None) -> Limit:
-    """Return a limit: a number of batches (int) or a fraction of them (float from 0 to 1).
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
-    if limit is None:
-        return 1.0
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise ConfigurationError(
-            f"{name}={limit!r}: expected a number of batches (int) or a fraction (float)"
-        )
-    if isinstance(limit, int) and limit >= 0:
-        return limit
-    if isinstance(limit, float) and 0.0 <= limit <= 1.0:
-        return limit
-    raise ConfigurationError(
-        f"{name}={limit!r}: expected a number of batches of at least 0 (int), or a fraction from "
-        "0.0 to 1.0 (float)"
-    )
-
-
 def attach(
     source: Any,
     *,
@@ -130,9 +108,7 @@ def training_loader(source: Any) -> Any:
     return source
 
 
-def source_of(
-    stage_loader: str, given: Any, datamodule: Any, module: Any, *, needed: bool
-) -> Any:
+def source_of(stage_loader: str, given: Any, datamodule: Any, module: Any, *, needed: bool) -> Any:
     """Return the user's loader for one purpose: the argument, the DataModule's or the Module's.
 
     Raises:
@@ -151,8 +127,6 @@ def source_of(
             f"{type(module).__name__}"
         )
     return None
-
-
 
 
 def _all_loaders(items: Any) -> bool:

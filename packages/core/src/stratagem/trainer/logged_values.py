@@ -282,12 +282,11 @@ def _over_ranks(strategy: Strategy, summaries: dict[str, Summary]) -> dict[str, 
     }
 
 
-def _tensor(value: Any) -> Tensor:
+def _tensor(value: Tensor | float) -> Tensor:
     """Return a 0-dim floating-point tensor."""
     if not isinstance(value, Tensor):
         return torch.tensor(float(value))
-    value = value.reshape(())
-    return value if value.dtype is torch.float32 else value.to(torch.float32)
+    return value.reshape(()).float()
 
 
 def _floats(values: list[Any]) -> list[float]:

@@ -38,9 +38,7 @@ class SchedulerConfig:
 
     def is_due(self, interval: str, count: int) -> bool:
         """Whether it steps after the `count`-th (from 1) epoch or step, without a value."""
-        return (
-            self.monitor is None and self.interval == interval and count % self.frequency == 0
-        )
+        return self.monitor is None and self.interval == interval and count % self.frequency == 0
 
 
 def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -38,16 +38,17 @@ class SingleFileCheckpointIO(CheckpointIO):
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own for each writer: two runs in one directory do not meet.
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         _fsync_directory(path.parent)
 

@@ -25,8 +25,10 @@ _REACTION_GRACE = 15.0
 
 
 def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Run a function on this rank; report what it raises, and raise a peer's failure instead of
-    the error of communication that it causes here.
+    """Run a function on this rank and return what it returns.
+
+    What it raises is reported to whoever started this rank. Where a peer's failure is the cause of
+    an error of communication here, that failure is raised in its place.
     """
     _prepare_this_rank()
     try:

@@ -72,7 +72,9 @@ class DDPStrategy(ParallelStrategy):
         """Wrap `self.model`."""
         device_ids = None if self.device.type == "cpu" else [self.device]
         self.model = DistributedDataParallel(
-            self.model, device_ids=device_ids, **self.ddp_arguments  # type: ignore[arg-type]
+            self.model,
+            device_ids=device_ids,
+            **self.ddp_arguments,  # type: ignore[arg-type]
         )
 
     def before_evaluation(self, prepared: Prepared) -> None:

@@ -1,0 +1,358 @@
+"""Run: one fit, validate, test or predict on this rank, and everything that exists only for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from stratagem.data import set_epoch
+from stratagem.datamodule import DataModule
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.strategy import Prepared
+from stratagem.lite_wrappers import wrap_optimizer
+from stratagem.module import Module
+from stratagem.step_module import StepModule
+from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options
+from stratagem.trainer.events import Events
+from stratagem.trainer.loaders import LimitedLoader
+from stratagem.trainer.logged_values import LoggedValues
+from stratagem.trainer.optimization import SchedulerConfig, configure
+from stratagem.trainer.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratagem.trainer.trainer import Trainer
+
+
+class Run:
+    """One run of a Trainer on this rank.
+
+    Args:
+        trainer: holds the options, the callbacks, and what outlives a run.
+        stage: "fit", "validate", "test" or "predict".
+        module: the model.
+        datamodule: its data, or None.
+        before: the run before, whose prepared model is used again if it is the same model.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        stage: str,
+        module: Module,
+        datamodule: DataModule | None,
+        before: Run | None,
+    ) -> None:
+        self.trainer = trainer
+        self.stage = stage
+        self.module = module
+        self.datamodule = datamodule
+        self.strategy = trainer.strategy
+        self.progress: Progress = trainer.progress
+        same = before is not None and before.module is module
+        self.prepared: Prepared | None = before.prepared if before is not None and same else None
+        self.optimizers: list[Any] = before.optimizers if before is not None and same else []
+        """The optimizers as user code sees them: their steps go through the strategy."""
+        self.schedulers: list[SchedulerConfig] = (
+            before.schedulers if before is not None and same else []
+        )
+        self.events = Events(trainer, module, trainer.callbacks)
+        self.train_values = LoggedValues(
+            self.strategy,
+            trainer.loggers_of_this_rank if stage == "fit" else (),
+            in_training=True,
+            every_n_steps=trainer.log_every_n_steps,
+        )
+        self.train_loader: LimitedLoader | None = None
+        self.val_loaders: list[LimitedLoader] = []
+        self.sanity_checking = False
+        self._began = monotonic()
+
+    def execute(self, *args: Any) -> Any:
+        """Set up what all four stages share, run the stage, and take it down."""
+        trainer, module, datamodule, stage = (
+            self.trainer,
+            self.module,
+            self.datamodule,
+            self.stage,
+        )
+        stages: dict[str, Callable[..., Any]] = {
+            "fit": self._fit,
+            "validate": self._evaluate,
+            "test": self._evaluate,
+            "predict": self._predict,
+        }
+        restore_modes = options.set_determinism(trainer.deterministic, trainer.benchmark)
+        status = "failed"
+        try:
+            if datamodule is not None:
+                if self.strategy.local_rank == 0:
+                    datamodule.prepare_data()
+                self.strategy.barrier("prepare_data")
+                datamodule.setup(stage)
+            self.strategy.setup(trainer)
+            with trainer.lite.init_module():
+                module.configure_model()
+            self.events.tell("setup", stage)
+            with fit_loop.anomaly_detection(trainer.detect_anomaly):
+                result = stages[stage](*args)
+            self.events.tell("teardown", stage)
+            if datamodule is not None:
+                datamodule.teardown(stage)
+            status = "success"
+            return result
+        except BaseException as error:
+            self.events.tell("on_exception", error)
+            raise
+        finally:
+            # What was logged before an error is what explains it.
+            self.train_values.flush()
+            for logger in trainer.loggers_of_this_rank:
+                logger.finalize(status)
+            module.__dict__["_logged"] = None
+            restore_modes()
+
+    # -- the stages
+
+    def _fit(self, train: Any, val: Any, ckpt_path: str | Path | None) -> None:
+        trainer, module = self.trainer, self.module
+        self._check_engine()
+        checkpoint = None if ckpt_path is None else self._read(ckpt_path)
+        train_loader = self.train_loader = self._training_loader(train)
+        self.val_loaders = self._validation_loaders(val)
+        prepared = self.prepared = self.strategy.prepare(StepModule(module), self._make_optimizers)
+        self.optimizers = [wrap_optimizer(o, prepared, self.strategy) for o in prepared.optimizers]
+        if not module.automatic_optimization:
+            for optimizer in self.optimizers:
+                _count_steps(optimizer, self.progress)
+        if checkpoint is not None:
+            checkpoints.restore_model(self, prepared, checkpoint)
+            checkpoints.restore_training(self, prepared, checkpoint, ckpt_path or "")
+        module.__dict__["_logged"] = self.train_values
+        if module.hyper_parameters:
+            for logger in trainer.loggers_of_this_rank:
+                logger.log_hyperparams(module.hyper_parameters)
+
+        self.events.tell("on_fit_start")
+        if checkpoint is None:
+            self._check_sanity()
+        fit_loop.fit(self, prepared, train_loader)
+        self.events.tell("on_fit_end")
+
+    def _make_optimizers(self) -> list[Optimizer]:
+        optimizers, self.schedulers = configure(self.module)
+        return optimizers
+
+    def _evaluate(self, given: Any, ckpt_path: str | Path | None) -> tuple[dict[str, float], int]:
+        """Return the values, and the number of loaders that they are of."""
+        what = "validation" if self.stage == "validate" else "test"
+        method = "val_dataloader" if what == "validation" else "test_dataloader"
+        source = loaders.source_of(method, given, self.datamodule, self.module, needed=True)
+        ready = self._evaluation_loaders(source, what)
+        prepared = self._prepare_to_evaluate(ckpt_path)
+        values = evaluation.evaluate(self, prepared, ready, what)
+        return {name: float(value) for name, value in values.items()}, len(ready)
+
+    def _predict(self, given: Any, ckpt_path: str | Path | None) -> list[list[Any]]:
+        source = loaders.source_of(
+            "predict_dataloader", given, self.datamodule, self.module, needed=True
+        )
+        ready = self._evaluation_loaders(source, "predict")
+        return evaluation.predict(self, self._prepare_to_evaluate(ckpt_path), ready)
+
+    def _prepare_to_evaluate(self, ckpt_path: str | Path | None) -> Prepared:
+        checkpoint = None if ckpt_path is None else self._read(ckpt_path)
+        if self.prepared is None:
+            self.prepared = self.strategy.prepare(StepModule(self.module))
+        if checkpoint is not None:
+            checkpoints.restore_model(self, self.prepared, checkpoint)
+        return self.prepared
+
+    def _read(self, asked: str | Path) -> dict[str, Any]:
+        return checkpoints.read(self.strategy, checkpoints.find(self.trainer, asked))
+
+    def _check_engine(self) -> None:
+        trainer, plan = self.trainer, self.trainer.plan
+        if self.module.automatic_optimization:
+            return
+        if not plan.capabilities.manual_backward:
+            raise ConfigurationError(
+                f"the strategy {plan.strategy.name!r} runs backward itself, so it cannot train a "
+                "Module with automatic_optimization = False"
+            )
+        if trainer.gradient_clip is not None or trainer.accumulation(0) != 1:
+            raise ConfigurationError(
+                f"{type(self.module).__name__} has automatic_optimization = False, so "
+                "gradient_clip_val and accumulate_grad_batches do nothing: clip and accumulate in "
+                "training_step"
+            )
+
+    # -- data
+
+    def _training_loader(self, given: Any) -> LimitedLoader:
+        source = loaders.source_of(
+            "train_dataloader", given, self.datamodule, self.module, needed=True
+        )
+        return loaders.attach(
+            loaders.training_loader(source),
+            name="the training data loader",
+            limit=self.trainer.limits["train"],
+            limit_name="limit_train_batches",
+            strategy=self.strategy,
+            use_distributed_sampler=self.trainer.use_distributed_sampler,
+            training=True,
+        )
+
+    def _validation_loaders(self, given: Any) -> list[LimitedLoader]:
+        if self.trainer.limits["val"] == 0 or not self.module.defines("validation_step"):
+            return []
+        source = loaders.source_of(
+            "val_dataloader", given, self.datamodule, self.module, needed=False
+        )
+        return [] if source is None else self._evaluation_loaders(source, "validation")
+
+    def _evaluation_loaders(self, source: Any, what: str) -> list[LimitedLoader]:
+        limit = {"validation": "val"}.get(what, what)
+        several = loaders.evaluation_loaders(source)
+        return [
+            loaders.attach(
+                loader,
+                name=f"the {what} data loader" + (f" {index}" if len(several) > 1 else ""),
+                limit=self.trainer.limits[limit],
+                limit_name=f"limit_{limit}_batches",
+                strategy=self.strategy,
+                use_distributed_sampler=self.trainer.use_distributed_sampler,
+                training=False,
+            )
+            for index, loader in enumerate(several)
+        ]
+
+    def set_epoch(self, loader: LimitedLoader) -> None:
+        """Tell a loader's samplers the present epoch."""
+        set_epoch(loader.loader, self.progress.epoch)
+
+    # -- what the training loop asks
+
+    def validates_in(self, epoch: int) -> bool:
+        """Whether an epoch has validation."""
+        return bool(self.val_loaders) and (epoch + 1) % self.trainer.check_val_every_n_epoch == 0
+
+    def validate_every(self, batches: float) -> float:
+        """Return after how many training batches validation comes; infinity: after the epoch."""
+        interval = self.trainer.val_check_interval
+        if isinstance(interval, int):
+            if interval > batches:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} is more than the {int(batches)} training "
+                    "batches of an epoch, so validation would never run: pass a smaller number, or "
+                    "check_val_every_n_epoch"
+                )
+            return interval
+        if batches == loaders.UNKNOWN:
+            if interval == 1.0:
+                return loaders.UNKNOWN
+            raise UserCodeError(
+                f"the training data loader has no length, so val_check_interval={interval} cannot "
+                "be taken of it: pass a number of batches (int)"
+            )
+        return max(1, int(batches * interval))
+
+    def should_stop(self) -> bool:
+        """Whether training is to end here, by `Trainer.should_stop`; not before its minimum."""
+        trainer, progress = self.trainer, self.progress
+        return (
+            trainer.should_stop
+            and progress.global_step >= trainer.min_steps
+            and progress.epoch + 1 >= trainer.min_epochs
+        )
+
+    def time_is_up(self) -> bool:
+        """Whether max_time has gone by; rank 0's clock counts, so that all ranks stop together."""
+        limit = self.trainer.max_time
+        if limit is None:
+            return False
+        up: bool = self.strategy.broadcast(monotonic() - self._began >= limit)
+        return up
+
+    def step_schedulers(self, interval: str, count: int) -> None:
+        """Step the schedulers that are due after the `count`-th epoch or step."""
+        for config in self.schedulers:
+            if config.is_due(interval, count):
+                config.scheduler.step()
+
+    def _step_monitored_schedulers(self) -> None:
+        """Step those that wait for an epoch's value; before checkpoints are saved."""
+        if not self.progress.epoch_is_done:
+            return
+        for config in self.schedulers:
+            if config.monitor is not None and (self.progress.epoch + 1) % config.frequency == 0:
+                config.scheduler.step(
+                    self.trainer.metric(config.monitor, type(config.scheduler).__name__)
+                )
+
+    def end_train_epoch(self) -> None:
+        """Tell of the epoch's end, and reduce what was logged in it."""
+        values, progress = self.train_values, self.progress
+        values.in_step = False
+        self.events.tell_all_but_monitors("on_train_epoch_end")
+        epoch_values, for_loggers = values.end_epoch()
+        values.in_step = True
+        self.take_values(epoch_values, values)
+        # The epoch's values stand at its last step, with the epoch's number.
+        values.write({**for_loggers, "epoch": progress.epoch}, max(0, progress.global_step - 1))
+        if not self.val_loaders:
+            self._step_monitored_schedulers()
+        self.events.tell_monitors("on_train_epoch_end")
+
+    def validate_during_fit(self, prepared: Prepared) -> None:
+        """Run validation between two training steps or after the last of an epoch."""
+        self.take_values({}, self.train_values)
+        self.train_values.flush()
+        evaluation.evaluate(self, prepared, self.val_loaders, "validation")
+
+    def _check_sanity(self) -> None:
+        """Run a few validation batches before training, so that an error shows at once."""
+        steps = self.trainer.num_sanity_val_steps
+        if not self.val_loaders or steps == 0:
+            return
+        assert self.prepared is not None
+        limit = loaders.UNKNOWN if steps == -1 else steps
+        few = [
+            LimitedLoader(one.loader, min(one.batches, limit), one.name) for one in self.val_loaders
+        ]
+        self.sanity_checking = True
+        self.events.tell("on_sanity_check_start")
+        try:
+            evaluation.evaluate(self, self.prepared, few, "validation")
+        finally:
+            self.sanity_checking = False
+        self.events.tell("on_sanity_check_end")
+
+    # -- logged values
+
+    def take_values(self, values: dict[str, Tensor], logged: LoggedValues) -> None:
+        """Make logged values known to callbacks, schedulers and the progress bar."""
+        if self.sanity_checking:
+            return
+        self.trainer.take_values(logged.step_values, values)
+        if logged is not self.train_values:
+            self.train_values.bar.update(logged.bar)
+            if self.stage == "fit":
+                self._step_monitored_schedulers()
+
+
+def _count_steps(optimizer: Any, progress: Progress) -> None:
+    """Count the steps that user code takes itself."""
+    step = optimizer.step
+
+    def count(closure: Any = None) -> Any:
+        result = step(closure)
+        progress.global_step += 1
+        return result
+
+    optimizer.step = count

@@ -1,0 +1,512 @@
+"""The program's commands that look and list, run as a user runs them, with real plugins beside."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem._version import __version__
+from stratagem.cli.tables import aligned, print_table
+
+CORE = "stratagem-core"
+
+
+class Program:
+    """The `stratagem` program in an environment where only chosen plugins are enabled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plugins = [CORE]
+        self.variables: dict[str, str] = {}
+
+    def install(self, name: str, code: str, *, requires: str = "") -> None:
+        """Install a distribution with one plugin module, as pip would leave it."""
+        module = name.replace("-", "_")
+        self.folder.joinpath(f"{module}.py").write_text(textwrap.dedent(code))
+        info = self.folder / f"{module}-1.5.dist-info"
+        info.mkdir()
+        requirement = f"Requires-Dist: {requires}\n" if requires else ""
+        info.joinpath("METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n{requirement}"
+        )
+        info.joinpath("entry_points.txt").write_text(f"[stratagem.backends]\nplug = {module}\n")
+        self.plugins.append(name)
+
+    def environment(self) -> dict[str, str]:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("STRATAGEM_", "TORCHELASTIC_")) and name != "LOCAL_RANK"
+        }
+        return {
+            **kept,
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(self.folder), os.environ.get("PYTHONPATH")])
+            ),
+            "PYTHONWARNINGS": "error",
+            "STRATAGEM_ONLY_PLUGINS": ",".join(self.plugins),
+            **self.variables,
+        }
+
+    def python(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.folder,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def __call__(self, *arguments: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
+        done = self.python("-m", "stratagem.cli", *arguments)
+        assert done.returncode == code, (done.stdout, done.stderr)
+        return done
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        return json.loads(self(*arguments, "--json", code=code).stdout)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    return Program(tmp_path)
+
+
+def row_of(table: str, first: str) -> list[str]:
+    """Return the cells of the line that begins with `first`."""
+    (line,) = [line for line in table.splitlines() if line.split("  ")[0] == first]
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+GOOD_PLUGIN = """
+    from stratagem.discovery import StrategySpec, hookimpl
+
+    @hookimpl
+    def stratagem_components():
+        return [StrategySpec(name="average", target="nowhere:Class", api_version=1,
+                             aliases=("mean",), summary="Averages [often] what it can")]
+"""
+
+
+# -- the program
+
+
+def test_the_installed_script_tells_the_version() -> None:
+    script = Path(sys.executable).with_name("stratagem")
+    said = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout == f"stratagem {__version__}\n"
+
+
+def test_help_lists_every_command(program: Program) -> None:
+    said = program("--help").stdout
+    assert all(f"\n  {name} " in said for name in ("strategies", "explain", "doctor", "run"))
+
+
+def test_an_unknown_command_is_refused(program: Program) -> None:
+    assert "No such command 'trian'" in program("trian", code=2).stderr
+
+
+def test_importing_the_program_loads_neither_torch_nor_typer(program: Program) -> None:
+    code = (
+        "import sys, stratagem.cli; print({'torch', 'typer', 'rich', 'click'} & set(sys.modules))"
+    )
+    assert program.python("-c", code).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("command", ["strategies", "explain", "doctor"])
+def test_no_command_imports_torch(program: Program, command: str) -> None:
+    code = f"""
+import sys
+from stratagem.cli import main
+sys.argv = ["stratagem", "{command}"]
+try:
+    main()
+except SystemExit:
+    pass
+sys.exit("torch" in sys.modules)
+"""
+    done = program.python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+# -- tables
+
+
+def test_rows_are_aligned_and_lines_in_cells_joined() -> None:
+    rows = [("name", "what"), ("a", "first\n  second"), ("longer", "")]
+    assert aligned(rows) == "name    what\na       first second\nlonger"
+
+
+def test_a_table_on_a_narrow_terminal_is_folded_not_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    text = "abcdefghijklmnopqrstuvwxyz0123456789"
+    print_table(("name", "what"), [("[bold]", text)])
+    said = capsys.readouterr().out
+    assert "[bold]" in said
+    lines = [line[line.index("[bold]") + 6 :] if "[bold]" in line else line for line in said.split("\n")]
+    assert text in "".join(line.strip() for line in lines)
+
+
+# -- strategies
+
+
+def test_strategies_shows_provider_and_usability(program: Program) -> None:
+    said = program("strategies").stdout
+    assert row_of(said, "single_device") == [
+        "single_device",
+        f"{CORE} {__version__}",
+        "any",
+        "One process, one device",
+        "yes",
+    ]
+
+
+def test_strategies_as_json(program: Program) -> None:
+    listed = {row["name"]: row for row in program.json("strategies")}
+    assert {"single_device", "ddp"} <= set(listed)
+    assert listed["ddp"]["usable"] is True
+    assert listed["ddp"]["distribution"] == CORE
+    assert listed["ddp"]["version"] == __version__
+    assert listed["ddp"]["accelerators"] is None
+
+
+def test_strategies_lists_those_of_an_installed_plugin(program: Program) -> None:
+    program.install("averaging", GOOD_PLUGIN)
+    assert row_of(program("strategies").stdout, "average") == [
+        "average",
+        "mean",
+        "averaging 1.5",
+        "any",
+        "Averages [often] what it can",
+        "yes",
+    ]
+
+
+def test_strategies_says_why_one_cannot_be_used_here(program: Program) -> None:
+    program.install(
+        "exotic",
+        """
+        from stratagem.discovery import Capabilities, StrategySpec, hookimpl
+
+        @hookimpl
+        def stratagem_components():
+            return [StrategySpec(name="exotic", target="nowhere:Class", api_version=1,
+                                 capabilities=Capabilities(accelerators=("abacus",)))]
+        """,
+    )
+    last = row_of(program("strategies").stdout, "exotic")[-1]
+    assert last == (
+        "no: no accelerator is available for this request: cpu (not for this strategy)"
+    )
+    assert {row["name"]: row["usable"] for row in program.json("strategies")}["exotic"] is False
+
+
+def test_a_strategy_is_judged_for_the_machine_not_for_the_job_around(program: Program) -> None:
+    program.variables = {
+        "TORCHELASTIC_RUN_ID": "1",
+        "LOCAL_RANK": "1",
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+    }
+    assert row_of(program("strategies").stdout, "single_device")[-1] == "yes"
+
+
+def test_an_ambiguous_name_is_listed_by_its_qualified_forms(program: Program) -> None:
+    program.install("one-dist", GOOD_PLUGIN)
+    program.install("two-dist", GOOD_PLUGIN)
+    listed = {row["name"]: row["aliases"] for row in program.json("strategies")}
+    assert listed["one-dist:average"] == ["one-dist:mean"]
+    assert listed["two-dist:average"] == ["two-dist:mean"]
+    assert "average" not in listed
+
+
+def test_strategies_points_to_doctor_when_a_plugin_is_broken(program: Program) -> None:
+    program.install("broken", "raise OSError('libvendor.so')")
+    done = program("strategies")
+    assert done.stderr == "1 plugin(s) could not be loaded: `stratagem doctor` says why\n"
+
+
+# -- explain
+
+
+def test_explain_prints_the_plan_and_its_reasons(program: Program) -> None:
+    said = program("explain", "--strategy", "ddp", "--accelerator", "cpu", "--devices", "2").stdout
+    provider = f"{CORE} {__version__}"
+    assert row_of(said, "strategy") == ["strategy", "ddp", provider, "you named it"]
+    assert row_of(said, "devices") == ["devices", "0, 1", "you asked for it"]
+    # For a script, though this program's standard input is none.
+    assert row_of(said, "launcher")[1] == "script"
+
+
+def test_explain_takes_every_part_of_a_request(program: Program) -> None:
+    plan = program.json(
+        "explain",
+        *("--strategy", "ddp", "--devices", "2", "--num-nodes", "1", "--precision", "bf16"),
+        *("--checkpoint-io", "single_file", "--cluster-environment", "plain"),
+    )
+    chosen = {row["what"]: (row["choice"], row["why"]) for row in plan}
+    assert chosen["precision"] == ("bf16-mixed", "you named it")
+    assert chosen["checkpoint_io"] == ("single_file", "you named it")
+    assert chosen["cluster_environment"] == ("plain", "you named it")
+    assert chosen["world_size"][0] == "2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "dpd"], "unknown strategy 'dpd'. Did you mean 'ddp'?"),
+        (
+            ["--strategy", "single_device", "--devices", "2"],
+            "the strategy 'single_device' uses one device, received devices='2' (2 devices): pass "
+            "devices=1, or a strategy for several devices such as 'ddp'",
+        ),
+        (["--devices", "none"], "devices='none': expected a number of devices, -1 for all"),
+        (["--num-nodes", "2", "--strategy", "ddp"], "num_nodes=2 needs a cluster"),
+    ],
+)
+def test_explain_refuses_what_cannot_be(
+    program: Program, arguments: list[str], message: str
+) -> None:
+    done = program("explain", *arguments, code=2)
+    assert done.stdout == ""
+    assert done.stderr.startswith(message)
+
+
+def test_explain_starts_no_process(program: Program) -> None:
+    code = """
+import os, sys
+from stratagem.cli import main
+
+def refuse(event, arguments):
+    if event in {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec"}:
+        print(event)
+        os._exit(9)
+
+sys.addaudithook(refuse)
+sys.argv = ["stratagem", "explain", "--strategy", "ddp", "--devices", "2"]
+main()
+"""
+    done = program.python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- doctor
+
+
+def test_doctor_finds_no_problem_where_there_is_none(program: Program) -> None:
+    program.install("averaging", GOOD_PLUGIN)
+    said = program("doctor").stdout
+    assert said.endswith("\nNo problem found.\n")
+    for name in ("python", "torch", "averaging", "cores", "memory", "GPUs"):
+        assert row_of(said, name)[1:]
+    assert row_of(said, "accelerator")[1:3] == ["cpu", f"{CORE} {__version__}"]
+
+
+def test_doctor_as_json(program: Program) -> None:
+    found = program.json("doctor")
+    assert found["ok"] is True
+    assert found["versions"][CORE] == __version__
+    (core,) = [report for report in found["plugins"] if report["distribution"] == CORE]
+    assert (core["status"], core["slow"]) == ("loaded", False)
+    kinds = {component["kind"] for component in found["components"]}
+    assert kinds == {"accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher"}
+
+
+def test_a_disabled_plugin_is_reported_and_no_problem(program: Program) -> None:
+    program.install("averaging", GOOD_PLUGIN)
+    program.variables["STRATAGEM_DISABLE_PLUGINS"] = "averaging"
+    row = row_of(program("doctor").stdout, "averaging 1.5")
+    assert row[2] == "disabled (environment)"
+    assert row[-1] == "disabled by STRATAGEM_DISABLE_PLUGINS"
+
+
+def test_a_broken_plugin_is_a_problem_and_its_traceback_is_shown_on_request(
+    program: Program,
+) -> None:
+    program.install("broken", "raise OSError('libvendor.so is missing')")
+    said = program("doctor", code=1).stdout
+    assert row_of(said, "broken 1.5")[2] == "broken (import)"
+    assert "\n- broken (plug) is broken: OSError: libvendor.so is missing\n" in said
+    assert "Traceback" not in said
+    verbose = program("doctor", "--verbose", code=1).stdout
+    assert verbose.count("Traceback (most recent call last)") == 1
+
+
+def test_an_incompatible_plugin_is_a_problem(program: Program) -> None:
+    program.install("ancient", GOOD_PLUGIN, requires=f"{CORE}<0.1")
+    found = program.json("doctor", code=1)
+    (report,) = [r for r in found["plugins"] if r["distribution"] == "ancient"]
+    assert (report["status"], report["stage"]) == ("incompatible", "metadata")
+
+
+def test_an_ambiguous_name_is_a_problem_and_both_forms_are_shown(program: Program) -> None:
+    program.install("one-dist", GOOD_PLUGIN)
+    program.install("two-dist", GOOD_PLUGIN)
+    said = program("doctor", code=1).stdout
+    assert (
+        "- the strategy name 'average' is ambiguous: choose one of one-dist:average, "
+        "two-dist:average\n" in said
+    )
+
+
+def test_a_slow_import_is_flagged_but_no_problem(program: Program) -> None:
+    program.install("slow", "import time\ntime.sleep(0.25)\n" + textwrap.dedent(GOOD_PLUGIN))
+    assert row_of(program("doctor").stdout, "slow 1.5")[4].endswith(" s (slow)")
+
+
+def test_plugins_examine_themselves(program: Program) -> None:
+    program.install(
+        "examined",
+        """
+        from stratagem.discovery import Check, hookimpl
+
+        @hookimpl
+        def stratagem_doctor():
+            return [Check("compiler", "ok", "12.2"), Check("driver", "warning", "is old")]
+        """,
+    )
+    said = program("doctor").stdout
+    assert "examined:plug  compiler  ok       12.2\n" in said
+    assert "examined:plug  driver    warning  is old\n" in said
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("raise RuntimeError('no SDK')", "stratagem_doctor: raised RuntimeError: no SDK"),
+        ("return [Check('driver', 'error', 'is missing')]", "driver: is missing"),
+        (
+            "return ['fine']",
+            "stratagem_doctor: raised TypeError: stratagem_doctor() returned 'fine'; expected "
+            "stratagem.discovery.Check",
+        ),
+    ],
+)
+def test_a_failed_check_is_a_problem(program: Program, body: str, problem: str) -> None:
+    program.install(
+        "examined",
+        f"""
+        from stratagem.discovery import Check, hookimpl
+
+        @hookimpl
+        def stratagem_doctor():
+            {body}
+        """,
+    )
+    found = program.json("doctor", code=1)
+    assert found["problems"] == [f"examined:plug: {problem}"]
+
+
+def test_an_accelerator_whose_probe_fails_is_not_available_and_stops_nothing(
+    program: Program,
+) -> None:
+    program.install(
+        "abacus",
+        """
+        from stratagem.discovery import AcceleratorSpec, hookimpl
+
+        def probe():
+            raise OSError("libabacus.so")
+
+        @hookimpl
+        def stratagem_components():
+            return [AcceleratorSpec(name="abacus", target="nowhere:Class", api_version=1,
+                                    probe=probe, priority=100)]
+        """,
+    )
+    (row,) = [c for c in program.json("doctor")["components"] if c["name"] == "abacus"]
+    assert row["here"] == "not available: its probe failed with OSError: libabacus.so"
+    assert row_of(program("explain").stdout, "accelerator")[1] == "cpu"
+
+
+def test_the_cluster_that_is_detected_is_marked(program: Program) -> None:
+    program.variables["TORCHELASTIC_RUN_ID"] = "7"
+    rows = {c["name"]: c["here"] for c in program.json("doctor")["components"]}
+    assert rows["TorchElastic"] == "detected: TORCHELASTIC_RUN_ID is set"
+    assert rows["plain"] == ""
+
+
+def fake_nvidia_smi(program: Program, body: str) -> None:
+    script = program.folder / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    program.variables["PATH"] = f"{script.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_doctor_lists_the_gpus_that_nvidia_smi_lists(program: Program) -> None:
+    fake_nvidia_smi(program, "echo '0, NVIDIA H200, 143771 MiB, 570.86.15'")
+    gpus = program.json("doctor")["system"]["gpus"]
+    assert gpus == ["0: NVIDIA H200, 143771 MiB, driver 570.86.15"]
+
+
+def test_an_nvidia_smi_that_fails_is_a_warning(program: Program) -> None:
+    fake_nvidia_smi(program, "echo 'Driver/library version mismatch'; exit 18")
+    assert program.json("doctor")["checks"] == [
+        {
+            "plugin": "stratagem",
+            "name": "GPUs",
+            "status": "warning",
+            "detail": "nvidia-smi ended with exit code 18: Driver/library version mismatch",
+        }
+    ]
+
+
+# -- plugins' commands
+
+GREETING_PLUGIN = """
+    from stratagem.discovery import hookimpl
+
+    @hookimpl
+    def stratagem_cli(app):
+        @app.command()
+        def greet(name: str) -> None:
+            print(f"hello {name}")
+
+        @app.command()
+        def strategies() -> None:
+            print("not yours")
+"""
+
+
+def test_a_plugin_adds_a_command(program: Program) -> None:
+    program.install("greeting", GREETING_PLUGIN)
+    assert program("greet", "you").stdout == "hello you\n"
+    assert "greet" in program("--help").stdout
+
+
+def test_a_plugin_cannot_replace_a_command_of_core(program: Program) -> None:
+    program.install("greeting", GREETING_PLUGIN)
+    assert "single_device" in program("strategies").stdout
+
+
+def test_a_plugin_that_fails_to_add_commands_stops_nobody(program: Program) -> None:
+    program.install("greeting", GREETING_PLUGIN)
+    program.install(
+        "clumsy",
+        """
+        from stratagem.discovery import hookimpl
+
+        @hookimpl
+        def stratagem_cli(app):
+            raise RuntimeError("dropped it")
+        """,
+    )
+    done = program("greet", "you")
+    assert done.stdout == "hello you\n"
+    assert done.stderr == (
+        "stratagem: clumsy:plug cannot add its commands: raised RuntimeError: dropped it\n"
+    )
+    found = program.json("doctor", code=1)
+    assert found["problems"] == ["clumsy:plug: stratagem_cli: raised RuntimeError: dropped it"]
