@@ -153,7 +153,9 @@ def test_a_table_on_a_narrow_terminal_is_folded_not_cut(
     print_table(("name", "what"), [("[bold]", text)])
     said = capsys.readouterr().out
     assert "[bold]" in said
-    lines = [line[line.index("[bold]") + 6 :] if "[bold]" in line else line for line in said.split("\n")]
+    lines = [
+        line[line.index("[bold]") + 6 :] if "[bold]" in line else line for line in said.split("\n")
+    ]
     assert text in "".join(line.strip() for line in lines)
 
 
@@ -205,9 +207,7 @@ def test_strategies_says_why_one_cannot_be_used_here(program: Program) -> None:
         """,
     )
     last = row_of(program("strategies").stdout, "exotic")[-1]
-    assert last == (
-        "no: no accelerator is available for this request: cpu (not for this strategy)"
-    )
+    assert last == ("no: no accelerator is available for this request: cpu (not for this strategy)")
     assert {row["name"]: row["usable"] for row in program.json("strategies")}["exotic"] is False
 
 

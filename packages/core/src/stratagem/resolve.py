@@ -498,18 +498,15 @@ class _Resolver:
             )
         selected = self._find("launcher", name, f"how {strategy.name} starts its processes")
         launcher = selected.spec
-        if self.request.interactive and isinstance(launcher, LauncherSpec):
-            if not launcher.interactive:
-                raise ConfigurationError(
-                    f"the strategy {strategy.name!r} starts its processes by the launcher "
-                    f"{name!r}, which runs a script again and cannot do that in a notebook or an "
-                    "interactive interpreter: move the code to a script, or pass devices=1"
-                    + (
-                        ", or strategy='ddp_notebook'"
-                        if "ddp_notebook" in self.registry.names("strategy")
-                        else ""
-                    )
-                )
+        needs_script = isinstance(launcher, LauncherSpec) and not launcher.interactive
+        if self.request.interactive and needs_script:
+            notebook = "ddp_notebook" in self.registry.names("strategy")
+            raise ConfigurationError(
+                f"the strategy {strategy.name!r} starts its processes by the launcher {name!r}, "
+                "which runs a script again and cannot do that in a notebook or an interactive "
+                "interpreter: move the code to a script, or pass devices=1"
+                + (", or strategy='ddp_notebook'" if notebook else "")
+            )
         return selected
 
     def _precision(

@@ -294,10 +294,10 @@ def record_failure(error: BaseException) -> bool:
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))},
     }
-    temporary = f"{path}.{os.getpid()}"
+    temporary = Path(f"{path}.{os.getpid()}")
     try:
-        Path(temporary).write_text(json.dumps({"message": message}))
-        os.replace(temporary, path)
+        temporary.write_text(json.dumps({"message": message}))
+        temporary.replace(path)
     except OSError as problem:
         print(f"stratagem: cannot write {path}: {problem}", file=sys.stderr)
         return False

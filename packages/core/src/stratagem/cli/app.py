@@ -143,7 +143,8 @@ def explain(
 ) -> None:
     """Show what a request would use, and why.
 
-    The request is that of a Trainer or Lite with these arguments, in a script. Nothing is started. A request that cannot be met ends with its error and exit code 2.
+    The request is that of a Trainer or Lite with these arguments, in a script. Nothing is started.
+    One that cannot be met ends with its error and exit code 2.
     """
     request = RunRequest(
         strategy=strategy,

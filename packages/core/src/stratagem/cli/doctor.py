@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from stratagem._version import __version__
 from stratagem.cli.system import System, this_system, version_of
@@ -159,7 +159,7 @@ def _plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
         plugin = implementation.plugin_name
         # The boundary at which a backend that cannot examine itself is kept from the others.
         try:
-            for check in implementation.function():
+            for check in cast(Iterable[object], implementation.function()):
                 if not isinstance(check, Check):
                     raise TypeError(
                         f"stratagem_doctor() returned {check!r}; expected stratagem.discovery.Check"
@@ -263,9 +263,7 @@ def _machine(system: System) -> dict[str, str]:
 
 
 def _plugin_row(report: PluginReport) -> tuple[str, ...]:
-    status = report.status
-    if report.stage:
-        status += f" ({report.stage})"
+    status = f"{report.status} ({report.stage})" if report.stage else report.status
     seconds = f"{report.seconds:.3f} s"
     if report.seconds > SLOW_IMPORT:
         seconds += " (slow)"

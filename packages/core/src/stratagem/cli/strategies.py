@@ -68,7 +68,7 @@ def _listed(
 
 
 def selecting_name(registry: Registry, candidate: Candidate, name: str) -> str:
-    """Return what selects a component: one of its names, qualified where that one alone does not."""
+    """Return one of a component's names, qualified where it alone would not select it."""
     try:
         found = registry.find(candidate.spec.kind, name)
     except ConfigurationError:

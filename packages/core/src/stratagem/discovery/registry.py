@@ -189,7 +189,7 @@ class Registry:
         return specs
 
     def _refuse_repeated_names(self, specs: list[ComponentSpec], distribution: str) -> None:
-        """Raise if a distribution claims a name twice: no qualified name could tell the two apart."""
+        """Refuse a name that a distribution claims twice: no qualified form tells them apart."""
         claimed = {
             key
             for key, holders in self._candidates.items()

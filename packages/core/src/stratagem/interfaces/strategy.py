@@ -170,7 +170,7 @@ class Strategy(ABC):
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Which part of the data this rank reads: (index, count); tensor-parallel ranks share one."""
+        """This rank's part of the data, (index, count); tensor-parallel ranks share one."""
         return self.global_rank, self.world_size
 
     def setup_environment(self) -> None:

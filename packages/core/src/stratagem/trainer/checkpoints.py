@@ -96,8 +96,8 @@ def read(strategy: Strategy, path: str | Path) -> dict[str, Any]:
         )
     if "state_dict" not in checkpoint:
         raise CheckpointMismatchError(
-            f"{str(path)!r} has no 'state_dict'; it has {', '.join(map(str, checkpoint))}: expected "
-            "a checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
+            f"{str(path)!r} has no 'state_dict'; it has {', '.join(map(str, checkpoint))}: "
+            "expected a checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
         )
     return checkpoint
 

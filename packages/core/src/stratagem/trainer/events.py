@@ -38,9 +38,9 @@ class Events:
                     (late if callback.monitors else early).append(bound)
             own = getattr(module, event, None)
             # Saving and loading are called with other arguments, by whoever saves and loads.
-            if own is not None and event not in ("on_save_checkpoint", "on_load_checkpoint"):
-                if event in ("setup", "teardown") or _is_users(module, event):
-                    early.append(own)
+            called_elsewhere = event in ("on_save_checkpoint", "on_load_checkpoint")
+            if own is not None and not called_elsewhere and _is_users(module, event):
+                early.append(own)
             self._listeners[event] = tuple(early)
             self._monitors[event] = tuple(late)
 

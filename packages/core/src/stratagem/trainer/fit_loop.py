@@ -215,8 +215,8 @@ class Step(TrainStep):
             if self._run.strategy.world_size > 1:
                 raise UserCodeError(
                     f"{type(self._module).__name__}.training_step returned None for batch "
-                    f"{self.batch_idx}, which skips it; with {self._run.strategy.world_size} ranks the "
-                    "others would wait for its gradients: return a loss on every rank, such as "
+                    f"{self.batch_idx}, which skips it; with {self._run.strategy.world_size} ranks "
+                    "the others would wait for its gradients: return a loss on every rank, such as "
                     "0.0 times the output"
                 )
             return None

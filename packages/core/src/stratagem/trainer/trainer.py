@@ -16,7 +16,6 @@ from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Prepared, Strategy
-from stratagem.interfaces.train_step import GradientClip
 from stratagem.lite import Lite
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module

@@ -1,4 +1,4 @@
-"""ScriptLauncher: this process becomes the first rank and runs its own command again for the others."""
+"""ScriptLauncher: this process becomes the first rank and runs its command again for the others."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class TruePrecision(Precision):
         return default_dtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert floating-point parameters and buffers; full precision leaves a module as it is."""
+        """Convert floating-point parameters and buffers; full precision changes nothing."""
         return module if self.dtype is torch.float32 else module.to(self.dtype)
 
     def input_converter(self) -> Callable[[Any], Any] | None:
