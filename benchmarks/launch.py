@@ -62,7 +62,7 @@ def seconds_to_first_step(command: list[str]) -> float:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time()
     done = subprocess.run(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=300
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60
     )
     stepped = [line for line in done.stdout.splitlines() if line.startswith("stepped ")]
     if done.returncode or not stepped:
@@ -83,7 +83,7 @@ def main() -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         script = str(folder / "ours.py")
         ways = {
-            baseline: [*torchrun, "--master-port=0", str(folder / "raw.py")],
+            baseline: [*torchrun, "--standalone", str(folder / "raw.py")],
             "Trainer(strategy='ddp', devices=2)": [sys.executable, script],
             "stratagem run --devices 2": [
                 *[sys.executable, "-m", "stratagem.cli", "run", script, "--devices", "2"]

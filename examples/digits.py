@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from stratagem import DataModule, Module, Trainer, seed_everything
 from stratagem.callbacks import ModelCheckpoint
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
 
 
 class Digits(DataModule):
@@ -44,7 +44,7 @@ class Digits(DataModule):
 
 
 class Classifier(Module):
-    def __init__(self, width: int = 128, lr: float = 2e-3) -> None:
+    def __init__(self, width: int = 256, lr: float = 2e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr
@@ -72,8 +72,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--folder", type=Path, default=Path("stratagem_logs"))
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--folder", type=Path, default=Path())
     arguments = parser.parse_args()
 
     seed_everything(1)

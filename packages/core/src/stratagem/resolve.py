@@ -38,7 +38,7 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRequest:
     """What the user typed. Each component is a discovered name or an object.
 
@@ -66,7 +66,7 @@ class RunRequest:
     interactive: bool = field(default_factory=is_interactive)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Selected:
     """A component of a plan: what it is, who provides it, and why it was chosen."""
 
@@ -87,7 +87,7 @@ class Selected:
         return self.source.build() if isinstance(self.source, ComponentSpec) else self.source
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """What will run, and why. Made by `resolve`; nothing changes it."""
 

@@ -82,7 +82,7 @@ def rank_environment(
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     """How a rank failed.
 

@@ -66,13 +66,15 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state["stopped_epoch"]
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        """Look at the value, if it comes from validation."""
-        if not trainer.sanity_checking and trainer.state.stage == "fit":
+        """Look at the value, if validation comes in the middle of epochs."""
+        if not trainer.sanity_checking and trainer.validates_within_epochs:
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Look at the value, if there is no validation."""
-        if not trainer.has_validation:
+        """Look at the value, if the epoch's values are complete only now."""
+        if not trainer.has_validation or (
+            trainer.has_validated and not trainer.validates_within_epochs
+        ):
             self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:

@@ -32,8 +32,11 @@ class ModelCheckpoint(Callback):
         every_n_epochs: save after every so many epochs; the default is 1, unless steps or time are
             given.
         train_time_interval: save when so much time has gone by since the last save.
-        save_on_train_epoch_end: save at the end of the training epoch in place of the end of
-            validation; None: if there is no validation.
+        save_on_train_epoch_end: save at the end of the training epoch (True), where the values of
+            training and of validation are there, or after validation (False); None: after
+            validation if it comes in the middle of epochs.
+
+    With `monitor`, an epoch without validation is passed over where others have it.
 
     Attributes:
         best_model_path: the best so far, or "".
@@ -167,25 +170,27 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Save after the training epoch, if there was no validation to do it."""
+        """Save after the training epoch, unless it is to happen after validation."""
         if self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
-            self._save(trainer)
+            # What was monitored may be of an earlier epoch, or not there yet.
+            known = trainer.has_validated or not trainer.has_validation
+            self._save(trainer, among_best=known or self.monitor is None)
 
     def _after_training_epoch(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
-        return not trainer.has_validation or trainer.check_val_every_n_epoch > 1
+        return not trainer.validates_within_epochs
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         if self.every_n_epochs is None or trainer.global_step == self._last_step_saved:
             return False
         return (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, *, among_best: bool = True) -> None:
         assert self.dirpath is not None
         self._last_step_saved = trainer.global_step
         self._last_time_saved = time.monotonic()
-        if self.save_top_k != 0:
+        if self.save_top_k != 0 and among_best:
             self._save_best(trainer)
         if self.save_last:
             path = self.dirpath / "last.ckpt"

@@ -24,7 +24,7 @@ _KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "l
 """All but strategies, which have a command of their own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ListedComponent:
     """A component other than a strategy.
 
@@ -42,7 +42,7 @@ class ListedComponent:
     here: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Diagnosis:
     """All that was found.
 

@@ -49,7 +49,7 @@ between SIGTERM and SIGKILL follow, still within the 30 that Kubernetes and SLUR
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """What to run; see the options of the same names."""
 

@@ -11,7 +11,7 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.resolve import CLUSTER_VARIABLE, RunRequest, resolve
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ListedStrategy:
     """A strategy as the listing shows it.
 

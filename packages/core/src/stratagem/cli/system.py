@@ -16,7 +16,7 @@ _GPU_TIMEOUT = 10.0
 """Seconds for nvidia-smi, which takes long where a driver hangs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class System:
     """This machine, as this process sees it.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import importlib_metadata
 
 GROUP = "stratagem.backends"
 CORE = "stratagem-core"
@@ -14,7 +17,7 @@ DISABLE_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
 ONLY_VARIABLE = "STRATAGEM_ONLY_PLUGINS"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PluginEntry:
     """An entry point, with what its distribution's metadata says; nothing is imported yet.
 
@@ -35,43 +38,44 @@ class PluginEntry:
     load: Callable[[], Any]
 
 
-def installed_entries() -> list[PluginEntry]:
+def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
     """Return every entry of the group in the installed distributions, sorted.
 
     A distribution that stands on the path twice counts once: the first, which is the one that an
     import would take.
+
+    Args:
+        path: where to look, in this order; None: `sys.path`.
     """
     entries: dict[tuple[str, str], PluginEntry] = {}
-    for distribution in importlib_metadata.distributions():
-        # Most distributions declare no entry point: this read avoids parsing their metadata.
-        if GROUP not in (distribution.read_text("entry_points.txt") or ""):
-            continue
-        name, version, requirements = _headers(distribution.read_text("METADATA") or "")
-        for entry_point in distribution.entry_points.select(group=GROUP):
-            entries.setdefault(
-                (name, entry_point.name),
-                PluginEntry(
-                    name=entry_point.name,
-                    value=entry_point.value,
+    seen: set[str] = set()
+    for place in sys.path if path is None else path:
+        for name, version, metadata, declared in _distributions(place or ".", seen):
+            requires_core = _requirement_on_core(metadata)
+            for entry, value in _entries_of_group(declared):
+                entries[name, entry] = PluginEntry(
+                    name=entry,
+                    value=value,
                     distribution=name,
                     version=version,
-                    requires_core=_requirement_on_core(requirements),
-                    load=entry_point.load,
-                ),
-            )
+                    requires_core=requires_core,
+                    load=functools.partial(_load, value),
+                )
     return [entries[key] for key in sorted(entries)]
 
 
 def why_disabled(entry: PluginEntry, environ: Mapping[str, str]) -> str | None:
     """Return why the environment switches this entry off, or None if it does not.
 
-    Both variables hold names of entry points or distributions, separated by commas.
+    Both variables hold names of entry points or distributions, separated by commas. Core's own
+    plugin has to be disabled by name: without it nothing runs, so `STRATAGEM_ONLY_PLUGINS` spares
+    it.
     """
-    names = {entry.name.casefold(), entry.distribution}
+    names = {normalise(entry.name), entry.distribution}
     if names & _listed(environ.get(DISABLE_VARIABLE, "")):
         return f"disabled by {DISABLE_VARIABLE}"
     only = _listed(environ.get(ONLY_VARIABLE, ""))
-    if only and not names & only:
+    if only and not names & only and entry.distribution != CORE:
         return f"left out of {ONLY_VARIABLE}"
     return None
 
@@ -81,14 +85,12 @@ def why_incompatible(entry: PluginEntry, core_version: str) -> str | None:
 
     Read from metadata, before any import: pip installs a mismatch with only a warning.
     """
-    if not entry.requires_core:
-        return None
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
-    try:
-        fits = SpecifierSet(entry.requires_core).contains(core_version, prereleases=True)
-    except InvalidSpecifier:
-        return f"its requirement {CORE}{entry.requires_core} cannot be read"
+    fits = _fits(entry.requires_core, core_version)
+    if fits is None:
+        return (
+            f"its requirement {CORE}{entry.requires_core} cannot be read: pip install --upgrade "
+            f"{entry.distribution}"
+        )
     if fits:
         return None
     return (
@@ -99,46 +101,167 @@ def why_incompatible(entry: PluginEntry, core_version: str) -> str | None:
 
 def normalise(name: str) -> str:
     """Return a distribution's name in the form that PEP 503 gives it."""
-    return name.strip().replace("_", "-").replace(".", "-").casefold()
+    return re.sub(r"[-_.]+", "-", name.strip()).casefold()
 
 
 def _listed(value: str) -> set[str]:
-    return {normalise(part) for part in value.split(",") if part.strip()} | {
-        part.strip().casefold() for part in value.split(",") if part.strip()
-    }
+    return {normalise(part) for part in value.split(",") if part.strip()}
 
 
-def _headers(metadata: str) -> tuple[str, str, list[str]]:
-    """Return name, version and requirements from METADATA.
+# -- what is installed
 
-    By lines, since the email parser behind `Distribution.requires` costs about a millisecond a
-    distribution; these three headers are never folded.
+
+def _distributions(place: str, seen: set[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (name, version, METADATA, entry_points.txt) of what declares an entry of the group.
+
+    A folder, which nearly every place on the path is, is read directly: importing
+    `importlib.metadata` costs as much as reading several hundred distributions, and its email
+    parser a millisecond for each.
+
+    Args:
+        place: an element of `sys.path`.
+        seen: normalised names of the distributions met so far; those of this place are added.
     """
-    name, version = "unknown", "unknown"
-    requirements: list[str] = []
-    for line in metadata.splitlines():
-        if not line:
-            break
-        key, _, value = line.partition(": ")
-        if key == "Name":
-            name = normalise(value)
-        elif key == "Version":
-            version = value.strip()
-        elif key == "Requires-Dist":
-            requirements.append(value)
-    return name, version, requirements
+    try:
+        with os.scandir(place) as found:
+            folders = sorted(f.name for f in found if f.name.endswith((".dist-info", ".egg-info")))
+    except NotADirectoryError:
+        yield from _distributions_by_library(place, seen)
+        return
+    except OSError:
+        return  # nothing is there, or nothing that an import could read
+    for folder in folders:
+        name = normalise(folder.rpartition(".")[0].partition("-")[0])
+        # "~" marks what an interrupted pip has left behind.
+        if name in seen or name.startswith("~"):
+            continue
+        seen.add(name)
+        declared = _read(f"{place}/{folder}/entry_points.txt")
+        if GROUP not in declared:
+            continue
+        if folder.endswith(".egg-info"):  # requirements are in another file and form
+            yield from _distributions_by_library(place, seen - {name}, only=name)
+            continue
+        metadata = _read(f"{place}/{folder}/METADATA")
+        version = next(_headers(metadata, "Version"), "unknown")
+        yield name, version, metadata, declared
 
 
-def _requirement_on_core(requirements: Iterable[str]) -> str:
-    for text in requirements:
+def _distributions_by_library(
+    place: str, seen: set[str], only: str | None = None
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the same for places that are no folders (zip files) and for older forms of metadata."""
+    from importlib.metadata import distributions
+
+    for distribution in distributions(path=[place]):
+        headers: Any = distribution.metadata
+        name = normalise(headers["Name"] or "unknown")
+        declared = distribution.read_text("entry_points.txt") or ""
+        if name in seen or (only is not None and name != only):
+            continue
+        seen.add(name)
+        if GROUP in declared:
+            requirements = "".join(f"Requires-Dist: {r}\n" for r in distribution.requires or ())
+            yield name, headers["Version"] or "unknown", requirements, declared
+
+
+def _read(path: str) -> str:
+    try:
+        # Not by pathlib, which is slow to import.
+        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _entries_of_group(declared: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of the group's entries in an entry_points.txt."""
+    here = False
+    for line in map(str.strip, declared.splitlines()):
+        if line.startswith("["):
+            here = line[1:-1].strip() == GROUP
+        elif here and line and not line.startswith(("#", ";")):
+            name, _, value = line.partition("=")
+            yield name.strip(), value.strip()
+
+
+def _load(value: str) -> Any:
+    """Import what an entry's value names: `module`, `module:object`, with or without `[extra]`."""
+    module, _, attribute = value.partition("[")[0].partition(":")
+    found: Any = importlib.import_module(module.strip())
+    for part in filter(None, attribute.strip().split(".")):
+        found = getattr(found, part)
+    return found
+
+
+# -- metadata
+
+
+def _headers(metadata: str, key: str) -> Iterator[str]:
+    """Yield the values of a header of METADATA that is never folded."""
+    head = metadata.partition("\n\n")[0]
+    for line in head.splitlines():
+        if line.startswith(f"{key}:"):
+            yield line.partition(":")[2].strip()
+
+
+def _requirement_on_core(metadata: str) -> str:
+    """Return the clauses on the version of core that hold here, or ""."""
+    clauses = []
+    for text in _headers(metadata, "Requires-Dist"):
         if not normalise(text).startswith(CORE):
+            continue
+        clause = text[len(CORE) :].strip(" ()")
+        if not clause.strip("<>=., 0123456789"):
+            clauses.append(clause)
             continue
         from packaging.requirements import InvalidRequirement, Requirement
 
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
+            clauses.append(clause)  # it cannot be read, which the report says
             continue
-        if normalise(requirement.name) == CORE:
-            return str(requirement.specifier)
-    return ""
+        # One of an extra or of another platform does not hold.
+        if normalise(requirement.name) == CORE and (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
+            clauses.append(str(requirement.specifier))
+    return ",".join(filter(None, clauses))
+
+
+def _fits(clauses: str, version: str) -> bool | None:
+    """Whether a version meets clauses such as "<0.2,>=0.1"; None if they cannot be read."""
+    # Plain numbers are compared here: importing `packaging` costs a quarter of what listing
+    # strategies may cost.
+    try:
+        return all(
+            _holds(clause.strip(), _numbers(version)) for clause in clauses.split(",") if clause
+        )
+    except ValueError:
+        pass
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        return SpecifierSet(clauses).contains(version, prereleases=True)
+    except InvalidSpecifier:
+        return None
+
+
+def _holds(clause: str, version: tuple[int, ...]) -> bool:
+    """Whether a version meets one clause; ValueError if it is not of the simple form."""
+    operator = clause[:2] if clause[1:2] == "=" else clause[:1]
+    limit = _numbers(clause[len(operator) :])
+    if operator == ">=":
+        return version >= limit
+    if operator == "<":
+        return version < limit
+    raise ValueError(f"the operator {operator!r} needs rules of its own")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return a version's numbers without zeros at the end: 0.1 and 0.1.0 are the same version."""
+    numbers = tuple(map(int, version.split(".")))
+    while numbers and not numbers[-1]:
+        numbers = numbers[:-1]
+    return numbers

@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stratagem.discovery.hints import installation_hint
+from stratagem.discovery.entry_points import CORE
+from stratagem.discovery.registry import Candidate, get_registry
 
 
 def exporter(
@@ -23,13 +24,21 @@ def exporter(
     def find(name: str) -> Any:
         if name in bases:
             return getattr(importlib.import_module(bases[name]), name)
-        if not name.startswith("_"):
-            for candidate in _candidates(kind):
-                if candidate.spec.class_name == name:
-                    return candidate.spec.load()
-        hint = installation_hint(name)
-        what = hint or f"It has: {', '.join(names())}."
-        raise AttributeError(f"module {module!r} has no attribute {name!r}. {what}")
+        if name.startswith("_"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        # By target, since several names may mean one class with different arguments.
+        offers = {c.spec.target: c for c in _candidates(kind) if c.spec.class_name == name}
+        ours = [c for c in offers.values() if c.distribution == CORE]
+        if len(offers) > 1 and not ours:
+            raise AttributeError(
+                f"several distributions provide {name!r}: import it from its own module, one of "
+                + ", ".join(sorted(str(target).partition(":")[0] for target in offers))
+            )
+        for candidate in ours or offers.values():
+            return candidate.spec.load()
+        registry = get_registry()
+        what = registry.possible_providers(name) or [f"It has: {', '.join(names())}."]
+        raise AttributeError(f"module {module!r} has no attribute {name!r}. {' '.join(what)}")
 
     def names() -> list[str]:
         return sorted({*bases, *(c.spec.class_name for c in _candidates(kind))})
@@ -37,7 +46,5 @@ def exporter(
     return find, names
 
 
-def _candidates(kind: str) -> list[Any]:
-    from stratagem.discovery.registry import get_registry
-
+def _candidates(kind: str) -> list[Candidate]:
     return get_registry().candidates(kind)

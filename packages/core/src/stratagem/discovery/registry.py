@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pluggy
 
@@ -24,7 +24,7 @@ from stratagem.discovery.entry_points import (
     why_disabled,
     why_incompatible,
 )
-from stratagem.discovery.hints import installation_hint
+from stratagem.discovery.hints import distribution_of, installation_hint
 from stratagem.discovery.specs import PLUGIN_API_VERSION, ComponentSpec, StrategySpec
 from stratagem.errors import (
     AmbiguousNameError,
@@ -37,7 +37,7 @@ RUN_TIME = "registered-in-this-process"
 """Stands for the distribution of what code registered at run time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """A component that a name may mean: its spec and who provides it."""
 
@@ -51,7 +51,7 @@ class Candidate:
         return f"{self.distribution}:{self.spec.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PluginReport:
     """What became of one entry point.
 
@@ -94,6 +94,7 @@ class Registry:
         self.plugins.add_hookspecs(hookspecs)
         self.reports: list[PluginReport] = []
         self._candidates: dict[tuple[str, str], list[Candidate]] = {}
+        self._claimed: dict[str, set[tuple[str, str]]] = {}
 
     @classmethod
     def discover(
@@ -109,7 +110,9 @@ class Registry:
         """
         registry = cls()
         environ = os.environ if environ is None else environ
-        for entry in installed_entries() if entries is None else entries:
+        entries = installed_entries() if entries is None else entries
+        # Core first, so that its names are reserved before anybody else claims them.
+        for entry in sorted(entries, key=lambda entry: entry.distribution != CORE):
             registry.reports.append(registry._load(entry, environ))
         return registry
 
@@ -168,7 +171,13 @@ class Registry:
 
     def _register_hooks(self, plugin: object, name: str) -> None:
         self.plugins.register(plugin, name=name)
-        for caller in self.plugins.get_hookcallers(plugin) or ():
+        callers = self.plugins.get_hookcallers(plugin)
+        if not callers:
+            raise PluginError(
+                "it implements no hook; expected functions decorated with "
+                "stratagem.discovery.hookimpl"
+            )
+        for caller in callers:
             if not caller.has_spec():
                 raise PluginError(
                     f"it implements {caller.name!r}, which is not a hook of Stratagem; hooks are "
@@ -179,22 +188,24 @@ class Registry:
         specs: list[ComponentSpec] = []
         for implementation in self.plugins.hook.stratagem_components.get_hookimpls():
             if implementation.plugin is plugin:
-                specs.extend(cast("Iterable[ComponentSpec]", implementation.function()))
+                returned: Any = implementation.function()
+                if not isinstance(returned, Iterable):
+                    raise PluginError(
+                        f"stratagem_components() returned {returned!r}; expected an iterable of "
+                        "ComponentSpec objects such as StrategySpec"
+                    )
+                specs.extend(returned)
         for spec in specs:
             if not isinstance(spec, ComponentSpec):
                 raise PluginError(
-                    f"stratagem_components() returned {spec!r}; expected ComponentSpec objects "
-                    "such as StrategySpec"
+                    f"stratagem_components() returned {spec!r} among its specs; expected "
+                    "ComponentSpec objects such as StrategySpec"
                 )
         return specs
 
     def _refuse_repeated_names(self, specs: list[ComponentSpec], distribution: str) -> None:
         """Refuse a name that a distribution claims twice: no qualified form tells them apart."""
-        claimed = {
-            key
-            for key, holders in self._candidates.items()
-            if any(holder.distribution == distribution for holder in holders)
-        }
+        claimed = set(self._claimed.get(distribution, ()))
         for spec in specs:
             for name in (spec.name, *spec.aliases):
                 key = (spec.kind, name.casefold())
@@ -207,15 +218,13 @@ class Registry:
 
     def _put(self, candidate: Candidate) -> Iterator[str]:
         """File a candidate under its names; yield those that belong to core and stay with it."""
+        claimed = self._claimed.setdefault(candidate.distribution, set())
         for name in (candidate.spec.name, *candidate.spec.aliases):
-            holders = self._candidates.setdefault((candidate.spec.kind, name.casefold()), [])
-            reserved = any(holder.distribution == CORE for holder in holders)
-            if candidate.distribution == CORE:
-                # Reserved whatever the order in which distributions were read.
-                holders.insert(0, candidate)
-            else:
-                holders.append(candidate)
-            if reserved and candidate.distribution != CORE:
+            key = (candidate.spec.kind, name.casefold())
+            claimed.add(key)
+            holders = self._candidates.setdefault(key, [])
+            holders.append(candidate)
+            if candidate.distribution != CORE and holders[0].distribution == CORE:
                 yield name
 
     def find(self, kind: str, name: str) -> Candidate:
@@ -247,27 +256,42 @@ class Registry:
 
     def _unknown(self, kind: str, name: str) -> str:
         known = self.names(kind)
+        qualifier, _, plain = name.rpartition(":")
         parts = [f"unknown {kind.replace('_', ' ')} {name!r}."]
-        near = difflib.get_close_matches(name.casefold(), known, n=1, cutoff=0.6)
-        if near:
+        holders = self._candidates.get((kind, plain.casefold()), [])
+        near = difflib.get_close_matches(plain.casefold(), known, n=1, cutoff=0.6)
+        if holders:
+            others = ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)
+            parts.append(f"{qualifier!r} provides none of that name; there is {others}.")
+        elif near:
             parts.append(f"Did you mean {near[0]!r}?")
-        plain = name.rpartition(":")[2]
-        hint = installation_hint(plain)
-        suspects = [
-            report
-            for report in self.reports
-            if report.status != "loaded"
-            and (report.distribution in hint or _related(plain, report))
-        ]
-        for report in suspects:
-            parts.append(
-                f"{report.distribution} {report.version} might provide it but is {report.status}: "
-                f"{report.reason}."
-            )
-        if hint and not suspects:
-            parts.append(hint)
+        parts += self.possible_providers(plain)
         parts.append(f"Available here: {', '.join(known) or 'none'}.")
         return " ".join(parts)
+
+    def possible_providers(self, name: str) -> list[str]:
+        """Return sentences on who might provide a component or class that was not found.
+
+        A plugin that failed and might have provided it; otherwise the distribution to install.
+        """
+        provider = distribution_of(name)
+        suspects = [
+            f"{report.distribution} {report.version} might provide it but is {report.status}: "
+            f"{report.reason}."
+            for report in self.reports
+            if report.status != "loaded"
+            and (report.distribution == provider or _related(name, report))
+        ]
+        if suspects:
+            return suspects
+        for report in self.reports:
+            if report.distribution == provider:
+                return [
+                    f"It belongs to {provider}, but the release that is installed "
+                    f"({report.version}) does not provide it: pip install --upgrade {provider}."
+                ]
+        hint = installation_hint(name)
+        return [hint] if hint else []
 
     def names(self, kind: str) -> list[str]:
         """Return the names of a kind's components, without aliases, sorted."""
@@ -275,12 +299,14 @@ class Registry:
 
     def candidates(self, kind: str) -> list[Candidate]:
         """Return a kind's components, sorted by name; those behind an ambiguous name as well."""
-        found = {
-            (c.spec.name, c.distribution): c
-            for (its_kind, _), holders in self._candidates.items()
-            if its_kind == kind
-            for c in holders
-        }
+        found: dict[tuple[str, str], Candidate] = {}
+        for (its_kind, name), holders in self._candidates.items():
+            if its_kind == kind:
+                for holder in holders:
+                    # Not under an alias; and of two registered in this process the latest, which
+                    # stands first.
+                    if holder.spec.name.casefold() == name:
+                        found.setdefault((holder.spec.name, holder.distribution), holder)
         return [found[key] for key in sorted(found)]
 
     def ambiguous(self) -> dict[tuple[str, str], list[Candidate]]:
@@ -307,8 +333,7 @@ class Registry:
                 )
         candidate = Candidate(spec, RUN_TIME, __version__)
         for key in keys:
-            others = [h for h in self._candidates.get(key, []) if h.distribution != RUN_TIME]
-            self._candidates[key] = [candidate, *others]
+            self._candidates[key] = [candidate, *self._candidates.get(key, [])]
 
     def remove(self, kind: str, name: str) -> None:
         """Take back what `add` registered; what it had replaced is found again.

@@ -20,7 +20,7 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 Target = str | Callable[..., Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ComponentSpec:
     """Describes one component.
 
@@ -57,6 +57,11 @@ class ComponentSpec:
                     f"a {self.kind} spec has the name {name!r}; expected letters, digits, '_', "
                     "'-' and '.', beginning with a letter or digit"
                 )
+        if isinstance(self.aliases, str):
+            raise PluginError(
+                f"the {self.kind} spec {self.name!r} has aliases={self.aliases!r}; expected a "
+                "tuple of names"
+            )
         if not callable(self.target) and not (
             isinstance(self.target, str) and _TARGET.fullmatch(self.target)
         ):
@@ -85,7 +90,7 @@ class ComponentSpec:
         return self.load()(**{**self.init_args, **arguments})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StrategySpec(ComponentSpec):
     """Describes a strategy."""
 
@@ -93,7 +98,7 @@ class StrategySpec(ComponentSpec):
     capabilities: Capabilities = field(default_factory=Capabilities)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Availability:
     """What an accelerator's probe found.
 
@@ -111,7 +116,7 @@ class Availability:
     indexed: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec(ComponentSpec):
     """Describes an accelerator.
 
@@ -125,7 +130,7 @@ class AcceleratorSpec(ComponentSpec):
     """`accelerator="auto"` takes the available one with the highest priority (CPU has 0)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionSpec(ComponentSpec):
     """Describes a precision."""
 
@@ -134,14 +139,14 @@ class PrecisionSpec(ComponentSpec):
     """Names of the accelerators that it works on; None: any."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIOSpec(ComponentSpec):
     """Describes a checkpoint format."""
 
+    __slots__ = ()
     kind: ClassVar[str] = "checkpoint_io"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterEnvironmentSpec(ComponentSpec):
     """Describes a cluster environment: where ranks, world size and main address come from."""
 
@@ -158,7 +163,7 @@ class ClusterEnvironmentSpec(ComponentSpec):
     before anything is imported. A process that has the last was started as one of several ranks."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LauncherSpec(ComponentSpec):
     """Describes a launcher: how the processes of one node come to be."""
 

@@ -27,7 +27,7 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 Optimizers = Sequence[Optimizer] | Callable[[], Sequence[Optimizer]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
     """What a strategy is composed of; the plan's choices, built.
 
@@ -45,7 +45,7 @@ class Parts:
     num_nodes: int = 1
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Prepared:
     """A model as a strategy runs it.
 
@@ -234,10 +234,10 @@ class Strategy(ABC):
             # Gradients are communicated once, in the last micro-batch's backward.
             held = None if position == count else self.no_sync(prepared)
             if held is None:
-                backwards += self._accumulate(prepared, step, micro_batch, count)
+                backwards += self.accumulate(prepared, step, micro_batch, count)
             else:
                 with held:
-                    backwards += self._accumulate(prepared, step, micro_batch, count)
+                    backwards += self.accumulate(prepared, step, micro_batch, count)
             if position < count:
                 step.after_micro_batch(micro_batch)
         if backwards:
@@ -253,14 +253,19 @@ class Strategy(ABC):
             prepared.clear_gradients[0]()
         step.after_micro_batch(micro_batch)
 
-    def _accumulate(self, prepared: Prepared, step: TrainStep, micro_batch: Any, count: int) -> int:
+    def accumulate(self, prepared: Prepared, step: TrainStep, micro_batch: Any, count: int) -> bool:
+        """Run forward and backward of one of `count` micro-batches; return whether it had a loss.
+
+        An engine that owns accumulation overrides this, to hand over the loss undivided and to be
+        told of each micro-batch.
+        """
         loss = step.forward(micro_batch)
         if loss is None:
-            return 0
+            return False
         step.before_backward(loss)
         self.backward(prepared, loss if count == 1 else loss / count)
         step.after_backward()
-        return 1
+        return True
 
     def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
         """Return a context in which backward communicates nothing, or None: nothing to hold."""

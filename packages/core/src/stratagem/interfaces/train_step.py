@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GradientClip:
     """How gradients are clipped before an optimizer step.
 

@@ -14,7 +14,6 @@ from stratagem.discovery import (
     StrategySpec,
     hookimpl,
 )
-from stratagem.supervision import available_cores
 
 DDP = Capabilities(
     launchers=("script",),
@@ -27,6 +26,9 @@ DDP = Capabilities(
 
 def cpu_availability() -> Availability:
     """Return the cores of this process; any number of ranks may share them."""
+    # Here, because it brings sockets and subprocesses, which a listing of names does not need.
+    from stratagem.supervision import available_cores
+
     cores = available_cores()
     return Availability(cores, f"{cores} cores", auto_count=1, indexed=False)
 

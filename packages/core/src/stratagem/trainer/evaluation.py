@@ -27,7 +27,7 @@ _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "pred
 def evaluate(
     run: Run, prepared: Prepared, loaders: list[LimitedLoader], what: str
 ) -> dict[str, Tensor]:
-    """Run validation or testing over all loaders; return the values that go to the loggers.
+    """Run validation or testing over all loaders; return the values of the epoch.
 
     Args:
         run: what is evaluated.
@@ -36,7 +36,8 @@ def evaluate(
         what: "validation" or "test".
     """
     events, module, trainer = run.events, run.module, run.trainer
-    logged = LoggedValues(run.strategy, trainer.loggers_of_this_rank, in_training=False)
+    loggers = () if run.sanity_checking else trainer.loggers_of_this_rank
+    logged = LoggedValues(run.strategy, loggers)
     before = module.__dict__["_logged"]
     module.__dict__["_logged"] = logged
     events.tell(f"on_{what}_start")
@@ -48,18 +49,17 @@ def evaluate(
             events.tell(f"on_{what}_epoch_end")
         values, for_loggers = logged.end_epoch()
         run.take_values(values, logged)
-        if not run.sanity_checking:
-            logged.write({**for_loggers, "epoch": run.progress.epoch}, run.progress.global_step)
+        logged.write({**for_loggers, "epoch": run.progress.epoch}, run.progress.global_step)
         events.tell(f"on_{what}_end")
     finally:
         module.__dict__["_logged"] = before
-    return for_loggers
+    return values
 
 
 def predict(run: Run, prepared: Prepared, loaders: list[LimitedLoader]) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader."""
     events = run.events
-    logged = LoggedValues(run.strategy, (), in_training=False)
+    logged = LoggedValues(run.strategy, ())
     predictions: list[list[Any]] = [[] for _ in loaders]
     events.tell("on_predict_start")
     with _Evaluating(run, prepared):
@@ -104,6 +104,9 @@ def _run_batches(
                     output = call(method, *arguments)
             for listener in on_end:
                 listener(output, batch, batch_idx, loader_idx)
+            if logged.row:
+                logged.end_step(run.evaluated_batches)
+            run.evaluated_batches += 1
             yield loader_idx, output
         if batch_idx == -1 and limit != 0:
             raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")

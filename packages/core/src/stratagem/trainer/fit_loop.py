@@ -27,21 +27,25 @@ def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
     step = Step(run, prepared)
     one_step = run.strategy.train_step if module.automatic_optimization else step.manual
     times_out = trainer.max_time is not None
+    steps_schedulers = module.automatic_optimization
 
     module.train()
     events.tell("on_train_start")
     try:
-        while not _is_finished(run):
+        # No batch at all was asked for with limit_train_batches=0.
+        while loader.batches > 0 and not _is_finished(run):
             epoch = progress.epoch
             run.set_epoch(loader)
             accumulate = trainer.accumulation(epoch)
             validates = run.validates_in(epoch)
             validate_every = run.validate_every(loader.batches) if validates else math.inf
-            validation_is_due = False
             events.tell("on_train_epoch_start")
+            run.train_values.in_step = True
 
             batches = _rest_of_epoch(loader, progress.batches)
             left = loader.batches - progress.batches
+            # Resumed after the last batch, from a checkpoint saved before its validation.
+            validation_is_due = left <= 0 and progress.batches % validate_every < accumulate
             while left > 0:
                 micro_batches = list(islice(batches, int(min(accumulate, left))))
                 if not micro_batches:
@@ -68,7 +72,8 @@ def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
             # resumes with the next one. A stop in the middle leaves it unfinished.
             progress.epoch_is_done = left <= 0 or not micro_batches
             if progress.epoch_is_done:
-                run.step_schedulers("epoch", epoch + 1)
+                if steps_schedulers:
+                    run.step_schedulers("epoch", epoch + 1)
                 if validates and (validation_is_due or validate_every == math.inf):
                     run.validate_during_fit(prepared)
             run.end_train_epoch()

@@ -16,7 +16,7 @@ Limit = int | float
 UNKNOWN = float("inf")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LimitedLoader:
     """A loader of this rank, and how many of its batches to take.
 
@@ -63,7 +63,7 @@ def attach(
             f"{name} is empty: expected at least one batch"
             + _why_empty(source, loader, strategy.world_size)
         )
-    if isinstance(limit, int):
+    if isinstance(limit, int) or limit == 0.0:
         batches = min(float(limit), length)
     elif limit == 1.0:
         batches = length

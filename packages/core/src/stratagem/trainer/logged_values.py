@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
@@ -85,7 +86,6 @@ class LoggedValues:
     Args:
         strategy: reduces over ranks.
         loggers: receive rows; empty on ranks other than 0.
-        in_training: step values are the default, not epoch values.
         every_n_steps: hand every n-th step's values to the loggers.
     """
 
@@ -94,15 +94,13 @@ class LoggedValues:
         strategy: Strategy,
         loggers: Sequence[Logger],
         *,
-        in_training: bool,
         every_n_steps: int = 1,
     ) -> None:
         self.strategy = strategy
         self.loggers = loggers
         self.every_n_steps = every_n_steps
-        self.in_training = in_training
-        self.in_step = in_training
-        """Within a training step; elsewhere epoch values are the default."""
+        self.in_step = False
+        """Within a training step, where values of a step are the default; elsewhere epoch values."""
         self.batch: Any = None
         """The present batch; its size weights a mean."""
         self.dataloader_idx: int | None = None
@@ -110,7 +108,7 @@ class LoggedValues:
         self.row: dict[str, Any] = {}
         """This step's values for the loggers."""
         self.step_values: dict[str, Any] = {}
-        """The latest step values, by the name that they were logged under."""
+        """The latest values of steps that nobody has taken yet."""
         self.bar: dict[str, Any] = {}
         """The latest values for the progress bar."""
         self._entries: dict[tuple[str, int | None], _Entry] = {}
@@ -133,14 +131,16 @@ class LoggedValues:
             value = value.detach() if value.grad_fn is not None else value.detach().clone()
         elif value.__class__ is not float and value.__class__ is not int:
             value = self._number_of(entry, value)
-        if entry.sync is True and entry.on_step:
-            value = self.strategy.all_reduce(_tensor(value))
-        if entry.on_step:
-            self.step_values[name] = value
+        if entry.on_step and value is not None:
+            now = value
+            if entry.sync is True:
+                op = entry.fx if isinstance(entry.fx, str) else "mean"
+                now = self.strategy.all_reduce(_tensor(value), op)
+            self.step_values[entry.step_name] = now
             if entry.logger:
-                self.row[entry.step_name] = value
+                self.row[entry.step_name] = now
             if entry.prog_bar:
-                self.bar[entry.step_name] = value
+                self.bar[entry.step_name] = now
         if entry.on_epoch and entry.metric is None:
             entry.values.append(value)
             if entry.fx == "mean":
@@ -151,6 +151,8 @@ class LoggedValues:
     def _declare(self, name: str, options: Options) -> _Entry:
         key = (name, self.dataloader_idx)
         if key in self._entries:
+            if _alike(self._entries[key].given, options):
+                return self._entries[key]
             raise UserCodeError(
                 f"self.log({name!r}, ...) was called with other options before in this epoch; use "
                 "one set of options for one name"
@@ -169,13 +171,16 @@ class LoggedValues:
         return entry
 
     def _number_of(self, entry: _Entry, value: Any) -> Any:
-        """Return a number for what is neither tensor nor float: a metric object, a NumPy number."""
+        """Return a number for what is neither tensor nor float: a metric object, a NumPy number.
+
+        None: a metric object that was updated, not called, has no value of this step.
+        """
         if isinstance(value, nn.Module) and hasattr(value, "compute") and hasattr(value, "reset"):
             # A torchmetrics Metric: the value of the step is what its forward left, the value of
             # the epoch is what it computes, over ranks, at the end.
             entry.metric = value
             last = getattr(value, "_forward_cache", None)
-            return last if isinstance(last, Tensor) else 0.0
+            return last.detach().clone() if isinstance(last, Tensor) else None
         try:
             return float(value)
         except (TypeError, ValueError):
@@ -189,7 +194,7 @@ class LoggedValues:
     def end_step(self, step: int) -> None:
         """Keep this step's values for the loggers; called only where there are any."""
         row, self.row = self.row, {}
-        if not self.loggers or (step + 1) % self.every_n_steps:
+        if not self.loggers or not self.every_n_steps or (step + 1) % self.every_n_steps:
             return
         self._rows.append((step, row))
         if len(self._rows) >= _FOLD or monotonic() >= self._due:
@@ -215,6 +220,11 @@ class LoggedValues:
         for logger in self.loggers:
             logger.save()
 
+    def take_step_values(self) -> dict[str, Any]:
+        """Return the values of steps that came since the last time."""
+        taken, self.step_values = self.step_values, {}
+        return taken
+
     # -- an epoch's values
 
     def end_epoch(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -237,7 +247,6 @@ class LoggedValues:
         for name, entry in entries.items():
             if entry.metric is not None:
                 value = entry.metric.compute()
-                entry.metric.reset()
             else:
                 fx, total, weight = summaries[name]
                 value = total / weight if fx == "mean" else total
@@ -247,6 +256,10 @@ class LoggedValues:
                 for_loggers[entry.epoch_name] = value
             if entry.prog_bar:
                 self.bar[entry.epoch_name] = value
+        for entry in self._entries.values():
+            # Also one that is logged at steps only: what it holds is of this epoch.
+            if entry.metric is not None:
+                entry.metric.reset()
         self._entries.clear()
         return values, for_loggers
 
@@ -301,11 +314,25 @@ def _floats(values: list[Any]) -> list[float]:
 
 def _batch_size(batch: Any) -> int:
     """Return the first dim of the first tensor in a batch; 1 if there is none."""
-    while not isinstance(batch, Tensor):
-        if isinstance(batch, Mapping) and batch:
-            batch = next(iter(batch.values()))
-        elif isinstance(batch, (list, tuple)) and batch:
-            batch = batch[0]
-        else:
-            return 1
-    return batch.shape[0] if batch.dim() else 1
+    tensor = _first_tensor(batch)
+    return tensor.shape[0] if tensor is not None and tensor.dim() else 1
+
+
+def _first_tensor(data: Any) -> Tensor | None:
+    if isinstance(data, Tensor):
+        return data
+    if isinstance(data, Mapping):
+        data = data.values()
+    elif dataclasses.is_dataclass(data):
+        data = [getattr(data, field.name) for field in dataclasses.fields(data)]
+    elif not isinstance(data, (list, tuple)):
+        return None
+    return next((found for part in data if (found := _first_tensor(part)) is not None), None)
+
+
+def _alike(one: Options, other: Options) -> bool:
+    """Whether options mean the same; a function written in the call is another object each time."""
+    return all(
+        a == b or getattr(a, "__code__", a) == getattr(b, "__code__", b)
+        for a, b in zip(one, other, strict=True)
+    )

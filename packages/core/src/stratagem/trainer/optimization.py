@@ -20,7 +20,7 @@ _EXPECTED = (
 )
 
 
-@dataclass(slots=True)
+@dataclass
 class SchedulerConfig:
     """A learning rate scheduler and when it steps.
 
@@ -28,7 +28,7 @@ class SchedulerConfig:
         scheduler: torch's, or an object with `step` and `state_dict`.
         interval: "epoch" or "step".
         frequency: every so many of them.
-        monitor: the logged value that it is stepped with; None: without one.
+        monitor: the logged value that it is stepped with, once an epoch; None: without one.
     """
 
     scheduler: Any
@@ -94,12 +94,17 @@ def _scheduler_config(given: Any, who: str) -> SchedulerConfig:
     fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     fields.pop("name", None)
     fields.pop("strict", None)
+    by_value = fields.pop("reduce_on_plateau", None)
     if unknown := set(fields) - {"scheduler", "interval", "frequency", "monitor"}:
         raise UserCodeError(
             f"{who} returned a scheduler with {sorted(unknown)}; expected 'scheduler', 'interval', "
-            "'frequency' and 'monitor'"
+            "'frequency', 'monitor' and 'reduce_on_plateau'"
         )
+    if "scheduler" not in fields:
+        raise UserCodeError(f"{who} returned a scheduler's options without 'scheduler'")
     config = SchedulerConfig(**fields)
+    if by_value is None:
+        by_value = isinstance(config.scheduler, ReduceLROnPlateau)
     if not isinstance(config.scheduler, LRScheduler) and not hasattr(config.scheduler, "step"):
         raise UserCodeError(f"{who} returned {config.scheduler!r} in the place of a scheduler")
     if config.interval not in ("epoch", "step") or config.frequency < 1:
@@ -107,10 +112,20 @@ def _scheduler_config(given: Any, who: str) -> SchedulerConfig:
             f"{who} returned a scheduler with interval={config.interval!r}, frequency="
             f"{config.frequency!r}; expected 'epoch' or 'step', and at least 1"
         )
-    if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
+    if not by_value:
+        # A monitor beside a scheduler that is not stepped with a value says nothing about it.
+        config.monitor = None
+        return config
+    kind = type(config.scheduler).__name__
+    if config.monitor is None:
         raise UserCodeError(
-            f"{who} returned a ReduceLROnPlateau without 'monitor': name the logged value that it "
-            "is stepped with, as in {'scheduler': ..., 'monitor': 'val_loss'}"
+            f"{who} returned a {kind} without 'monitor': name the logged value that it is stepped "
+            "with, as in {'scheduler': ..., 'monitor': 'val_loss'}"
+        )
+    if config.interval == "step":
+        raise UserCodeError(
+            f"{who} returned a {kind} with interval='step'; a scheduler that is stepped with a "
+            "value steps once an epoch: leave 'interval' out"
         )
     return config
 

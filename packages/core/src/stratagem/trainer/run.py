@@ -7,6 +7,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from stratagem.data import set_epoch
@@ -65,12 +66,16 @@ class Run:
         self.train_values = LoggedValues(
             self.strategy,
             trainer.loggers_of_this_rank if stage == "fit" else (),
-            in_training=True,
             every_n_steps=trainer.log_every_n_steps,
         )
         self.train_loader: LimitedLoader | None = None
         self.val_loaders: list[LimitedLoader] = []
         self.sanity_checking = False
+        self.evaluated_batches = 0
+        """Batches of validation or testing in this run; the step of what is logged for each."""
+        self.validated_epoch = -1
+        """The last epoch that validation ran in; -1: none yet."""
+        self._names_of_validation: set[str] = set()
         self._began = monotonic()
 
     def execute(self, *args: Any) -> Any:
@@ -96,9 +101,9 @@ class Run:
                 self.strategy.barrier("prepare_data")
                 datamodule.setup(stage)
             self.strategy.setup(trainer)
+            self.events.tell("setup", stage)
             with trainer.lite.init_module():
                 module.configure_model()
-            self.events.tell("setup", stage)
             with fit_loop.anomaly_detection(trainer.detect_anomaly):
                 result = stages[stage](*args)
             self.events.tell("teardown", stage)
@@ -268,7 +273,7 @@ class Run:
         return (
             trainer.should_stop
             and progress.global_step >= trainer.min_steps
-            and progress.epoch + 1 >= trainer.min_epochs
+            and progress.epoch + progress.epoch_is_done >= trainer.min_epochs
         )
 
     def time_is_up(self) -> bool:
@@ -285,15 +290,23 @@ class Run:
             if config.is_due(interval, count):
                 config.scheduler.step()
 
-    def _step_monitored_schedulers(self) -> None:
-        """Step those that wait for an epoch's value; before checkpoints are saved."""
+    def _step_monitored_schedulers(self, *, after_validation: bool) -> None:
+        """Step those that wait for an epoch's value, once it is there, before checkpoints are saved.
+
+        What validation logs is there after it; everything else, at the end of the training epoch.
+        """
         if not self.progress.epoch_is_done:
             return
         for config in self.schedulers:
-            if config.monitor is not None and (self.progress.epoch + 1) % config.frequency == 0:
-                config.scheduler.step(
-                    self.trainer.metric(config.monitor, type(config.scheduler).__name__)
-                )
+            name = config.monitor
+            if name is None or (self.progress.epoch + 1) % config.frequency:
+                continue
+            if (name in self._names_of_validation) is not after_validation:
+                continue
+            comes_later = bool(self.val_loaders) and self.validated_epoch == -1
+            if comes_later and name not in self.trainer.callback_metrics:
+                continue
+            config.scheduler.step(self.trainer.metric(name, type(config.scheduler).__name__))
 
     def end_train_epoch(self) -> None:
         """Tell of the epoch's end, and reduce what was logged in it."""
@@ -301,18 +314,16 @@ class Run:
         values.in_step = False
         self.events.tell_all_but_monitors("on_train_epoch_end")
         epoch_values, for_loggers = values.end_epoch()
-        values.in_step = True
         self.take_values(epoch_values, values)
         # The epoch's values stand at its last step, with the epoch's number.
         values.write({**for_loggers, "epoch": progress.epoch}, max(0, progress.global_step - 1))
-        if not self.val_loaders:
-            self._step_monitored_schedulers()
+        self._step_monitored_schedulers(after_validation=False)
         self.events.tell_monitors("on_train_epoch_end")
 
     def validate_during_fit(self, prepared: Prepared) -> None:
         """Run validation between two training steps or after the last of an epoch."""
-        self.take_values({}, self.train_values)
         self.train_values.flush()
+        self.validated_epoch = self.progress.epoch
         evaluation.evaluate(self, prepared, self.val_loaders, "validation")
 
     def _check_sanity(self) -> None:
@@ -328,9 +339,12 @@ class Run:
         self.sanity_checking = True
         self.events.tell("on_sanity_check_start")
         try:
-            evaluation.evaluate(self, self.prepared, few, "validation")
+            # Training draws the same random numbers, with this check and without it.
+            with torch.random.fork_rng(devices=[]):
+                evaluation.evaluate(self, self.prepared, few, "validation")
         finally:
             self.sanity_checking = False
+            self.evaluated_batches = 0
         self.events.tell("on_sanity_check_end")
 
     # -- logged values
@@ -339,11 +353,12 @@ class Run:
         """Make logged values known to callbacks, schedulers and the progress bar."""
         if self.sanity_checking:
             return
-        self.trainer.take_values(logged.step_values, values)
+        self.trainer.take_values(logged, values)
         if logged is not self.train_values:
             self.train_values.bar.update(logged.bar)
             if self.stage == "fit":
-                self._step_monitored_schedulers()
+                self._names_of_validation.update(values)
+                self._step_monitored_schedulers(after_validation=True)
 
 
 def _count_steps(optimizer: Any, progress: Progress) -> None:

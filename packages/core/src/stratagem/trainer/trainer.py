@@ -21,6 +21,7 @@ from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module
 from stratagem.resolve import RunPlan
 from stratagem.trainer import checkpoints, options
+from stratagem.trainer.logged_values import LoggedValues
 from stratagem.trainer.optimization import SchedulerConfig
 from stratagem.trainer.progress import Progress
 from stratagem.trainer.run import Run
@@ -28,7 +29,7 @@ from stratagem.trainer.run import Run
 Devices = int | str | list[int] | tuple[int, ...] | None
 
 
-@dataclass(slots=True)
+@dataclass
 class RunState:
     """What the Trainer is doing.
 
@@ -203,8 +204,7 @@ class Trainer:
         """The present run, or the one before."""
         self.should_stop = False
         """Set to True, on every rank alike, to end training after the present step."""
-        self.callback_metrics: dict[str, Tensor] = {}
-        """The latest value of everything that was logged."""
+        self._callback_metrics: dict[str, Tensor] = {}
         self.logged_metrics: dict[str, Tensor] = {}
         """The latest epoch values."""
 
@@ -302,6 +302,23 @@ class Trainer:
     def has_validation(self) -> bool:
         """Whether this fit validates."""
         return self.run is not None and bool(self.run.val_loaders)
+
+    @property
+    def validates_within_epochs(self) -> bool:
+        """Whether validation comes in the middle of epochs too, not only after their last batch."""
+        return self.has_validation and self.val_check_interval != 1.0
+
+    @property
+    def has_validated(self) -> bool:
+        """Whether validation ran in the present epoch."""
+        return self.run is not None and self.run.validated_epoch == self.progress.epoch
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest value of everything that was logged."""
+        if self.run is not None:
+            self.take_values(self.run.train_values, {})
+        return self._callback_metrics
 
     @property
     def logger(self) -> Logger | None:
@@ -502,8 +519,13 @@ class Trainer:
         wanted = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
         kinds = tuple(type(callback) for callback in wanted)
         self.callbacks = [c for c in self.callbacks if type(c) not in kinds] + wanted
+        if self.fast_dev_run:
+            self.callbacks = [c for c in self.callbacks if not isinstance(c, ModelCheckpoint)]
+        _check_state_keys(self.callbacks)
         if stage == "fit":
             self.should_stop = False
+            # A checkpoint, if one is given, says where to go on; otherwise every fit begins anew.
+            self.progress = Progress()
         self.run = Run(self, stage, model, datamodule, self.run)
         return self.run.execute(*args)
 
@@ -528,12 +550,11 @@ class Trainer:
             )
         return value
 
-    def take_values(self, of_step: Mapping[str, Any], of_epoch: Mapping[str, Tensor]) -> None:
-        """Keep logged values for callbacks."""
-        self.callback_metrics.update(
-            {name: torch.as_tensor(value) for name, value in of_step.items()}
-        )
-        self.callback_metrics.update(of_epoch)
+    def take_values(self, logged: LoggedValues, of_epoch: Mapping[str, Tensor]) -> None:
+        """Keep the latest values, of steps and of an epoch, for callbacks."""
+        of_step = logged.take_step_values()
+        self._callback_metrics.update({k: torch.as_tensor(v) for k, v in of_step.items()})
+        self._callback_metrics.update(of_epoch)
         self.logged_metrics.update(of_epoch)
 
     def wrapped_optimizers(self) -> Any:

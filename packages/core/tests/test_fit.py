@@ -1,0 +1,1126 @@
+"""The training loop: its numbers are those of a raw PyTorch loop, its events come in one order."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from stratagem import Callback, DataModule, Module, Trainer
+from stratagem.errors import NonFiniteLossError
+from stratagem.trainer.events import EVENTS
+
+Batch = tuple[Tensor, ...]
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> Optimizer:
+    return Adam(parameters, lr=0.02)
+
+
+def data(samples: int = 44) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 5, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin() * 3)
+
+
+def loader(samples: int = 44, batch_size: int = 4) -> DataLoader[Batch]:
+    return DataLoader(data(samples), batch_size=batch_size)
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Regression(Module):
+    def __init__(self, make_optimizer: MakeOptimizer = sgd) -> None:
+        super().__init__()
+        self.net = network()
+        self.make_optimizer = make_optimizer
+        self.trained_on: list[int] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.trained_on.append(batch_idx)
+        inputs, targets = batch
+        return mse_loss(self.net(inputs), targets)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        inputs, targets = batch
+        self.log("val_loss", mse_loss(self.net(inputs), targets))
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+def quiet(**arguments: Any) -> Trainer:
+    """A Trainer that writes nothing and says nothing."""
+    arguments = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        **arguments,
+    }
+    return Trainer(**arguments)
+
+
+def raw_fit(
+    make_optimizer: MakeOptimizer,
+    *,
+    epochs: int = 2,
+    accumulate: int = 1,
+    clip: Callable[[nn.Module], object] | None = None,
+    dtype: torch.dtype = torch.float32,
+    context: Callable[[], Any] = contextlib.nullcontext,
+    batches: Any = None,
+) -> nn.Module:
+    net = network().to(dtype)
+    optimizer = make_optimizer(net.parameters())
+    all_batches = list(loader() if batches is None else batches)
+    for _ in range(epochs):
+        for first in range(0, len(all_batches), accumulate):
+            window = all_batches[first : first + accumulate]
+            for inputs, targets in window:
+                with context():
+                    loss = mse_loss(net(inputs.to(dtype)), targets.to(dtype))
+                (loss / len(window)).backward()
+            if clip is not None:
+                clip(net)
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
+
+
+def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
+    for (name, value), (_, wanted) in zip(
+        model.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        assert value.dtype == wanted.dtype, name
+        torch.testing.assert_close(value, wanted, rtol=0, atol=0, msg=name)
+
+
+# ---------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_fit_ends_with_the_weights_of_a_raw_loop(make_optimizer: MakeOptimizer) -> None:
+    model = Regression(make_optimizer)
+    quiet(max_epochs=3).fit(model, loader(), loader(10))
+    assert_same_weights(model.net, raw_fit(make_optimizer, epochs=3))
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_accumulation_takes_the_mean_over_a_window_and_over_the_shorter_last_one(
+    make_optimizer: MakeOptimizer,
+) -> None:
+    model = Regression(make_optimizer)
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=3)
+    trainer.fit(model, loader())
+    assert trainer.global_step == 2 * 4  # 11 batches: 3, 3, 3 and 2
+    assert_same_weights(model.net, raw_fit(make_optimizer, accumulate=3))
+
+
+def test_accumulation_by_epoch_takes_the_latest_entry_that_has_begun() -> None:
+    trainer = quiet(max_epochs=4, accumulate_grad_batches={0: 11, 2: 3}, limit_train_batches=6)
+    steps: list[int] = []
+
+    class Count(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            steps.append(trainer.global_step)
+
+    trainer.callbacks.append(Count())
+    trainer.fit(Regression(), loader())
+    assert steps == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "value", "clip"),
+    [
+        ("norm", 0.5, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 0.5)),
+        ("value", 0.05, lambda net: nn.utils.clip_grad_value_(net.parameters(), 0.05)),
+    ],
+)
+def test_clipping_equals_torchs_own(
+    algorithm: str, value: float, clip: Callable[[nn.Module], object]
+) -> None:
+    model = Regression()
+    quiet(
+        max_epochs=2,
+        gradient_clip_val=value,
+        gradient_clip_algorithm=algorithm,
+        accumulate_grad_batches=2,
+    ).fit(model, loader())
+    expected = raw_fit(sgd, accumulate=2, clip=clip)
+    assert_same_weights(model.net, expected)
+    unclipped = raw_fit(sgd, accumulate=2)
+    assert not torch.equal(unclipped[0].weight, expected[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "context"),
+    [
+        ("64-true", torch.float64, contextlib.nullcontext),
+        ("bf16-true", torch.bfloat16, contextlib.nullcontext),
+        ("16-true", torch.float16, contextlib.nullcontext),
+        ("bf16-mixed", torch.float32, lambda: torch.autocast("cpu", torch.bfloat16)),
+        ("bf16", torch.float32, lambda: torch.autocast("cpu", torch.bfloat16)),
+        (64, torch.float64, contextlib.nullcontext),
+    ],
+)
+def test_a_precision_equals_the_same_formats_by_hand(
+    precision: Any, dtype: torch.dtype, context: Callable[[], Any]
+) -> None:
+    model = Regression()
+    quiet(max_epochs=2, precision=precision).fit(model, loader(), loader(8))
+    expected = raw_fit(sgd, dtype=dtype, context=context)
+    assert_same_weights(model.net, expected)
+    assert not torch.equal(
+        expected[0].weight.float(),  # type: ignore[index, union-attr, operator]
+        raw_fit(sgd)[0].weight,  # type: ignore[index]
+    )
+
+
+def test_a_batch_is_skipped_where_training_step_returns_none() -> None:
+    class Skipping(Regression):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx % 2 else {"loss": loss, "more": 1}
+
+    model = Skipping()
+    trainer = quiet(max_epochs=1)
+    trainer.fit(model, loader(32))
+    assert trainer.global_step == 4
+    assert_same_weights(model.net, raw_fit(sgd, epochs=1, batches=list(loader(32))[::2]))
+
+
+def test_training_step_may_take_the_batch_alone() -> None:
+    class Short(Regression):
+        def training_step(self, batch: Batch) -> Tensor:  # type: ignore[override]
+            return super().training_step(batch, 0)
+
+    model = Short()
+    quiet(max_epochs=1).fit(model, loader())
+    assert_same_weights(model.net, raw_fit(sgd, epochs=1))
+
+
+def test_sanity_check_and_validation_leave_the_order_of_training_data_alone() -> None:
+    orders = []
+    for sanity in (0, 2):
+        torch.manual_seed(3)
+        model = Regression()
+        seen: list[Tensor] = []
+
+        class See(Callback):
+            def __init__(self, seen: list[Tensor]) -> None:
+                self.seen = seen
+
+            def on_train_batch_start(
+                self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
+            ) -> None:
+                self.seen.append(batch[0])
+
+        shuffled = DataLoader(data(), batch_size=4, shuffle=True)
+        quiet(max_epochs=1, num_sanity_val_steps=sanity, callbacks=See(seen)).fit(
+            model, shuffled, DataLoader(data(8), batch_size=4, shuffle=True)
+        )
+        orders.append(torch.cat(seen))
+    assert torch.equal(orders[0], orders[1])
+
+
+# ---------------------------------------------------------------- how long, and how much
+
+
+def test_max_steps_stops_in_the_middle_of_an_epoch() -> None:
+    model = Regression()
+    trainer = quiet(max_steps=15)
+    trainer.fit(model, loader())
+    assert trainer.global_step == 15
+    assert trainer.current_epoch == 1
+    assert model.trained_on == [*range(11), *range(4)]
+    assert_same_weights(
+        model.net, raw_fit(sgd, epochs=1, batches=[*loader(), *list(loader())[:4]])
+    )
+
+
+def test_the_earlier_of_max_steps_and_max_epochs_ends_training() -> None:
+    by_epochs = quiet(max_epochs=1, max_steps=100)
+    by_epochs.fit(Regression(), loader())
+    assert (by_epochs.current_epoch, by_epochs.global_step) == (1, 11)
+    by_steps = quiet(max_epochs=100, max_steps=11)
+    by_steps.fit(Regression(), loader())
+    assert (by_steps.current_epoch, by_steps.global_step) == (1, 11)
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+def test_should_stop_ends_training_after_the_step() -> None:
+    trainer = quiet(max_epochs=10, callbacks=StopAt(5))
+    trainer.fit(Regression(), loader())
+    assert trainer.global_step == 5
+
+
+def test_should_stop_waits_for_min_epochs_and_min_steps() -> None:
+    by_epochs = quiet(max_epochs=10, min_epochs=3, callbacks=StopAt(5))
+    by_epochs.fit(Regression(), loader())
+    assert by_epochs.global_step == 33
+    by_steps = quiet(max_epochs=10, min_steps=14, callbacks=StopAt(5))
+    by_steps.fit(Regression(), loader())
+    assert by_steps.global_step == 14
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("01:02:03:04", 93784.0),
+        (timedelta(minutes=2), 120.0),
+        ({"hours": 1, "minutes": 30}, 5400.0),
+        (90, 90.0),
+        (0.5, 0.5),
+    ],
+)
+def test_max_time_takes_a_timedelta_a_string_a_dict_or_seconds(given: Any, seconds: float) -> None:
+    assert quiet(max_time=given).max_time == seconds
+
+
+def test_max_time_ends_training() -> None:
+    class Slow(Regression):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(max_time=0.3)
+    began = time.monotonic()
+    trainer.fit(Slow(), loader())
+    assert 0.3 <= time.monotonic() - began < 2.0
+    assert 3 <= trainer.global_step <= 15
+
+
+class Counting(Module):
+    """Counts the batches of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 1))
+        self.counts = {"train": 0, "val": 0, "test": 0, "predict": 0}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.counts["train"] += 1
+        return (batch[0] @ self.weight).square().mean()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.counts["val"] += 1
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.counts["test"] += 1
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.counts["predict"] += 1
+        return batch[0]
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("limit", "train", "val"),
+    [(None, 11, 6), (3, 3, 3), (100, 11, 6), (0.5, 5, 3), (1.0, 11, 6), (1, 1, 1)],
+)
+def test_limits_are_numbers_of_batches_or_fractions(
+    limit: int | float | None, train: int, val: int
+) -> None:
+    model = Counting()
+    trainer = quiet(
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        limit_train_batches=limit,
+        limit_val_batches=limit,
+        limit_test_batches=limit,
+        limit_predict_batches=limit,
+    )
+    trainer.fit(model, loader(), loader(24))
+    trainer.test(model, loader(24), verbose=False)
+    predictions = trainer.predict(model, loader(24))
+    assert model.counts == {"train": 2 * train, "val": 2 * val, "test": val, "predict": val}
+    assert len(predictions) == val
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_a_limit_of_0_leaves_training_or_evaluation_out(limit: int | float) -> None:
+    model = Counting()
+    trainer = quiet(max_epochs=2, limit_val_batches=limit)
+    trainer.fit(model, loader(), loader(24))
+    assert model.counts["val"] == 0
+    assert model.counts["train"] == 22
+    none = quiet(max_epochs=2, limit_train_batches=limit)
+    none.fit(model, loader(), loader(24))
+    assert model.counts["train"] == 22
+    assert none.global_step == 0
+    assert quiet(limit_test_batches=limit).test(model, loader(24), verbose=False) == [{}]
+    assert quiet(limit_predict_batches=limit).predict(model, loader(24)) == []
+
+
+@pytest.mark.parametrize(("fast", "batches"), [(True, 1), (3, 3)])
+def test_fast_dev_run_runs_a_few_batches_of_everything_and_writes_nothing(
+    fast: bool | int, batches: int, tmp_path: Path
+) -> None:
+    model = Counting()
+    trainer = Trainer(
+        fast_dev_run=fast,
+        max_epochs=100,
+        val_check_interval=2,
+        check_val_every_n_epoch=7,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(model, loader(), loader(24))
+    trainer.test(model, loader(24), verbose=False)
+    trainer.predict(model, loader(24))
+    assert model.counts == dict.fromkeys(model.counts, batches)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_fit_begins_at_the_first_epoch() -> None:
+    trainer = quiet(max_epochs=2)
+    first, second = Regression(), Regression()
+    trainer.fit(first, loader())
+    trainer.fit(second, loader())
+    assert_same_weights(second.net, first.net)
+    assert (trainer.current_epoch, trainer.global_step) == (2, 22)
+
+
+class Endless(IterableDataset[Batch]):
+    """Samples without a number of them."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter([data()[index] for index in range(self.samples)])
+
+
+def test_data_without_a_length_are_read_to_their_end() -> None:
+    model = Regression()
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=3)
+    trainer.fit(
+        model, DataLoader(Endless(44), batch_size=4), DataLoader(Endless(8), batch_size=4)
+    )
+    assert trainer.global_step == 8
+    assert trainer.num_training_batches == float("inf")
+    assert_same_weights(model.net, raw_fit(sgd, accumulate=3))
+    assert "val_loss" in trainer.callback_metrics
+
+
+def test_any_iterable_of_batches_is_a_loader() -> None:
+    model = Regression()
+    quiet(max_epochs=2).fit(model, list(loader()))
+    assert_same_weights(model.net, raw_fit(sgd))
+
+
+# ---------------------------------------------------------------- optimizers and schedulers
+
+
+class Configured(Regression):
+    """Returns from configure_optimizers what a function makes; keeps the learning rates."""
+
+    def __init__(self, configure: Callable[[Optimizer], Any]) -> None:
+        super().__init__()
+        self.configure = configure
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(SGD(self.parameters(), lr=0.1))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def step_lr(optimizer: Optimizer) -> StepLR:
+    return StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    ("configure", "by_epoch"),
+    [
+        (lambda o: o, [1.0, 1.0]),
+        (lambda o: [o], [1.0, 1.0]),
+        (lambda o: (o,), [1.0, 1.0]),
+        (lambda o: ([o], [step_lr(o)]), [1.0, 0.5]),
+        (lambda o: ([o], [{"scheduler": step_lr(o), "frequency": 2}]), [1.0, 1.0]),
+        (lambda o: {"optimizer": o}, [1.0, 1.0]),
+        (lambda o: {"optimizer": o, "lr_scheduler": step_lr(o)}, [1.0, 0.5]),
+        # A monitor means nothing to a scheduler that is not stepped with a value.
+        (lambda o: {"optimizer": o, "lr_scheduler": step_lr(o), "monitor": "x"}, [1.0, 0.5]),
+        (
+            lambda o: {
+                "optimizer": o,
+                "lr_scheduler": {"scheduler": step_lr(o), "name": "lr", "strict": True},
+            },
+            [1.0, 0.5],
+        ),
+        (lambda o: [{"optimizer": o, "lr_scheduler": {"scheduler": step_lr(o)}}], [1.0, 0.5]),
+    ],
+)
+def test_configure_optimizers_may_return_any_of_the_documented_forms(
+    configure: Callable[[Optimizer], Any], by_epoch: list[float]
+) -> None:
+    model = Configured(configure)
+    quiet(max_epochs=2, limit_train_batches=2).fit(model, loader())
+    assert model.rates == [0.1 * factor for factor in by_epoch for _ in range(2)]
+
+
+def test_a_scheduler_by_step_steps_after_each_optimizer_step() -> None:
+    model = Configured(
+        lambda o: {
+            "optimizer": o,
+            "lr_scheduler": {"scheduler": ExponentialLR(o, 0.9), "interval": "step", "frequency": 2},
+        }
+    )
+    quiet(max_epochs=2, accumulate_grad_batches=2, limit_train_batches=6).fit(model, loader())
+    steps = [step for step in range(6) for _ in range(2)]
+    assert model.rates == pytest.approx([0.1 * 0.9 ** (step // 2) for step in steps])
+
+
+def test_schedulers_train_as_in_a_raw_loop() -> None:
+    model = Configured(lambda o: ([o], [step_lr(o)]))
+    quiet(max_epochs=3).fit(model, loader(), loader(8))
+    net = network()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    scheduler = step_lr(optimizer)
+    for _ in range(3):
+        for inputs, targets in loader():
+            optimizer.zero_grad()
+            mse_loss(net(inputs), targets).backward()
+            optimizer.step()
+        scheduler.step()
+    assert_same_weights(model.net, net)
+
+
+def plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+@pytest.mark.parametrize("monitor", ["val_value", "train_value"])
+def test_reduce_on_plateau_steps_with_the_epochs_value(monitor: str) -> None:
+    class Scripted(Configured):
+        values = (3.0, 2.0, 2.5, 1.0, 1.5)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            self.log("train_value", self.values[self.current_epoch], on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            self.log("val_value", self.values[self.current_epoch])
+
+    model = Scripted(
+        lambda o: {"optimizer": o, "lr_scheduler": plateau(o), "monitor": monitor}
+    )
+    quiet(max_epochs=5, limit_train_batches=1).fit(model, loader(), loader(4))
+    assert model.rates == [0.1, 0.1, 0.1, 0.05, 0.05]
+
+
+def test_reduce_on_plateau_waits_for_the_epochs_that_have_validation() -> None:
+    class Constant(Configured):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            self.log("val_value", 1.0)
+
+    model = Constant(
+        lambda o: {
+            "optimizer": o,
+            "lr_scheduler": {"scheduler": plateau(o), "monitor": "val_value"},
+        }
+    )
+    quiet(
+        max_epochs=6, limit_train_batches=1, check_val_every_n_epoch=2, num_sanity_val_steps=0
+    ).fit(model, loader(), loader(4))
+    # Values come after epochs 1, 3 and 5; the second is no better than the first.
+    assert model.rates == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
+
+
+def test_manual_optimization_of_two_networks_equals_a_raw_loop() -> None:
+    def networks() -> tuple[nn.Module, nn.Module]:
+        return network(), nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).apply(
+            lambda m: nn.init.constant_(m.weight, 0.3) if isinstance(m, nn.Linear) else None
+        )
+
+    def losses(
+        generator: nn.Module, critic: nn.Module, batch: Batch
+    ) -> Iterator[tuple[int, Tensor]]:
+        inputs, targets = batch
+        yield 0, critic(generator(inputs).detach()).mean() - critic(targets).mean()
+        yield 1, -critic(generator(inputs)).mean()
+
+    class Adversaries(Module):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.generator, self.critic = networks()
+            self.rates: list[float] = []
+
+        def training_step(self, batch: Batch, batch_idx: int) -> None:
+            optimizers = self.optimizers()
+            for which, loss in losses(self.generator, self.critic, batch):
+                optimizers[which].zero_grad()
+                self.manual_backward(loss)
+                optimizers[which].step()
+            self.log("loss", loss)
+            if batch_idx == 10:
+                self.lr_schedulers().step()
+            self.rates.append(optimizers[0].param_groups[0]["lr"])
+
+        def configure_optimizers(self) -> Any:
+            critic = SGD(self.critic.parameters(), lr=0.01)
+            return [critic, Adam(self.generator.parameters(), lr=0.01)], [step_lr(critic)]
+
+    model = Adversaries()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(model, loader())
+
+    torch.manual_seed(5)
+    generator, critic = networks()
+    raw = [SGD(critic.parameters(), lr=0.01), Adam(generator.parameters(), lr=0.01)]
+    for epoch in range(2):
+        # Schedulers are the Module's to step, so the Trainer must not step them as well.
+        raw[0].param_groups[0]["lr"] = 0.01 * 0.5**epoch
+        for batch in loader():
+            for which, loss in losses(generator, critic, batch):
+                raw[which].zero_grad()
+                loss.backward()
+                raw[which].step()
+    assert trainer.global_step == 2 * 2 * 11
+    assert_same_weights(model.generator, generator)
+    assert_same_weights(model.critic, critic)
+    assert float(trainer.callback_metrics["loss"]) == pytest.approx(float(loss))
+
+
+# ---------------------------------------------------------------- validation
+
+
+class Marks(Callback):
+    """Notes how many batches were trained on at each validation."""
+
+    def __init__(self) -> None:
+        self.at: list[tuple[int, int]] = []
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        if not trainer.sanity_checking:
+            self.at.append((trainer.current_epoch, trainer.batches_that_trained))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, [(0, 11), (1, 11)]),
+        ({"val_check_interval": 1.0}, [(0, 11), (1, 11)]),
+        ({"val_check_interval": 4}, [(0, 4), (0, 8), (1, 4), (1, 8)]),
+        ({"val_check_interval": 11}, [(0, 11), (1, 11)]),
+        ({"val_check_interval": 0.5}, [(e, b) for e in (0, 1) for b in (5, 10)]),
+        (
+            # Windows end after 3, 6, 9 and 11 batches: validation comes after the window in which
+            # it is due.
+            {"val_check_interval": 4, "accumulate_grad_batches": 3},
+            [(e, b) for e in (0, 1) for b in (6, 9)],
+        ),
+        ({"check_val_every_n_epoch": 2}, [(1, 11)]),
+        ({"check_val_every_n_epoch": 2, "val_check_interval": 5}, [(1, 5), (1, 10)]),
+        ({"limit_train_batches": 1}, [(0, 1), (1, 1)]),
+    ],
+)
+def test_validation_comes_when_it_is_asked_for(
+    arguments: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    marks = Marks()
+    quiet(max_epochs=2, callbacks=marks, **arguments).fit(Regression(), loader(), loader(8))
+    assert marks.at == expected
+
+
+def test_the_sanity_check_runs_a_few_batches_before_training_and_leaves_no_value() -> None:
+    for steps, batches in ((0, 0), (2, 2), (100, 6), (-1, 6)):
+        model = Counting()
+        events: list[str] = []
+
+        class See(Callback):
+            def __init__(self, events: list[str], model: Counting) -> None:
+                self.events, self.model = events, model
+
+            def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
+                self.events.append(f"{self.model.counts['val']} {dict(trainer.callback_metrics)}")
+
+        quiet(max_epochs=1, num_sanity_val_steps=steps, callbacks=See(events, model)).fit(
+            model, loader(), loader(24)
+        )
+        assert events == ([f"{batches} {{}}"] if steps else [])
+        assert model.counts["val"] == batches + 6
+
+
+class TwoSets(Regression):
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        inputs, targets = batch
+        self.log("val_loss", mse_loss(self.net(inputs), targets))
+        self.log("same", 7.0 + dataloader_idx, add_dataloader_idx=dataloader_idx == 0)
+
+    test_step = validation_step
+
+
+def test_several_validation_loaders_are_told_apart_by_name() -> None:
+    model = TwoSets()
+    trainer = quiet(max_epochs=1)
+    first, second = loader(10), loader(6, batch_size=3)
+    trainer.fit(model, loader(), [first, second])
+    with torch.no_grad():
+        losses = [
+            mse_loss(model.net(d.tensors[0]), d.tensors[1])
+            for d in (data(10), data(6))
+        ]
+    values = trainer.callback_metrics
+    assert values["val_loss/dataloader_idx_0"] == pytest.approx(float(losses[0]))
+    assert values["val_loss/dataloader_idx_1"] == pytest.approx(float(losses[1]))
+    assert "val_loss" not in values
+
+    returned = trainer.test(model, {"a": first, "b": second}, verbose=False)
+    assert len(returned) == 2
+    assert returned[0]["val_loss/dataloader_idx_0"] == pytest.approx(float(losses[0]))
+    assert returned[1]["val_loss/dataloader_idx_1"] == pytest.approx(float(losses[1]))
+    assert "val_loss/dataloader_idx_1" not in returned[0]
+
+
+def test_evaluation_gives_each_submodule_its_own_mode_back() -> None:
+    seen: list[tuple[bool, ...]] = []
+
+    class Partly(Regression):
+        def state(self) -> tuple[bool, ...]:
+            return (
+                self.training,
+                self.net.training,
+                self.net[0].training,
+                self.net[1].training,
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+            )
+
+        def on_train_start(self) -> None:
+            self.net[1].eval()
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            seen.append(self.state())
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            seen.append(self.state())
+
+    model = Partly()
+    quiet(
+        max_epochs=1, limit_train_batches=2, val_check_interval=1, num_sanity_val_steps=1
+    ).fit(model, loader(), loader(4))
+    training = (True, True, True, False, True, False)
+    evaluating = (False, False, False, False, False, True)
+    assert seen == [evaluating, training, evaluating, training, evaluating]
+
+    seen.clear()
+    model.train()
+    model.net[0].eval()
+    quiet(inference_mode=False).validate(model, loader(4), verbose=False)
+    assert seen == [(False, False, False, False, False, False)]
+    assert [part.training for part in model.modules()] == [True, True, False, True, True]
+
+
+def test_modes_and_gradients_come_back_after_an_error_in_validation() -> None:
+    class Failing(Regression):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            raise ValueError("in the middle of validation")
+
+    model = Failing()
+    with pytest.raises(ValueError, match="in the middle"):
+        quiet(max_epochs=1).fit(model, loader(), loader(4))
+    assert model.training
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+# ---------------------------------------------------------------- predict
+
+
+def test_predict_returns_the_outputs_batch_by_batch() -> None:
+    model = Regression()
+    expected = [model.net(inputs).detach() for inputs, _ in loader(10)]
+
+    class Predicting(Regression):
+        def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return self(batch[0]) + dataloader_idx
+
+    model = Predicting()
+    trainer = quiet()
+    one = trainer.predict(model, loader(10))
+    assert len(one) == 3
+    for output, wanted in zip(one, expected, strict=True):
+        torch.testing.assert_close(output, wanted)
+    two = trainer.predict(model, [loader(10), loader(4)])
+    assert [len(outputs) for outputs in two] == [3, 1]
+    torch.testing.assert_close(two[1][0], model.net(next(iter(loader(4)))[0]) + 1)
+    assert trainer.predict(model, loader(4), return_predictions=False) is None
+
+
+def test_predict_step_calls_forward_by_default() -> None:
+    class Plain(Module):
+        def forward(self, batch: Tensor) -> Tensor:
+            return batch * 2
+
+    outputs = quiet().predict(Plain(), DataLoader(torch.arange(4.0), batch_size=2))  # type: ignore[arg-type]
+    assert [output.tolist() for output in outputs] == [[0.0, 2.0], [4.0, 6.0]]
+
+
+# ---------------------------------------------------------------- events
+
+_NOT_RECORDED = {"on_save_checkpoint", "on_load_checkpoint", "on_exception"}
+
+
+def recording_callback(log: list[str], name: str) -> Callback:
+    def record(event: str) -> Any:
+        def listen(self: Any, trainer: Trainer, module: Module, *args: Any) -> None:
+            log.append(f"{name}.{event}")
+
+        return listen
+
+    events = {event: record(event) for event in EVENTS if event not in _NOT_RECORDED}
+    return type("Recorder", (Callback,), events)()  # type: ignore[no-any-return]
+
+
+def recording_module(log: list[str], name: str, base: type[Module]) -> Module:
+    def record(event: str) -> Any:
+        def listen(self: Any, *args: Any) -> None:
+            log.append(f"{name}.{event}")
+
+        return listen
+
+    events = {event: record(event) for event in EVENTS if event not in _NOT_RECORDED}
+
+    def configure_model(self: Any) -> None:
+        log.append(f"{name}.configure_model")
+
+    events["configure_model"] = configure_model
+    return type("Recorded", (base,), events)()  # type: ignore[no-any-return]
+
+
+def each(events: Sequence[str]) -> list[str]:
+    """Every event reaches the callbacks in their order, then the Module."""
+    return [
+        f"{who}.{event}"
+        for event in events
+        for who in (("module",) if event == "configure_model" else ("first", "second", "module"))
+    ]
+
+
+TRAIN_BATCH = [
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+]
+STEP = ["on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end"]
+VALIDATION = [
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+]
+
+
+def test_the_events_of_fit_come_in_the_documented_order() -> None:
+    log: list[str] = []
+    model = recording_module(log, "module", Regression)
+    trainer = quiet(
+        max_epochs=2,
+        limit_train_batches=3,
+        accumulate_grad_batches=2,
+        val_check_interval=2,
+        callbacks=[recording_callback(log, "first"), recording_callback(log, "second")],
+    )
+    trainer.fit(model, loader(), loader(4))
+    epoch = [
+        "on_train_epoch_start",
+        *TRAIN_BATCH,
+        "on_train_batch_end",
+        *TRAIN_BATCH,
+        *STEP,
+        *VALIDATION,
+        *TRAIN_BATCH,
+        *STEP,
+        "on_train_epoch_end",
+    ]
+    assert log == each(
+        [
+            "setup",
+            "configure_model",
+            "on_fit_start",
+            "on_sanity_check_start",
+            *VALIDATION,
+            "on_sanity_check_end",
+            "on_train_start",
+            *epoch,
+            *epoch,
+            "on_train_end",
+            "on_fit_end",
+            "teardown",
+        ]
+    )
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_the_events_of_an_evaluation_come_in_the_documented_order(stage: str) -> None:
+    log: list[str] = []
+    what = "validation" if stage == "validate" else stage
+    model = recording_module(log, "module", Counting)
+    trainer = quiet(
+        callbacks=[recording_callback(log, "first"), recording_callback(log, "second")]
+    )
+    if stage == "predict":
+        trainer.predict(model, loader(4))
+    else:
+        getattr(trainer, stage)(model, loader(4), verbose=False)
+    assert log == each(
+        [
+            "setup",
+            "configure_model",
+            f"on_{what}_start",
+            f"on_{what}_epoch_start",
+            f"on_{what}_batch_start",
+            f"on_{what}_batch_end",
+            f"on_{what}_epoch_end",
+            f"on_{what}_end",
+            "teardown",
+        ]
+    )
+
+
+def test_events_are_handed_what_their_docstrings_say() -> None:
+    got: dict[str, Any] = {}
+
+    class See(Callback):
+        def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+            got["stage"] = stage
+
+        def on_train_batch_end(
+            self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            got["outputs"], got["batch"], got["index"] = outputs, batch, batch_idx
+
+        def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
+            got["loss"] = loss
+
+        def on_before_optimizer_step(
+            self, trainer: Trainer, module: Module, optimizer: Optimizer
+        ) -> None:
+            got["optimizer"] = optimizer
+            got["gradient"] = module.net[0].weight.grad.clone()  # type: ignore[index, union-attr, operator]
+
+        def on_before_zero_grad(
+            self, trainer: Trainer, module: Module, optimizer: Optimizer
+        ) -> None:
+            got["clipped"] = module.net[0].weight.grad.clone()  # type: ignore[index, union-attr, operator]
+
+    model = Regression()
+    trainer = quiet(max_steps=1, callbacks=See(), gradient_clip_val=1e-3)
+    batches = loader()
+    trainer.fit(model, batches)
+    assert got["stage"] == "fit"
+    assert got["index"] == 0
+    assert torch.equal(got["batch"][0], next(iter(batches))[0])
+    assert got["outputs"]["loss"] == got["loss"].detach()
+    assert got["loss"].requires_grad
+    assert not got["outputs"]["loss"].requires_grad
+    assert got["optimizer"] is trainer.optimizers[0]
+    assert got["gradient"].norm() > 1e-2
+    assert got["clipped"].norm() <= 1e-3
+
+
+def test_an_exception_is_told_and_raised_unchanged() -> None:
+    told: list[BaseException] = []
+
+    class See(Callback):
+        def on_exception(
+            self, trainer: Trainer, module: Module, exception: BaseException
+        ) -> None:
+            told.append(exception)
+
+    class Failing(Regression):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            raise KeyError("mine")
+
+    trainer = quiet(max_epochs=1, callbacks=See())
+    with pytest.raises(KeyError, match="mine") as caught:
+        trainer.fit(Failing(), loader())
+    assert told == [caught.value]
+    assert trainer.state.status == "interrupted"
+
+
+def test_configure_callbacks_replaces_the_trainers_of_the_same_type() -> None:
+    class Mine(Callback):
+        pass
+
+    class Other(Callback):
+        pass
+
+    own = Mine()
+
+    class Asking(Regression):
+        def configure_callbacks(self) -> Any:
+            return own
+
+    other = Other()
+    trainer = quiet(max_epochs=1, callbacks=[Mine(), other])
+    for _ in range(2):
+        trainer.fit(Asking(), loader())
+        assert trainer.callbacks == [other, own]
+
+
+# ---------------------------------------------------------------- DataModule and the rest
+
+
+def test_a_datamodule_is_prepared_set_up_used_and_taken_down() -> None:
+    calls: list[str] = []
+
+    class Data(DataModule):
+        def prepare_data(self) -> None:
+            calls.append("prepare_data")
+
+        def setup(self, stage: str) -> None:
+            calls.append(f"setup {stage}")
+            self.data = data()
+
+        def train_dataloader(self) -> Any:
+            calls.append("train_dataloader")
+            return DataLoader(self.data, batch_size=4)
+
+        def val_dataloader(self) -> Any:
+            calls.append("val_dataloader")
+            return DataLoader(self.data, batch_size=4)
+
+        def teardown(self, stage: str) -> None:
+            calls.append(f"teardown {stage}")
+
+    model, module_data = Regression(), Data()
+    trainer = quiet(max_epochs=1)
+    trainer.fit(model, module_data)  # in the place of loaders, as well as by name
+    assert calls == [
+        "prepare_data",
+        "setup fit",
+        "train_dataloader",
+        "val_dataloader",
+        "teardown fit",
+    ]
+    assert module_data.trainer is trainer
+    assert_same_weights(model.net, raw_fit(sgd, epochs=1))
+    calls.clear()
+    values = trainer.validate(datamodule=module_data, verbose=False)
+    assert calls == ["prepare_data", "setup validate", "val_dataloader", "teardown validate"]
+    with torch.no_grad():
+        expected = mse_loss(model.net(data().tensors[0]), data().tensors[1])
+    assert values == [{"val_loss": pytest.approx(float(expected))}]
+
+
+def test_a_module_may_bring_its_own_loaders() -> None:
+    class WithData(Regression):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def val_dataloader(self) -> Any:
+            return loader(8)
+
+    model = WithData()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(model)
+    assert_same_weights(model.net, raw_fit(sgd))
+    assert list(trainer.validate(verbose=False)[0]) == ["val_loss"]
+
+
+def test_validate_prints_a_table_of_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    class Fixed(Regression):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            self.log("val_acc", 0.625, logger=False)
+
+    assert quiet().validate(Fixed(), loader(4)) == [{"val_acc": 0.625}]
+    shown = capsys.readouterr().out
+    assert "val_acc" in shown
+    assert "0.625" in shown
+
+
+def test_deterministic_is_set_while_a_run_lasts() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class See(Callback):
+        def on_train_start(self, trainer: Trainer, module: Module) -> None:
+            seen.append(
+                (
+                    torch.are_deterministic_algorithms_enabled(),
+                    torch.is_deterministic_algorithms_warn_only_enabled(),
+                )
+            )
+
+    for deterministic in (True, "warn", False):
+        quiet(max_steps=1, deterministic=deterministic, callbacks=See()).fit(
+            Regression(), loader()
+        )
+    assert seen == [(True, False), (True, True), (False, False)]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_detect_anomaly_names_the_batch_whose_loss_is_not_finite() -> None:
+    class Diverging(Regression):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * (float("nan") if batch_idx == 2 else 1.0)
+
+    with pytest.raises(
+        NonFiniteLossError,
+        match=r"the loss of batch 2 in epoch 0 \(after 2 optimizer steps\) is nan; expected a finite",
+    ):
+        quiet(max_epochs=1, detect_anomaly=True).fit(Diverging(), loader())
+    assert not torch.is_anomaly_enabled()
+    model = Diverging()
+    quiet(max_epochs=1).fit(model, loader())
+    assert model.net[0].weight.isnan().all()  # type: ignore[union-attr, operator]
+
+
+def test_detect_anomaly_finds_a_gradient_that_is_not_finite() -> None:
+    class BadBackward(Regression):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            # Finite forward, infinite derivative: sqrt at 0, times 0.
+            return (self.net(batch[0]) * 0).sqrt().sum()
+
+    with (
+        pytest.warns(UserWarning, match="Error detected in"),
+        pytest.raises(RuntimeError, match="returned nan values"),
+    ):
+        quiet(max_epochs=1, detect_anomaly=True).fit(BadBackward(), loader())
