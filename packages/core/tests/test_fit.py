@@ -621,7 +621,7 @@ def test_manual_optimization_of_two_networks_equals_a_raw_loop() -> None:
     assert trainer.global_step == 2 * 2 * 11
     assert_same_weights(model.generator, generator)
     assert_same_weights(model.critic, critic)
-    assert float(trainer.callback_metrics["loss"]) == pytest.approx(float(loss))
+    assert float(trainer.callback_metrics["loss"]) == pytest.approx(loss.item())
 
 
 # ---------------------------------------------------------------- validation

@@ -6,8 +6,9 @@ sets of them: what `torch.load(weights_only=True)` accepts from any version of t
 
 from __future__ import annotations
 
+import ctypes
 import io
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def find_culprit(data: Any, path: str = "") -> str | None:
     kind = type(data)
     if kind in _LEAVES or kind in _TORCH or isinstance(data, torch.Tensor):
         return None
-    if kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict, Counter):
         for key, value in data.items():
             culprit = find_culprit(key, f"{path} (a key)") or find_culprit(
                 value, f"{path}[{key!r}]"
@@ -55,4 +56,7 @@ def encode(data: Any) -> torch.Tensor:
 
 def decode(encoded: torch.Tensor) -> Any:
     """Return the plain data that `encode` made; nothing in it is executed."""
-    return torch.load(io.BytesIO(encoded.cpu().numpy().tobytes()), weights_only=True)
+    encoded = encoded.cpu().contiguous()
+    # Not by way of numpy, without which torch may be installed.
+    data = ctypes.string_at(encoded.data_ptr(), encoded.numel())
+    return torch.load(io.BytesIO(data), weights_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ class LiteModule(nn.Module):
     def __init__(self, module: nn.Module, prepared: Prepared, strategy: Strategy) -> None:
         super().__init__()
         precision = strategy.precision
+        # The model's own tables, so that what nn.Module does with them (buffers, children, to) it
+        # does to the model.
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = module.__dict__[table]
         # Plain attributes: registered as submodules they would double every parameter.
         self.__dict__["module"] = module
         self.__dict__["prepared"] = prepared
@@ -83,6 +87,15 @@ class LiteModule(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's parameters with their own names."""
         return self.__dict__["module"].named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model and its submodules with their own names."""
+        return self.__dict__["module"].named_modules(*args, **kwargs)
+
+    def apply(self, function: Callable[[nn.Module], None]) -> LiteModule:
+        """Call a function with the model and each of its submodules."""
+        self.__dict__["module"].apply(function)
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's state, under its own names."""

@@ -327,8 +327,10 @@ class Module(nn.Module):
         """
         from stratagem.checkpoint import SingleFileCheckpointIO
         from stratagem.interfaces.optimizer_state import load_weights
+        from stratagem.trainer.checkpoints import check_format
 
         checkpoint = SingleFileCheckpointIO().load_checkpoint(checkpoint_path)
+        check_format(checkpoint, checkpoint_path)
         arguments = {**checkpoint.get("hyper_parameters", {}), **kwargs}
         accepted = inspect.signature(cls.__init__).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):

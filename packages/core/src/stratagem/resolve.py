@@ -24,7 +24,7 @@ from stratagem.discovery.specs import (
     StrategySpec,
     load_target,
 )
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UnknownNameError
 
 CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 """Names the cluster environment; "none" switches detection off."""
@@ -231,21 +231,29 @@ class _Resolver:
         if external and (self._number(environment, "world_size") or 1) > 1:
             several = True
         fitting = tuple(
-            candidate.spec.name
-            for candidate in self.registry.candidates("strategy")
-            if isinstance(candidate.spec, StrategySpec)
-            and _takes(candidate.spec.capabilities.accelerators, accelerator)
-            and (candidate.spec.capabilities.many_devices or not several)
+            dict.fromkeys(  # a name that two distributions claim stands there once
+                candidate.spec.name
+                for candidate in self.registry.candidates("strategy")
+                if isinstance(candidate.spec, StrategySpec)
+                and _takes(candidate.spec.capabilities.accelerators, accelerator)
+                and (candidate.spec.capabilities.many_devices or not several)
+            )
         )
         for implementation in reversed(
             self.registry.plugins.hook.stratagem_choose_strategy.get_hookimpls()
         ):
             arguments = {"request": request, "candidates": fitting}
             answer = implementation.function(*(arguments[name] for name in implementation.argnames))
-            if answer is not None:
-                return self._find(
-                    "strategy", str(answer), f"chosen by the plugin {implementation.plugin_name}"
+            if answer is None:
+                continue
+            plugin = implementation.plugin_name
+            if answer not in fitting:
+                raise ConfigurationError(
+                    f"the plugin {plugin} chose the strategy {answer!r} for this request; expected "
+                    f"one of {_either(fitting)}: name a strategy, or disable the plugin with "
+                    "STRATAGEM_DISABLE_PLUGINS"
                 )
+            return self._find("strategy", answer, f"chosen by the plugin {plugin}")
         if several:
             why = f"{len(devices)} device(s) a node and no strategy named"
             if request.interactive and not external and "ddp_notebook" in fitting:
@@ -294,7 +302,7 @@ class _Resolver:
         if asked != "auto":
             selected = self._find("accelerator", asked, "you named it")
             return selected, self._available(selected)
-        if self.request.devices in (None, 0):
+        if self.request.devices is None or _is_zero(self.request.devices):
             selected = self._find("accelerator", "cpu", f"devices={self.request.devices!r}")
             return selected, self._available(selected)
         return self._best_accelerator(wanted)
@@ -339,7 +347,12 @@ class _Resolver:
         external: bool,
     ) -> tuple[tuple[int, ...], str]:
         asked = self.request.devices
-        if asked in (None, 0, "auto"):
+        if _is_zero(asked) and found.indexed:
+            raise ConfigurationError(
+                f"devices=0 leaves nothing to train on with accelerator={accelerator.name!r}: pass "
+                "a number of devices, or accelerator='cpu'"
+            )
+        if asked is None or asked == "auto" or _is_zero(asked):
             local = self._number(environment, "local_world_size") if external else None
             if external and local is None:
                 world = self._number(environment, "world_size")
@@ -365,7 +378,13 @@ class _Resolver:
         environ = self.request.environ
         asked = self._asked("cluster_environment", None)
         if asked is not None and not isinstance(asked, str):
-            external = bool(getattr(asked, "creates_processes_externally", False))
+            _check_object(
+                "cluster_environment",
+                asked,
+                "creates_processes_externally",
+                "stratagem.environments.ClusterEnvironment",
+            )
+            external = bool(asked.creates_processes_externally)
             name = type(asked).__name__
             return Selected("cluster_environment", name, _GIVEN, "you passed it", asked), external
         if asked is not None:
@@ -376,7 +395,10 @@ class _Resolver:
             why = f"detection is switched off by {CLUSTER_VARIABLE}=none"
             return self._find("cluster_environment", PLAIN, why), False
         if switch:
-            selected = self._find("cluster_environment", switch, f"{CLUSTER_VARIABLE}={switch}")
+            try:
+                selected = self._find("cluster_environment", switch, f"{CLUSTER_VARIABLE}={switch}")
+            except UnknownNameError as error:
+                raise UnknownNameError(f"{CLUSTER_VARIABLE}={switch}: {error}") from None
             return selected, self._is_external(selected)
         detected = [
             candidate
@@ -402,8 +424,8 @@ class _Resolver:
         """Return the environment's world_size, local_world_size or rank, if it says one."""
         spec = environment.spec
         if not isinstance(spec, ClusterEnvironmentSpec):
-            method = getattr(environment.source, what, None)
-            return int(method()) if callable(method) else None
+            method = getattr(environment.source, "global_rank" if what == "rank" else what)
+            return int(method())
         variable = str(getattr(spec, f"{what}_variable"))
         text = self.request.environ.get(variable)
         if text is None:
@@ -419,7 +441,7 @@ class _Resolver:
         self, local: int, environment: Selected, external: bool, capabilities: Capabilities
     ) -> int:
         asked = self.request.num_nodes
-        if not isinstance(asked, int) or asked < 1:
+        if not _is_index(asked) or asked < 1:
             raise ConfigurationError(f"num_nodes={asked!r}: expected a whole number of at least 1")
         if asked > 1 and not external and environment.name == PLAIN:
             missing = [
@@ -547,6 +569,9 @@ class _Resolver:
             return self._find("checkpoint_io", "single_file", "the default")
         if isinstance(asked, str):
             return self._find("checkpoint_io", asked, "you named it")
+        _check_object(
+            "checkpoint_io", asked, "save_checkpoint", "stratagem.checkpoint.CheckpointIO"
+        )
         name = type(asked).__name__
         return Selected("checkpoint_io", name, _GIVEN, "you passed it", asked)
 
@@ -565,6 +590,15 @@ class _Resolver:
 
     def _find(self, kind: str, name: str, why: str) -> Selected:
         return _selected(self.registry.find(kind, name), why)
+
+
+def _check_object(part: str, given: Any, method: str, base: str) -> None:
+    """Refuse an object that is not of a part's kind, or a class in the place of an object."""
+    if isinstance(given, type) or not hasattr(given, method):
+        raise ConfigurationError(
+            f"{part}={given!r}: expected a name or an instance of {base}"
+            + (", received a class: call it" if isinstance(given, type) else "")
+        )
 
 
 def _selected(candidate: Candidate, why: str) -> Selected:
@@ -651,6 +685,10 @@ def _parse_devices(asked: Any, found: Availability, accelerator: str) -> tuple[i
 
 def _is_index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_zero(value: object) -> bool:
+    return value == 0 and _is_index(value)
 
 
 def _indices(devices: tuple[int, ...]) -> str:

@@ -69,7 +69,12 @@ def rank_environment(
     main_port: int,
 ) -> dict[str, str]:
     """Return the variables that tell a rank who it is."""
+    network = {}
+    if num_nodes == 1 and sys.platform.startswith("linux"):
+        # gloo listens on the address of the host's name, unless it is told otherwise.
+        network["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {
+        **network,
         "MASTER_ADDR": main_address,
         "MASTER_PORT": str(main_port),
         "WORLD_SIZE": str(local_world_size * num_nodes),

@@ -255,11 +255,11 @@ class ModelCheckpoint(Callback):
 
 
 def _larger(a: float, b: float) -> bool:
-    return a > b or b != b
+    return a > b or (b != b and a == a)
 
 
 def _smaller(a: float, b: float) -> bool:
-    return a < b or b != b
+    return a < b or (b != b and a == a)
 
 
 def _extreme(models: dict[str, float], better: Any) -> str:

@@ -30,15 +30,18 @@ def exporter(
         offers = {c.spec.target: c for c in _candidates(kind) if c.spec.class_name == name}
         ours = [c for c in offers.values() if c.distribution == CORE]
         if len(offers) > 1 and not ours:
-            raise AttributeError(
+            raise ImportError(
                 f"several distributions provide {name!r}: import it from its own module, one of "
                 + ", ".join(sorted(str(target).partition(":")[0] for target in offers))
             )
         for candidate in ours or offers.values():
             return candidate.spec.load()
-        registry = get_registry()
-        what = registry.possible_providers(name) or [f"It has: {', '.join(names())}."]
-        raise AttributeError(f"module {module!r} has no attribute {name!r}. {' '.join(what)}")
+        # Of an AttributeError, `from ... import` would show nothing but the name.
+        if providers := get_registry().possible_providers(name):
+            raise ImportError(f"{module!r} has no {name!r}. {' '.join(providers)}", name=module)
+        raise AttributeError(
+            f"module {module!r} has no attribute {name!r}. It has: {', '.join(names())}."
+        )
 
     def names() -> list[str]:
         return sorted({*bases, *(c.spec.class_name for c in _candidates(kind))})

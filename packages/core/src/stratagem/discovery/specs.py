@@ -51,17 +51,17 @@ class ComponentSpec:
     """Further names."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.aliases, tuple):
+            raise PluginError(
+                f"the {self.kind} spec {self.name!r} has aliases={self.aliases!r}; expected a "
+                "tuple of names"
+            )
         for name in (self.name, *self.aliases):
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise PluginError(
                     f"a {self.kind} spec has the name {name!r}; expected letters, digits, '_', "
                     "'-' and '.', beginning with a letter or digit"
                 )
-        if isinstance(self.aliases, str):
-            raise PluginError(
-                f"the {self.kind} spec {self.name!r} has aliases={self.aliases!r}; expected a "
-                "tuple of names"
-            )
         if not callable(self.target) and not (
             isinstance(self.target, str) and _TARGET.fullmatch(self.target)
         ):
@@ -96,6 +96,14 @@ class StrategySpec(ComponentSpec):
 
     kind: ClassVar[str] = "strategy"
     capabilities: Capabilities = field(default_factory=Capabilities)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.capabilities, Capabilities):
+            raise PluginError(
+                f"the strategy spec {self.name!r} has capabilities={self.capabilities!r}; expected "
+                "stratagem.discovery.Capabilities"
+            )
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,8 @@ def load_target(target: Target, *, what: str) -> Any:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, OSError, AttributeError) as error:
+    # Whatever a vendor's SDK raises at import, the error names the component that needs it.
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"cannot import {what}: target={target!r} failed with "
             f"{type(error).__name__}: {error}. Its distribution or the SDK that it needs is broken "

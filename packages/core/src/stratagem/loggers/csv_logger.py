@@ -19,7 +19,7 @@ class CSVLogger(Logger):
     Args:
         save_dir: folder of all runs.
         name: folder of this experiment.
-        version: an int or a name; None: the next that is free.
+        version: an int or a name, added to if it is there; None: the next that is free.
 
     Example:
         >>> import tempfile
@@ -84,6 +84,8 @@ class CSVLogger(Logger):
         if not self._rows:
             return
         rows, self._rows = self._rows, []
+        if not self._written:
+            self._continue_file()
         new = [c for c in dict.fromkeys(c for row in rows for c in row) if c not in self._columns]
         self._file.parent.mkdir(parents=True, exist_ok=True)
         if new and self._written:
@@ -95,6 +97,13 @@ class CSVLogger(Logger):
                 writer.writerow(self._columns)
             writer.writerows([row.get(column, "") for column in self._columns] for row in rows)
         self._written = True
+
+    def _continue_file(self) -> None:
+        """Take over the columns of a file that is there: a version that was named may have been used."""
+        if self._file.exists():
+            with self._file.open(newline="") as file:
+                self._columns = next(csv.reader(file), [])
+            self._written = bool(self._columns)
 
     def _add_columns(self, new: list[str]) -> None:
         temporary = self._file.with_suffix(".tmp")

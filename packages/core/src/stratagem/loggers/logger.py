@@ -11,7 +11,8 @@ class Logger(ABC):
     """Receives values, on rank 0.
 
     Call sequence: `log_hyperparams` once; `log_metrics` for each row of values, in order of steps,
-    some time after they were logged; `save` now and then; `finalize` at the end.
+    some time after they were logged (an evaluation's batches are numbered from 0); `save` now and
+    then; `finalize` at the end.
     """
 
     @property

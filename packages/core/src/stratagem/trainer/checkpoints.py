@@ -84,9 +84,20 @@ def read(strategy: Strategy, path: str | Path) -> dict[str, Any]:
     """Return the checkpoint at `path`; called on every rank.
 
     Raises:
-        CheckpointCorruptError: it is damaged, or of a newer format.
+        CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
     """
     checkpoint = strategy.load_checkpoint(path)
+    check_format(checkpoint, path)
+    return checkpoint
+
+
+def check_format(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Refuse what is no Trainer's checkpoint, or one of a newer format.
+
+    Raises:
+        CheckpointCorruptError: it is of a newer format.
+        CheckpointMismatchError: it has no weights.
+    """
     version = checkpoint.get("format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
         raise CheckpointCorruptError(
@@ -99,7 +110,6 @@ def read(strategy: Strategy, path: str | Path) -> dict[str, Any]:
             f"{str(path)!r} has no 'state_dict'; it has {', '.join(map(str, checkpoint))}: "
             "expected a checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
         )
-    return checkpoint
 
 
 def restore_model(run: Run, prepared: Prepared, checkpoint: dict[str, Any]) -> None:
@@ -136,6 +146,8 @@ def restore_training(
             )
     for optimizer, state in zip(prepared.optimizers, checkpoint["optimizer_states"], strict=True):
         strategy.load_optimizer_state(prepared, optimizer, state)
+        # It has stepped before the checkpoint; schedulers warn where they see no step before them.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
     for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     strategy.precision.load_state_dict(checkpoint["precision"])

@@ -49,7 +49,9 @@ def evaluate(
             events.tell(f"on_{what}_epoch_end")
         values, for_loggers = logged.end_epoch()
         run.take_values(values, logged)
-        logged.write({**for_loggers, "epoch": run.progress.epoch}, run.progress.global_step)
+        # At the last optimizer step, as the values of a training epoch.
+        last_step = max(0, run.progress.global_step - 1)
+        logged.write({"epoch": run.progress.epoch, **for_loggers}, last_step)
         events.tell(f"on_{what}_end")
     finally:
         module.__dict__["_logged"] = before

@@ -182,7 +182,8 @@ class LoggedValues:
             last = getattr(value, "_forward_cache", None)
             return last.detach().clone() if isinstance(last, Tensor) else None
         try:
-            return float(value)
+            # NumPy's arrays of one element have no float of their own.
+            return float(value.item() if hasattr(value, "item") else value)
         except (TypeError, ValueError):
             raise UserCodeError(
                 f"self.log({entry.name!r}, ...) expected a number, a tensor with one element or a "
@@ -309,7 +310,7 @@ def _floats(values: list[Any]) -> list[float]:
         read = iter(torch.stack([t.reshape(()).double() for t in tensors]).tolist())
     else:
         read = iter([t.item() for t in tensors])
-    return [next(read) if isinstance(v, Tensor) else float(v) for v in values]
+    return [next(read) if isinstance(v, Tensor) else v for v in values]
 
 
 def _batch_size(batch: Any) -> int:

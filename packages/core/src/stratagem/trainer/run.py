@@ -316,7 +316,7 @@ class Run:
         epoch_values, for_loggers = values.end_epoch()
         self.take_values(epoch_values, values)
         # The epoch's values stand at its last step, with the epoch's number.
-        values.write({**for_loggers, "epoch": progress.epoch}, max(0, progress.global_step - 1))
+        values.write({"epoch": progress.epoch, **for_loggers}, max(0, progress.global_step - 1))
         self._step_monitored_schedulers(after_validation=False)
         self.events.tell_monitors("on_train_epoch_end")
 

@@ -1,0 +1,1092 @@
+"""Checkpoints: whole or not there, safe to load, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Callback, DataModule, Lite, Module, Trainer
+from stratagem.callbacks import EarlyStopping, ModelCheckpoint
+from stratagem.checkpoint import CheckpointIO, SingleFileCheckpointIO
+from stratagem.errors import (
+    CheckpointContentError,
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    UserCodeError,
+)
+
+# ---------------------------------------------------------------- the file
+
+WRITER = """
+import sys, torch
+from stratagem.checkpoint import SingleFileCheckpointIO
+io = SingleFileCheckpointIO()
+print("ready", flush=True)
+for number in range(1_000_000):
+    io.save_checkpoint({"number": number, "weights": torch.full((500_000,), float(number))}, sys.argv[1])
+"""
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(
+    tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    path = tmp_path / "model.ckpt"
+    io = SingleFileCheckpointIO()
+    io.save_checkpoint({"number": -1, "weights": torch.full((500_000,), -1.0)}, path)
+    for delay in (0.0, 0.005, 0.02, 0.05):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)],
+            env=script_environment,
+            stdout=subprocess.PIPE,
+        )
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(delay)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        loaded = io.load_checkpoint(path)
+        assert (loaded["weights"] == float(loaded["number"])).all()
+
+
+def test_a_checkpoint_is_written_beside_its_target_synced_then_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    target = tmp_path / "model.ckpt"
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        what = Path(f"/proc/self/fd/{descriptor}").resolve()
+        calls.append("fsync the directory" if what == tmp_path else f"fsync in {what.parent}")
+        fsync(descriptor)
+
+    def note_replace(source: Any, destination: Any) -> None:
+        assert Path(source).parent == tmp_path
+        assert not target.exists()
+        calls.append(f"rename to {Path(destination).name}")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    SingleFileCheckpointIO().save_checkpoint({"a": 1}, target)
+    assert calls == [f"fsync in {tmp_path}", "rename to model.ckpt", "fsync the directory"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.ckpt"
+    io = SingleFileCheckpointIO()
+    io.save_checkpoint({"number": 1}, path)
+
+    def full(checkpoint: Any, file: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        io.save_checkpoint({"number": 2}, path)
+    assert io.load_checkpoint(path) == {"number": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.ckpt"]
+
+
+def test_a_checkpoint_has_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        SingleFileCheckpointIO().save_checkpoint({}, tmp_path / "model.ckpt")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.ckpt").stat().st_mode & 0o777 == 0o640
+
+
+def test_saving_makes_no_second_copy_in_memory(run_script: Callable[..., Any]) -> None:
+    finished = run_script("""
+        import resource, torch
+        from stratagem.checkpoint import SingleFileCheckpointIO
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        io = SingleFileCheckpointIO()
+        io.save_checkpoint({"weights": torch.ones(1000)}, "small.ckpt")
+        weights = {str(i): torch.ones(5_000_000) for i in range(10)}  # 200 MB
+        before = peak()
+        io.save_checkpoint({"weights": weights}, "large.ckpt")
+        print(peak() - before)
+    """)
+    assert int(finished.stdout) < 16
+
+
+def test_plain_data_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "model.ckpt"
+    io = SingleFileCheckpointIO()
+    contents = {
+        "numbers": [1, 2.5, True, None, 1 + 2j],
+        "text": ("a", b"b"),
+        "set": {1, 2},
+        "nested": {"deep": {0: torch.arange(3), "size": torch.Size([2])}},
+        "dtype": torch.bfloat16,
+    }
+    io.save_checkpoint(contents, path)
+    loaded = io.load_checkpoint(path)
+    assert torch.equal(loaded["nested"]["deep"].pop(0), contents["nested"]["deep"].pop(0))  # type: ignore[index, call-overload]
+    assert loaded == contents
+    io.remove_checkpoint(path)
+    io.remove_checkpoint(path)
+    assert not path.exists()
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.marker),))
+
+
+def test_what_loading_would_have_to_execute_is_refused(tmp_path: Path) -> None:
+    path, marker = tmp_path / "evil.ckpt", tmp_path / "executed"
+    torch.save({"state_dict": Evil(marker)}, path)
+    with pytest.raises(CheckpointCorruptError) as caught:
+        SingleFileCheckpointIO().load_checkpoint(path)
+    assert str(caught.value).startswith(
+        f"'{path}' holds something that loading would have to execute, so it was refused: "
+    )
+    assert str(caught.value).endswith("Only load checkpoints of plain data")
+    path.write_bytes(pickle.dumps(Evil(marker)))
+    with pytest.raises(CheckpointCorruptError, match=r"evil\.ckpt"):
+        SingleFileCheckpointIO().load_checkpoint(path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 2000, -10])
+def test_a_truncated_checkpoint_is_called_one(kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    io = SingleFileCheckpointIO()
+    io.save_checkpoint({"weights": torch.ones(1000)}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept])
+    with pytest.raises(CheckpointCorruptError) as caught:
+        io.load_checkpoint(path)
+    size = len(whole[:kept])
+    assert str(caught.value).startswith(f"'{path}' is not a whole checkpoint ({size} bytes): ")
+    assert str(caught.value).endswith("It may be truncated; use an older one")
+
+
+def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("These are notes, not weights.\n" * 100)
+    with pytest.raises(CheckpointCorruptError, match=r"notes\.txt"):
+        SingleFileCheckpointIO().load_checkpoint(text)
+    with pytest.raises(CheckpointCorruptError, match="is not a whole checkpoint"):
+        SingleFileCheckpointIO().load_checkpoint(tmp_path)
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    with pytest.raises(CheckpointCorruptError) as caught:
+        SingleFileCheckpointIO().load_checkpoint(tmp_path / "list.ckpt")
+    assert str(caught.value) == (
+        f"'{tmp_path / 'list.ckpt'}' holds a list; expected a dict of state"
+    )
+
+
+def test_a_missing_checkpoint_is_not_found_and_its_neighbours_are_listed(tmp_path: Path) -> None:
+    io = SingleFileCheckpointIO()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        io.load_checkpoint(tmp_path / "nowhere.ckpt")
+    assert str(caught.value) == (
+        f"there is no checkpoint at '{tmp_path / 'nowhere.ckpt'}'; in '{tmp_path}' there are: none"
+    )
+    assert isinstance(caught.value, FileNotFoundError)
+    for name in ("b", "a"):
+        io.save_checkpoint({}, tmp_path / f"{name}.ckpt")
+    with pytest.raises(CheckpointNotFoundError, match=r"there are: a\.ckpt, b\.ckpt$"):
+        io.load_checkpoint(tmp_path / "nowhere.ckpt")
+
+
+def test_what_is_not_plain_data_is_refused_at_the_save(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    with pytest.raises(CheckpointContentError) as caught:
+        SingleFileCheckpointIO().save_checkpoint({"a": [1, {"b": (Path("x"),)}]}, path)
+    assert str(caught.value) == (
+        f"cannot save {path}: checkpoint['a'][1]['b'][0] is of type {type(Path()).__module__}."
+        f"{type(Path()).__qualname__}, which could not be loaded without executing code. Store "
+        "numbers, strings, tensors, and dicts, lists, tuples and sets of them"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- a run to save
+
+
+class Net(Module):
+    """A small regression with what a resume has to bring back: momenta, rates, batch statistics."""
+
+    def __init__(self, width: int = 6, rate: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.net = nn.Sequential(
+                nn.Linear(3, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 1)
+            )
+        self.rate = rate
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        indices, inputs, targets = batch
+        self.seen += indices.tolist()
+        loss = mse_loss(self.net(inputs), targets)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        _, inputs, targets = batch
+        self.log("val_loss", mse_loss(self.net(inputs), targets))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Adam(self.parameters(), lr=self.rate)
+        return [optimizer], [
+            StepLR(optimizer, 1, 0.8),
+            {"scheduler": StepLR(optimizer, 3, 0.9), "interval": "step"},
+        ]
+
+
+def loader(samples: int = 40) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(samples, 3, generator=generator)
+    data = TensorDataset(torch.arange(samples), inputs, inputs.prod(1, keepdim=True))
+    return DataLoader(data, batch_size=4)
+
+
+def trainer_in(folder: Path, **arguments: Any) -> Trainer:
+    arguments = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "default_root_dir": folder,
+        **arguments,
+    }
+    return Trainer(**arguments)
+
+
+def assert_same_state(one: Trainer, other: Trainer) -> None:
+    """Both runs stand at the same place, bit for bit."""
+    assert one.run is not None
+    assert other.run is not None
+    assert (one.global_step, one.current_epoch) == (other.global_step, other.current_epoch)
+    for name, value in one.run.module.state_dict().items():
+        assert torch.equal(value, other.run.module.state_dict()[name]), name
+    for mine, theirs in zip(one.optimizers, other.optimizers, strict=True):
+        state, wanted = mine.state_dict(), theirs.state_dict()
+        assert state["param_groups"] == wanted["param_groups"]
+        for index, entries in state["state"].items():
+            for key, value in entries.items():
+                assert torch.equal(value, wanted["state"][index][key]), (index, key)
+    for mine_config, their_config in zip(
+        one.lr_scheduler_configs, other.lr_scheduler_configs, strict=True
+    ):
+        assert mine_config.scheduler.state_dict() == their_config.scheduler.state_dict()
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def test_two_epochs_and_two_resumed_equal_four_at_once(tmp_path: Path) -> None:
+    whole = trainer_in(tmp_path / "whole", max_epochs=4)
+    whole.fit(Net(), loader(), loader(8))
+
+    first = trainer_in(tmp_path / "half", max_epochs=2)
+    first.fit(Net(), loader(), loader(8))
+    model = Net()
+    resumed = trainer_in(tmp_path / "resumed", max_epochs=4)
+    assert first.checkpoint_callback is not None
+    resumed.fit(
+        model, loader(), loader(8), ckpt_path=first.checkpoint_callback.best_model_path
+    )
+    assert model.seen == list(range(40)) * 2
+    assert_same_state(resumed, whole)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("saved_at", [3, 6, 10])
+def test_training_resumes_in_the_middle_of_an_epoch_with_the_next_batch(
+    accumulate: int, saved_at: int, tmp_path: Path
+) -> None:
+    whole = trainer_in(
+        tmp_path / "whole", max_epochs=4, accumulate_grad_batches=accumulate, num_sanity_val_steps=0
+    )
+    everything = Net()
+    whole.fit(everything, loader(), loader(8))
+
+    class Killed(BaseException):
+        pass
+
+    class Kill(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
+        ) -> None:
+            if trainer.global_step == saved_at + 1:
+                raise Killed
+
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=saved_at)
+    killed = trainer_in(
+        tmp_path,
+        max_epochs=4,
+        accumulate_grad_batches=accumulate,
+        callbacks=[saver, Kill()],
+    )
+    with pytest.raises(Killed):
+        killed.fit(Net(), loader(), loader(8))
+
+    model = Net()
+    resumed = trainer_in(tmp_path, max_epochs=4, accumulate_grad_batches=accumulate)
+    resumed.fit(model, loader(), loader(8), ckpt_path=saver.best_model_path)
+    assert_same_state(resumed, whole)
+    steps_per_epoch = math.ceil(10 / accumulate)
+    epochs, steps = divmod(saved_at, steps_per_epoch)
+    trained = 40 * epochs + 4 * accumulate * steps
+    assert everything.seen == list(range(40)) * 4
+    assert model.seen == everything.seen[trained:]
+    # The validation at the end of the epoch comes after resuming as well.
+    assert resumed.callback_metrics["val_loss"] == whole.callback_metrics["val_loss"]
+
+
+def test_a_checkpoint_saved_between_two_micro_batches_resumes_at_the_first(tmp_path: Path) -> None:
+    class SaveWithin(Callback):
+        def on_train_batch_end(
+            self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if trainer.current_epoch == 0 and batch_idx == 4:  # the second of the window 3, 4, 5
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    whole = trainer_in(
+        tmp_path, max_epochs=2, accumulate_grad_batches=3, callbacks=[SaveWithin()]
+    )
+    whole.fit(Net(), loader())
+    # Batch statistics have moved on with the batches that are run again; everything else has not.
+    model = Net()
+    resumed = trainer_in(tmp_path, max_epochs=2, accumulate_grad_batches=3)
+    resumed.fit(model, loader(), ckpt_path=tmp_path / "within.ckpt")
+    assert model.seen == [*range(12, 40), *range(40)]
+    assert resumed.global_step == whole.global_step
+    for name, value in resumed.run.module.named_parameters():  # type: ignore[union-attr]
+        assert whole.run is not None
+        torch.testing.assert_close(value, whole.run.module.get_parameter(name))
+
+
+def test_a_value_that_a_scheduler_waits_for_counts_once_across_a_resume(tmp_path: Path) -> None:
+    class Plateau(Net):
+        values = (3.0, 2.0, 2.5, 2.4, 1.0, 1.5)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.values[self.current_epoch])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=0.1)
+            scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+
+    whole = trainer_in(tmp_path / "whole", max_epochs=6)
+    whole.fit(Plateau(), loader(), loader(8))
+    for where in (True, False):
+        saver = ModelCheckpoint(
+            tmp_path / f"saved-{where}", save_top_k=-1, save_on_train_epoch_end=where
+        )
+        first = trainer_in(tmp_path, max_epochs=3, callbacks=saver)
+        first.fit(Plateau(), loader(), loader(8))
+        resumed = trainer_in(tmp_path / "resumed", max_epochs=6)
+        resumed.fit(Plateau(), loader(), loader(8), ckpt_path=saver.best_model_path)
+        assert_same_state(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: schedulers.CosineAnnealingLR(o, 5),
+        lambda o: schedulers.CosineAnnealingWarmRestarts(o, 5),
+        lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=50),
+        lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),
+        lambda o: schedulers.MultiStepLR(o, [1, 2]),
+        lambda o: schedulers.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+        lambda o: schedulers.PolynomialLR(o, 5),
+        lambda o: schedulers.SequentialLR(
+            o, [schedulers.LinearLR(o), schedulers.CosineAnnealingLR(o, 3)], [2]
+        ),
+        lambda o: schedulers.ChainedScheduler([schedulers.LinearLR(o), StepLR(o, 1)], o),
+    ],
+)
+def test_every_kind_of_scheduler_is_saved_and_brought_back(make: Any, tmp_path: Path) -> None:
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = Adam(self.parameters(), lr=0.05)
+            return [optimizer], [{"scheduler": make(optimizer), "interval": "epoch"}]
+
+    whole = trainer_in(tmp_path / "whole", max_epochs=3)
+    whole.fit(Scheduled(), loader(8))
+    first = trainer_in(tmp_path / "half", max_epochs=1)
+    first.fit(Scheduled(), loader(8))
+    assert first.checkpoint_callback is not None
+    resumed = trainer_in(tmp_path / "resumed", max_epochs=3)
+    resumed.fit(Scheduled(), loader(8), ckpt_path=first.checkpoint_callback.best_model_path)
+    assert resumed.optimizers[0].param_groups[0]["lr"] == pytest.approx(
+        whole.optimizers[0].param_groups[0]["lr"]
+    )
+
+
+def test_users_states_are_saved_and_brought_back(tmp_path: Path) -> None:
+    got: dict[str, Any] = {}
+
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.count = 0
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            got["callback"] = state["count"]
+
+        def on_save_checkpoint(
+            self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+        ) -> None:
+            checkpoint["from_callback"] = 1
+
+        def on_load_checkpoint(
+            self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+        ) -> None:
+            got["from_callback"] = checkpoint["from_callback"]
+
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"read": 40}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            got["data"] = state["read"]
+
+    class Extra(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["from_module"] = torch.ones(2)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            got["from_module"] = checkpoint["from_module"].tolist()
+
+    first = trainer_in(tmp_path, max_epochs=1, callbacks=[Counts()])
+    first.fit(Extra(), datamodule=Data())
+    assert first.checkpoint_callback is not None
+    path = first.checkpoint_callback.best_model_path
+    checkpoint = SingleFileCheckpointIO().load_checkpoint(path)
+    trainer_in(tmp_path, max_epochs=2, callbacks=[Counts()]).fit(
+        Extra(), datamodule=Data(), ckpt_path=path
+    )
+    assert got == {"callback": 10, "from_callback": 1, "data": 40, "from_module": [1.0, 1.0]}
+    assert (checkpoint["epoch"], checkpoint["global_step"]) == (0, 10)
+    assert checkpoint["hyper_parameters"] == {"width": 6, "rate": 0.05}
+
+
+def test_best_and_last_are_paths(tmp_path: Path) -> None:
+    class Scripted(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", (0.5, 0.9, 0.7)[self.current_epoch])
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("weights", self.net[0].weight.sum())  # type: ignore[operator, union-attr]
+
+    saver = ModelCheckpoint(tmp_path, monitor="score", mode="max", save_last=True)
+    trainer = trainer_in(tmp_path, max_epochs=3, callbacks=saver)
+    model = Scripted()
+    trainer.fit(model, loader(), loader(8))
+    assert saver.best_model_score == pytest.approx(0.9)
+    assert saver.best_model_path == str(tmp_path / "epoch=1-step=20.ckpt")
+    assert saver.last_model_path == str(tmp_path / "last.ckpt")
+
+    def weights(path: str) -> float:
+        state = SingleFileCheckpointIO().load_checkpoint(path)["state_dict"]
+        return float(state["net.0.weight"].sum())
+
+    best = trainer.test(model, loader(8), ckpt_path="best", verbose=False)[0]
+    assert best["weights"] == pytest.approx(weights(saver.best_model_path))
+    last = trainer.test(model, loader(8), ckpt_path="last", verbose=False)[0]
+    assert last["weights"] == pytest.approx(weights(saver.last_model_path))
+    assert best != last
+    # In another process the newest file in the same folder is the last.
+    again = trainer_in(tmp_path, max_epochs=3, callbacks=ModelCheckpoint(tmp_path))
+    resumed = Scripted()
+    again.fit(resumed, loader(), loader(8), ckpt_path="last")
+    assert resumed.seen == []
+    assert again.global_step == 30
+
+
+# ---------------------------------------------------------------- which are kept
+
+
+class Scored(Net):
+    """Logs a given score at each epoch's validation."""
+
+    def __init__(self, scores: tuple[float, ...]) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.scores[self.current_epoch])
+
+
+def kept(folder: Path) -> list[int]:
+    """The epochs whose checkpoints are in a folder."""
+    return sorted(int(p.name.split("=")[1].split("-")[0]) for p in folder.glob("epoch=*.ckpt"))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("scores", "mode", "top", "epochs", "best"),
+    [
+        ((3.0, 1.0, 2.0, 0.5), "min", 1, [3], 3),
+        ((3.0, 1.0, 2.0, 0.5), "max", 1, [0], 0),
+        ((3.0, 1.0, 2.0, 0.5), "min", 2, [1, 3], 3),
+        ((3.0, 1.0, 2.0, 0.5), "max", 3, [0, 1, 2], 0),
+        ((3.0, 1.0, 2.0, 0.5), "max", -1, [0, 1, 2, 3], 0),
+        ((3.0, 1.0, 2.0, 0.5), "max", 0, [], None),
+        ((1.0, 1.0, 1.0, 1.0), "min", 1, [0], 0),
+        ((NAN, 2.0, NAN, 1.0), "min", 1, [3], 3),
+        ((NAN, 2.0, NAN, 1.0), "max", 1, [1], 1),
+        ((NAN, 2.0, NAN, 1.0), "max", 2, [1, 3], 1),
+        ((2.0, NAN, 3.0, NAN), "min", 3, [0, 1, 2], 0),
+    ],
+)
+def test_the_best_are_kept(
+    scores: tuple[float, ...],
+    mode: Any,
+    top: int,
+    epochs: list[int],
+    best: int | None,
+    tmp_path: Path,
+) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="score", mode=mode, save_top_k=top)
+    trainer = trainer_in(tmp_path, max_epochs=4, limit_train_batches=1, callbacks=saver)
+    trainer.fit(Scored(scores), loader(), loader(4))
+    assert kept(tmp_path) == epochs
+    assert len(saver.best_k_models) == len(epochs)
+    if best is None:
+        assert saver.best_model_path == ""
+    else:
+        assert f"epoch={best}-" in saver.best_model_path
+        assert saver.best_model_score == scores[best]
+
+
+def test_without_a_monitor_the_newest_is_kept(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path)
+    trainer_in(tmp_path, max_epochs=3, callbacks=saver).fit(Net(), loader())
+    assert kept(tmp_path) == [2]
+    assert saver.best_model_path == str(tmp_path / "epoch=2-step=30.ckpt")
+    assert saver.best_model_score is None
+
+
+def test_every_n_epochs_and_every_n_steps(tmp_path: Path) -> None:
+    epochs = ModelCheckpoint(tmp_path / "epochs", every_n_epochs=2, save_top_k=-1)
+    steps = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=4, save_top_k=-1)
+    trainer_in(tmp_path, max_epochs=3, callbacks=[epochs, steps]).fit(
+        Net(), loader(20), loader(4)
+    )
+    assert kept(tmp_path / "epochs") == [1]
+    assert sorted(p.name for p in (tmp_path / "steps").iterdir()) == [
+        "epoch=0-step=4.ckpt",
+        "epoch=1-step=8.ckpt",
+        "epoch=2-step=12.ckpt",
+    ]
+
+
+def test_time_between_checkpoints(tmp_path: Path) -> None:
+    class Slow(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            time.sleep(0.03)
+            return super().training_step(batch, batch_idx)
+
+    saver = ModelCheckpoint(
+        tmp_path, train_time_interval=timedelta(seconds=0.1), save_top_k=-1
+    )
+    trainer_in(tmp_path, max_epochs=1, callbacks=saver).fit(Slow(), loader())
+    assert 1 <= len(list(tmp_path.iterdir())) <= 3
+
+
+@pytest.mark.parametrize("monitor", ["train_loss_epoch", "train_loss", "val_loss"])
+def test_values_of_training_and_of_validation_can_both_be_monitored(
+    monitor: str, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor=monitor, save_top_k=-1)
+    trainer = trainer_in(tmp_path, max_epochs=2, callbacks=[saver, EarlyStopping(monitor)])
+    trainer.fit(Net(), loader(), loader(8))
+    assert kept(tmp_path) == [0, 1]
+    assert saver.best_model_score == min(saver.best_k_models.values())
+    assert float(trainer.callback_metrics[monitor]) in saver.best_k_models.values()
+
+
+def test_a_value_of_a_step_can_be_monitored_every_n_steps(tmp_path: Path) -> None:
+    class Falling(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("now", float(-self.global_step))
+            return super().training_step(batch, batch_idx)
+
+    saver = ModelCheckpoint(
+        tmp_path, monitor="now", every_n_train_steps=4, filename="{step}-{now:.1f}"
+    )
+    trainer_in(tmp_path, max_epochs=1, callbacks=saver).fit(Falling(), loader())
+    assert [path.name for path in tmp_path.iterdir()] == ["step=8-now=-7.0.ckpt"]
+
+
+def test_epochs_without_validation_are_passed_over(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_top_k=-1)
+    each = ModelCheckpoint(tmp_path / "each", save_top_k=-1)
+    trainer_in(
+        tmp_path,
+        max_epochs=4,
+        check_val_every_n_epoch=2,
+        num_sanity_val_steps=0,
+        callbacks=[saver, each, EarlyStopping("val_loss", patience=5)],
+    ).fit(Net(), loader(), loader(8))
+    assert kept(tmp_path / "best") == [1, 3]
+    assert kept(tmp_path / "each") == [0, 1, 2, 3]
+
+
+def test_with_validation_in_the_middle_of_epochs_each_is_judged(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
+    trainer_in(tmp_path, max_epochs=1, val_check_interval=5, callbacks=saver).fit(
+        Net(), loader(), loader(8)
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "epoch=0-step=10.ckpt",
+        "epoch=0-step=5.ckpt",
+    ]
+
+
+def test_training_that_stops_in_the_middle_of_an_epoch_leaves_a_checkpoint(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "newest")
+    # Nothing was validated by then, so there is no value to judge by, and no reason to fail.
+    best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_last=True)
+    trainer_in(
+        tmp_path, max_steps=13, check_val_every_n_epoch=5, callbacks=[saver, best]
+    ).fit(Net(), loader(), loader(8))
+    assert [path.name for path in (tmp_path / "newest").iterdir()] == ["epoch=1-step=13.ckpt"]
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["last.ckpt"]
+
+
+class Watching(SingleFileCheckpointIO):
+    """Notes the order of saves and removals."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        super().save_checkpoint(checkpoint, path)
+        self.calls.append(f"saved {Path(path).name}")
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        super().remove_checkpoint(path)
+        self.calls.append(f"removed {Path(path).name}")
+
+
+def test_the_old_one_goes_once_the_new_one_is_there(tmp_path: Path) -> None:
+    io = Watching()
+    assert isinstance(io, CheckpointIO)
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_last=True)
+    trainer_in(tmp_path, max_epochs=2, callbacks=saver, plugins=io).fit(Net(), loader())
+    assert io.calls == [
+        "saved epoch=0.ckpt",
+        "saved last.ckpt",
+        "saved epoch=1.ckpt",
+        "removed epoch=0.ckpt",
+        "saved last.ckpt",
+    ]
+
+
+def test_another_runs_files_are_not_written_over(tmp_path: Path) -> None:
+    for _ in range(2):
+        trainer_in(
+            tmp_path, max_epochs=1, callbacks=ModelCheckpoint(tmp_path, filename="model")
+        ).fit(Net(), loader())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model-v1.ckpt", "model.ckpt"]
+
+
+def test_a_resumed_run_goes_on_with_the_checkpoints_that_it_kept(tmp_path: Path) -> None:
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, monitor="score", mode="max", save_top_k=2)
+
+    scores = (0.9, 0.5, 0.7, 0.8)
+    first = saver()
+    trainer_in(tmp_path, max_epochs=2, callbacks=first).fit(Scored(scores), loader(), loader(4))
+    assert kept(tmp_path) == [0, 1]
+    second = saver()
+    trainer_in(tmp_path, max_epochs=4, callbacks=second).fit(
+        Scored(scores), loader(), loader(4), ckpt_path=tmp_path / "epoch=1-step=20.ckpt"
+    )
+    assert kept(tmp_path) == [0, 3]
+    assert second.best_model_path == str(tmp_path / "epoch=0-step=10.ckpt")
+
+
+def test_the_default_folder_is_beside_the_logs(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, max_epochs=1, logger=True)
+    trainer.fit(Net(), loader())
+    assert trainer.checkpoint_callback is not None
+    assert trainer.checkpoint_callback.best_model_path == str(
+        tmp_path / "stratagem_logs" / "version_0" / "checkpoints" / "epoch=0-step=10.ckpt"
+    )
+
+
+def test_weights_only_leaves_the_state_of_training_out(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, save_weights_only=True)
+    trainer_in(tmp_path, max_epochs=1, callbacks=saver).fit(Net(), loader())
+    checkpoint = SingleFileCheckpointIO().load_checkpoint(saver.best_model_path)
+    assert "optimizer_states" not in checkpoint
+    assert "progress" not in checkpoint
+    with pytest.raises(CheckpointMismatchError) as caught:
+        trainer_in(tmp_path, max_epochs=2).fit(
+            Net(), loader(), ckpt_path=saver.best_model_path
+        )
+    assert str(caught.value) == (
+        f"'{saver.best_model_path}' holds weights only, so training cannot be resumed from it: "
+        "load them with Module.load_from_checkpoint and fit without ckpt_path"
+    )
+    trainer_in(tmp_path).validate(
+        Net(), loader(8), ckpt_path=saver.best_model_path, verbose=False
+    )
+
+
+# ---------------------------------------------------------------- loading elsewhere
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of Net(width=5) after an epoch."""
+    trainer = trainer_in(tmp_path, max_epochs=1, enable_checkpointing=False)
+    trainer.fit(Net(width=5), loader())
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    return tmp_path / "saved.ckpt"
+
+
+def test_a_model_is_made_from_a_checkpoint_with_its_hyperparameters(saved: Path) -> None:
+    model = Net.load_from_checkpoint(saved, rate=0.5)
+    assert (model.hparams.width, model.hparams.rate) == (5, 0.5)
+    state = SingleFileCheckpointIO().load_checkpoint(saved)["state_dict"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert Net.load_from_checkpoint(saved, map_location="cpu").device == torch.device("cpu")
+
+
+def test_another_models_checkpoint_is_refused_and_the_difference_named(
+    saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointMismatchError) as caught:
+        Net.load_from_checkpoint(saved, width=7)
+    assert str(caught.value) == (
+        "the checkpoint belongs to another model: these have another shape: net.0.weight (5, 3) "
+        "(the model has (7, 3)), net.0.bias (5,) (the model has (7,)), net.1.weight (5,) (the "
+        "model has (7,)), net.1.bias (5,) (the model has (7,)), net.1.running_mean (5,) (the model "
+        "has (7,)) and 2 more. Build the model that it was saved from, or load with strict=False "
+        "to skip names that do not match"
+    )
+
+    class Renamed(Net):
+        def __init__(self, width: int = 6) -> None:
+            super().__init__(width)
+            self.head = self.net[3]
+            del self.net[3]
+
+    for load in (
+        lambda: Renamed.load_from_checkpoint(saved),
+        lambda: trainer_in(tmp_path).fit(Renamed(5), loader(), ckpt_path=saved),
+        lambda: trainer_in(tmp_path).validate(Renamed(5), loader(), ckpt_path=saved),
+    ):
+        with pytest.raises(CheckpointMismatchError) as caught:
+            load()
+        assert str(caught.value).startswith(
+            "the checkpoint belongs to another model: it lacks head.weight, head.bias; it has "
+            "net.3.weight, net.3.bias, which the model lacks. Build the model"
+        )
+    partly = Renamed.load_from_checkpoint(saved, strict=False)
+    state = SingleFileCheckpointIO().load_checkpoint(saved)["state_dict"]
+    assert torch.equal(partly.net[0].weight, state["net.0.weight"])  # type: ignore[arg-type]
+
+
+def test_other_optimizers_or_schedulers_are_refused(saved: Path, tmp_path: Path) -> None:
+    class Alone(Net):
+        def configure_optimizers(self) -> Any:
+            return Adam(self.parameters(), lr=0.1)
+
+    class Two(Net):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [Adam(self.net[0].parameters()), Adam(self.net[3].parameters())]
+
+    class Grouped(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = Adam(
+                [{"params": self.net[0].parameters()}, {"params": self.net[1].parameters()}]
+            )
+            return [optimizer], [StepLR(optimizer, 1), StepLR(optimizer, 1)]
+
+    def resume(model: Module) -> str:
+        with pytest.raises(CheckpointMismatchError) as caught:
+            trainer_in(tmp_path, max_epochs=2).fit(model, loader(), ckpt_path=saved)
+        return str(caught.value)
+
+    assert resume(Two(5)) == (
+        f"'{saved}' was saved with 1 optimizers, but configure_optimizers() returns 2: return what "
+        "it was saved with"
+    )
+    assert resume(Alone(5)) == (
+        f"'{saved}' was saved with 2 schedulers, but configure_optimizers() returns 0: return what "
+        "it was saved with"
+    )
+    assert resume(Grouped(5)) == (
+        "the checkpoint's optimizer has no parameter group of net.0.weight, net.0.bias; its groups "
+        "are net.0.weight, net.0.bias, net.1.weight, net.1.bias, net.3.weight and 1 more: use the "
+        "optimizer and the parameter groups that it was saved with"
+    )
+
+
+def test_an_optimizer_of_other_parameters_cannot_be_saved_by_name(tmp_path: Path) -> None:
+    stranger = nn.Linear(2, 2)
+
+    class Strange(Net):
+        def configure_optimizers(self) -> Any:
+            return Adam([*self.parameters(), *stranger.parameters()])
+
+    with pytest.raises(CheckpointMismatchError) as caught:
+        trainer_in(tmp_path, max_epochs=1).fit(Strange(), loader())
+    assert str(caught.value) == (
+        "the optimizer holds 2 parameter(s) that the model does not have, so its state cannot be "
+        "saved by name: build it from model.parameters() of the model that you hand over"
+    )
+
+
+def test_a_newer_format_is_refused(saved: Path, tmp_path: Path) -> None:
+    io = SingleFileCheckpointIO()
+    checkpoint = {**io.load_checkpoint(saved), "format_version": 99, "stratagem_version": "9.9"}
+    io.save_checkpoint(checkpoint, tmp_path / "new.ckpt")
+    for load in (
+        lambda: trainer_in(tmp_path).fit(Net(5), loader(), ckpt_path=tmp_path / "new.ckpt"),
+        lambda: Net.load_from_checkpoint(tmp_path / "new.ckpt"),
+    ):
+        with pytest.raises(CheckpointCorruptError) as caught:
+            load()
+        from stratagem import __version__
+
+        assert str(caught.value) == (
+            f"'{tmp_path / 'new.ckpt'}' has format version 99, made by stratagem 9.9; this is "
+            f"stratagem {__version__}, which reads up to version 1: upgrade stratagem-core"
+        )
+
+
+def test_a_checkpoint_of_lite_is_not_taken_for_a_trainers(tmp_path: Path) -> None:
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    lite.save(tmp_path / "lite.ckpt", {"model": {}, "step": 3})
+    for load in (
+        lambda: trainer_in(tmp_path).fit(Net(), loader(), ckpt_path=tmp_path / "lite.ckpt"),
+        lambda: Net.load_from_checkpoint(tmp_path / "lite.ckpt"),
+    ):
+        with pytest.raises(CheckpointMismatchError) as caught:
+            load()
+        assert str(caught.value) == (
+            f"'{tmp_path / 'lite.ckpt'}' has no 'state_dict'; it has model, step: expected a "
+            "checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
+        )
+
+
+def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, max_epochs=1, callbacks=ModelCheckpoint(tmp_path / "none"))
+    with pytest.raises(CheckpointNotFoundError, match=r"there is no checkpoint at 'no\.ckpt'"):
+        trainer.fit(Net(), loader(), ckpt_path="no.ckpt")
+    for asked in ("best", "last"):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            trainer.fit(Net(), loader(), ckpt_path=asked)
+        assert str(caught.value) == (
+            f"ckpt_path={asked!r}: no checkpoint has been saved yet in {tmp_path / 'none'}: fit "
+            "first, or pass a path"
+        )
+    without = trainer_in(tmp_path, enable_checkpointing=False)
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        without.fit(Net(), loader(), ckpt_path="best")
+    assert str(caught.value) == (
+        "ckpt_path='best' needs a ModelCheckpoint among the callbacks; there is none: pass a path"
+    )
+
+
+def test_hyperparameters_and_states_must_be_plain_data(tmp_path: Path) -> None:
+    class Odd(Net):
+        def __init__(self, layer: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    class OddState(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"path": object()}
+
+    with pytest.raises(CheckpointContentError) as caught:
+        trainer_in(tmp_path, max_epochs=1).fit(Odd(object()), loader())
+    assert str(caught.value) == (
+        "the hyperparameters of Odd cannot be saved: ['layer'] is of type builtins.object, which "
+        "could not be loaded without executing code. Keep numbers, strings, tensors, and dicts, "
+        "lists, tuples and sets of them; for hyperparameters, save_hyperparameters(ignore=[...]) "
+        "leaves one out"
+    )
+    with pytest.raises(CheckpointContentError, match="the state of the callback .*OddState"):
+        trainer_in(tmp_path, max_epochs=1, callbacks=OddState()).fit(Net(), loader())
+
+
+def test_saving_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        trainer_in(tmp_path).save_checkpoint(tmp_path / "x.ckpt")
+    assert str(caught.value) == (
+        "this needs a model that was fitted, validated, tested or predicted with this Trainer; "
+        "there was none yet"
+    )
+
+
+# ---------------------------------------------------------------- the callbacks' arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mode": "best"}, "ModelCheckpoint(mode='best'): expected 'min' or 'max'"),
+        (
+            {"save_top_k": -2},
+            "ModelCheckpoint(save_top_k=-2): expected a number of checkpoints, or -1 for all",
+        ),
+        (
+            {"save_top_k": 3},
+            "ModelCheckpoint(save_top_k=3) needs monitor='...', the logged value that says which "
+            "are the best",
+        ),
+        (
+            {"every_n_epochs": 1, "every_n_train_steps": 5},
+            "ModelCheckpoint received every_n_train_steps and every_n_epochs; expected one of "
+            "them: use a second ModelCheckpoint for the other",
+        ),
+        ({"every_n_epochs": 0}, "ModelCheckpoint(every_n_epochs=0): expected at least 1"),
+        (
+            {"every_n_train_steps": -1},
+            "ModelCheckpoint(every_n_train_steps=-1): expected at least 1",
+        ),
+    ],
+)
+def test_model_checkpoint_refuses_arguments_that_make_no_sense(
+    arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ModelCheckpoint(**arguments)
+    assert str(caught.value) == text
+
+
+def test_a_value_that_is_monitored_must_be_logged(tmp_path: Path) -> None:
+    for callback, name in (
+        (ModelCheckpoint(tmp_path, monitor="val_lss"), "ModelCheckpoint"),
+        (EarlyStopping("val_lss"), "EarlyStopping"),
+    ):
+        with pytest.raises(UserCodeError) as caught:
+            trainer_in(tmp_path, max_epochs=1, callbacks=callback).fit(
+                Net(), loader(), loader(8)
+            )
+        assert str(caught.value) == (
+            f"{name}(monitor='val_lss'): no value of that name was logged; there is train_loss, "
+            "train_loss_epoch, train_loss_step, val_loss. Log it in the Module with "
+            "self.log('val_lss', ...)"
+        )
+
+
+def test_a_file_name_takes_values_that_are_there(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{epoch:02d}-{acc:.2f}")
+    with pytest.raises(ConfigurationError) as caught:
+        trainer_in(tmp_path, max_epochs=1, callbacks=saver).fit(Net(), loader())
+    assert str(caught.value) == (
+        "ModelCheckpoint(filename='{epoch:02d}-{acc:.2f}') uses 'acc', but there is only epoch, "
+        "step, train_loss, train_loss_epoch, train_loss_step"
+    )
+
+
+# ---------------------------------------------------------------- EarlyStopping
+
+
+@pytest.mark.parametrize(
+    ("scores", "arguments", "epochs"),
+    [
+        ((1.0, 0.9, 0.95, 0.92, 0.91, 0.1), {"patience": 3}, 5),
+        ((1.0, 0.9, 0.95, 0.92, 0.91, 0.1), {"patience": 1}, 3),
+        ((1.0, 0.9, 0.8, 0.7, 0.6, 0.5), {"patience": 1}, 6),
+        ((1.0, 0.99, 0.98, 0.97, 0.5, 0.5), {"patience": 2, "min_delta": 0.1}, 3),
+        ((1.0, 2.0, 1.5, 1.7, 3.0, 3.0), {"patience": 2, "mode": "max"}, 4),
+        ((NAN, NAN, NAN, 1.0, 1.0, 1.0), {"patience": 2}, 2),
+    ],
+)
+def test_early_stopping_ends_training_when_a_value_stops_improving(
+    scores: tuple[float, ...], arguments: dict[str, Any], epochs: int, tmp_path: Path
+) -> None:
+    stopping = EarlyStopping("score", **arguments)
+    trainer = trainer_in(
+        tmp_path, max_epochs=6, limit_train_batches=1, callbacks=stopping
+    )
+    trainer.fit(Scored(scores), loader(), loader(4))
+    assert trainer.current_epoch == epochs
+    assert stopping.stopped_epoch == (epochs - 1 if epochs < 6 else 0)
+
+
+def test_early_stopping_counts_on_across_a_resume(tmp_path: Path) -> None:
+    scores = (1.0, 2.0, 2.0, 2.0, 2.0)
+
+    def run(**arguments: Any) -> Trainer:
+        stopping = EarlyStopping("score", patience=3)
+        return trainer_in(
+            tmp_path, limit_train_batches=1, callbacks=[stopping], **arguments
+        )
+
+    first = run(max_epochs=2)
+    first.fit(Scored(scores), loader(), loader(4))
+    assert first.checkpoint_callback is not None
+    second = run(max_epochs=5)
+    second.fit(
+        Scored(scores), loader(), loader(4), ckpt_path=first.checkpoint_callback.best_model_path
+    )
+    assert second.current_epoch == 4
+
+
+def test_early_stopping_refuses_an_unknown_mode() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        EarlyStopping("loss", mode="best")  # type: ignore[arg-type]
+    assert str(caught.value) == "EarlyStopping(mode='best'): expected 'min' or 'max'"
+
+
+def test_callbacks_that_would_share_a_state_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        trainer_in(tmp_path, callbacks=[EarlyStopping("loss"), EarlyStopping("loss")])
+    assert str(caught.value) == (
+        "several callbacks have the state_key 'EarlyStopping(loss, min)', so their states would "
+        "overwrite one another in a checkpoint: give them different arguments, or override "
+        "state_key"
+    )

@@ -1,0 +1,586 @@
+"""self.log, loggers and the progress bar: what is logged is what is read back."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAccuracy
+
+from stratagem import Callback, Module, Trainer
+from stratagem.callbacks import ProgressBar
+from stratagem.errors import UserCodeError
+from stratagem.loggers import CSVLogger, Logger
+
+
+class Memory(Logger):
+    """Keeps every row, as it came."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+        self.hyper_parameters: dict[str, Any] = {}
+        self.status = ""
+
+    @property
+    def log_dir(self) -> str:
+        return "memory"
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self.hyper_parameters = dict(params)
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+
+    def of(self, name: str) -> dict[int | None, float]:
+        """Return the values of one name by step."""
+        return {step: row[name] for step, row in self.rows if name in row}
+
+
+class Logs(Module):
+    """Calls a function in training_step, and another in validation_step; trains nothing of note."""
+
+    def __init__(
+        self,
+        train: Callable[[Logs, Any, int], object] = lambda module, batch, index: None,
+        validate: Callable[[Logs, Any, int], object] = lambda module, batch, index: None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.train_with, self.validate_with = train, validate
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.train_with(self, batch, batch_idx)
+        return self.weight.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validate_with(self, batch, batch_idx)
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=0.1)
+
+
+def numbers(count: int = 10, batch_size: int = 4) -> DataLoader[Any]:
+    """0.0, 1.0, ... in batches; with the defaults of 4, 4 and 2."""
+    return DataLoader(torch.arange(float(count)), batch_size=batch_size)  # type: ignore[arg-type]
+
+
+def trainer_with(logger: Any = False, **arguments: Any) -> Trainer:
+    arguments = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": logger,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        **arguments,
+    }
+    return Trainer(**arguments)
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_values_of_a_step_are_logged_as_they_are_at_each_step() -> None:
+    memory = Memory()
+    trainer = trainer_with(memory, max_epochs=2)
+    trainer.fit(Logs(lambda m, batch, i: m.log("mean", batch.mean())), numbers())
+    assert memory.of("mean") == {0: 1.5, 1: 5.5, 2: 8.5, 3: 1.5, 4: 5.5, 5: 8.5}
+    assert trainer.callback_metrics["mean"] == 8.5
+    assert memory.status == "success"
+
+
+def test_the_mean_of_an_epoch_is_weighted_by_batch_size() -> None:
+    memory = Memory()
+
+    def log(module: Logs, batch: Tensor, index: int) -> None:
+        module.log("both", batch.mean(), on_step=True, on_epoch=True)
+        module.log("epoch", batch.mean(), on_step=False, on_epoch=True)
+        module.log("unweighted", batch.mean(), on_step=False, on_epoch=True, batch_size=1)
+
+    trainer = trainer_with(memory, max_epochs=2)
+    trainer.fit(Logs(log), numbers())
+    values = trainer.callback_metrics
+    assert values["epoch"] == pytest.approx(4.5)
+    assert values["unweighted"] == pytest.approx((1.5 + 5.5 + 8.5) / 3)
+    # Both kinds of one name are told apart; the plain name is the epoch's.
+    assert values["both"] == values["both_epoch"] == pytest.approx(4.5)
+    assert values["both_step"] == 8.5
+    assert memory.of("both_step") == {0: 1.5, 1: 5.5, 2: 8.5, 3: 1.5, 4: 5.5, 5: 8.5}
+    assert memory.of("both_epoch") == {2: pytest.approx(4.5), 5: pytest.approx(4.5)}
+    assert memory.of("epoch") == memory.of("both_epoch")
+    assert memory.of("both") == {}
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"),
+    [
+        ("mean", 4.5),
+        ("sum", 1.5 + 5.5 + 8.5),
+        ("max", 8.5),
+        ("min", 1.5),
+        (torch.median, 5.5),
+        (lambda values: values[0] * 10, 15.0),
+    ],
+)
+def test_an_epochs_values_are_reduced_as_asked(reduce_fx: Any, expected: float) -> None:
+    model = Logs(
+        lambda m, batch, i: m.log("x", batch.mean(), on_epoch=True, reduce_fx=reduce_fx),
+        lambda m, batch, i: m.log("val_x", batch.mean(), reduce_fx=reduce_fx),
+    )
+    trainer = trainer_with()
+    trainer.fit(model, numbers(), numbers())
+    values = trainer.callback_metrics
+    assert values["x"] == pytest.approx(expected)
+    assert values["val_x"] == pytest.approx(expected)
+
+
+def test_a_function_may_be_written_in_the_call_itself() -> None:
+    model = Logs(
+        lambda m, batch, i: m.log(
+            "x", batch.mean(), on_epoch=True, reduce_fx=lambda values: values.max()
+        )
+    )
+    trainer = trainer_with()
+    trainer.fit(model, numbers())
+    assert trainer.callback_metrics["x"] == 8.5
+
+
+def test_many_values_are_reduced_like_few() -> None:
+    model = Logs(lambda m, batch, i: m.log("x", batch.mean(), on_epoch=True))
+    trainer = trainer_with()
+    trainer.fit(model, numbers(301, batch_size=2))
+    assert trainer.callback_metrics["x"] == pytest.approx(150.0)
+
+
+@dataclass
+class Sample:
+    label: str
+    values: Tensor
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda batch: batch,
+        lambda batch: {"names": ["a"] * len(batch), "values": batch},
+        lambda batch: ("id", {"deep": [batch]}),
+        lambda batch: Sample("label", batch),
+    ],
+)
+def test_the_batch_size_is_that_of_the_first_tensor_in_the_batch(wrap: Any) -> None:
+    def tensor_in(batch: Any) -> Tensor:
+        if isinstance(batch, dict):
+            return batch["values"]  # type: ignore[no-any-return]
+        if isinstance(batch, tuple):
+            return batch[1]["deep"][0]  # type: ignore[no-any-return]
+        return batch.values if isinstance(batch, Sample) else batch  # type: ignore[no-any-return]
+
+    model = Logs(lambda m, batch, i: m.log("x", tensor_in(batch).mean(), on_epoch=True))
+    trainer = trainer_with()
+    trainer.fit(model, [wrap(batch) for batch in numbers()])
+    assert trainer.callback_metrics["x"] == pytest.approx(4.5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2,
+        2.0,
+        True + 1,
+        np.float64(2.0),
+        np.float32(2.0),
+        np.int64(2),
+        np.array([2.0]),
+        torch.tensor(2),
+        torch.tensor([[2.0]]),
+        torch.tensor(2.0, dtype=torch.bfloat16),
+        torch.tensor(2.0, requires_grad=True) * 1,
+    ],
+)
+def test_a_value_may_be_any_kind_of_number(value: Any) -> None:
+    memory = Memory()
+    model = Logs(lambda m, batch, i: m.log("x", value, on_step=True, on_epoch=True))
+    trainer = trainer_with(memory)
+    trainer.fit(model, numbers())
+    assert memory.of("x_step") == {0: 2.0, 1: 2.0, 2: 2.0}
+    assert trainer.callback_metrics["x"] == 2.0
+    assert not trainer.callback_metrics["x"].requires_grad
+    assert all(type(x) in (int, float) for x in memory.of("x_step").values())
+
+
+def test_a_value_changed_in_place_after_log_stays_as_it_was() -> None:
+    memory = Memory()
+    counter = torch.zeros(())
+
+    def log(module: Logs, batch: Tensor, index: int) -> None:
+        counter.add_(1)
+        module.log("x", counter, on_step=True, on_epoch=True)
+        # The parameter itself, which the optimizer changes.
+        module.log("weight", module.weight)
+
+    model = Logs(log)
+    trainer_with(memory).fit(model, numbers())
+    counter.fill_(100)
+    assert memory.of("x_step") == {0: 1.0, 1: 2.0, 2: 3.0}
+    assert memory.of("weight") == {
+        0: 0.0,
+        1: pytest.approx(-0.1),
+        2: pytest.approx(-0.2),
+    }
+
+
+def test_log_dict_logs_each_value() -> None:
+    memory = Memory()
+    model = Logs(lambda m, batch, i: m.log_dict({"a": 1.0, "b": batch.sum()}, on_step=True))
+    trainer_with(memory).fit(model, numbers())
+    assert memory.rows[0] == (0, {"a": 1.0, "b": 6.0})
+
+
+def test_a_value_is_kept_from_loggers_where_logger_is_false() -> None:
+    memory = Memory()
+    model = Logs(
+        lambda m, batch, i: m.log("train_x", 1.0, logger=False),
+        lambda m, batch, i: m.log("val_x", 2.0, logger=False),
+    )
+    trainer = trainer_with(memory)
+    trainer.fit(model, numbers(), numbers())
+    assert memory.of("train_x") == {}
+    assert memory.of("val_x") == {}
+    assert trainer.callback_metrics == {"train_x": 1.0, "val_x": 2.0}
+    assert trainer.validate(model, numbers(), verbose=False) == [{"val_x": 2.0}]
+
+
+def test_outside_of_a_step_the_value_is_the_epochs() -> None:
+    memory = Memory()
+
+    class Hooks(Logs):
+        def on_train_epoch_start(self) -> None:
+            self.log("start", 1.0 + self.current_epoch)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 10.0 + self.current_epoch)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("val_end", 20.0 + self.current_epoch)
+
+    trainer_with(memory, max_epochs=2, num_sanity_val_steps=0).fit(Hooks(), numbers(), numbers())
+    assert memory.of("start") == {2: 1.0, 5: 2.0}
+    assert memory.of("end") == {2: 10.0, 5: 11.0}
+    assert memory.of("val_end") == {2: 20.0, 5: 21.0}
+
+
+def test_values_of_evaluation_steps_are_logged_by_batch() -> None:
+    memory = Memory()
+    model = Logs(validate=lambda m, batch, i: m.log("x", batch.mean(), on_step=True, on_epoch=True))
+    trainer_with(memory).validate(model, numbers(), verbose=False)
+    assert memory.of("x_step") == {0: 1.5, 1: 5.5, 2: 8.5}
+    assert memory.of("x_epoch") == {0: pytest.approx(4.5)}
+
+
+def test_every_nth_step_goes_to_the_loggers() -> None:
+    for every, steps in ((1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (4, [3]), (0, [])):
+        memory = Memory()
+        model = Logs(lambda m, batch, i: m.log("x", batch.mean(), on_step=True, on_epoch=True))
+        trainer_with(memory, log_every_n_steps=every, max_epochs=2).fit(model, numbers())
+        assert list(memory.of("x_step")) == steps
+        assert list(memory.of("x_epoch")) == [2, 5]
+
+
+def test_under_accumulation_a_row_stands_for_an_optimizer_step() -> None:
+    memory = Memory()
+    model = Logs(lambda m, batch, i: m.log("x", float(i), on_step=True, on_epoch=True))
+    trainer = trainer_with(memory, accumulate_grad_batches=2)
+    trainer.fit(model, numbers())
+    assert memory.of("x_step") == {0: 1.0, 1: 2.0}
+    assert trainer.callback_metrics["x"] == pytest.approx((0 * 4 + 1 * 4 + 2 * 2) / 10)
+
+
+# ---------------------------------------------------------------- torchmetrics
+
+
+class Classifies(Module):
+    """Logs torchmetrics objects, in the ways that their documentation shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.called = BinaryAccuracy()
+        self.updated = BinaryAccuracy()
+        self.mean = MeanMetric()
+        self.val = BinaryAccuracy()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        guesses, truth = batch > 2, torch.ones_like(batch)
+        self.called(guesses.float(), truth)
+        self.log("called", self.called, on_step=True, on_epoch=True)
+        self.updated.update(guesses.float(), truth)
+        self.log("updated", self.updated, on_step=True, on_epoch=True)
+        self.mean.update(batch)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return self.weight.sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.val.update((batch > 2).float(), torch.ones_like(batch))
+        self.log("val", self.val)
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=0.1)
+
+
+def test_torchmetrics_objects_are_computed_over_the_epoch_and_reset() -> None:
+    memory = Memory()
+    model = Classifies()
+    trainer = trainer_with(memory, max_epochs=2)
+    trainer.fit(model, numbers(), numbers())
+    values = trainer.callback_metrics
+    for name in ("called", "updated", "val"):
+        assert values[name] == pytest.approx(0.7), name
+    assert values["mean"] == pytest.approx(4.5)
+    assert memory.of("called_step") == {
+        0: 0.25,
+        1: 1.0,
+        2: 1.0,
+        3: 0.25,
+        4: 1.0,
+        5: 1.0,
+    }
+    # One that is updated, not called, has no value of its own for a step.
+    assert memory.of("updated_step") == {}
+    assert memory.of("updated_epoch") == {2: pytest.approx(0.7), 5: pytest.approx(0.7)}
+    assert memory.of("val") == {2: pytest.approx(0.7), 5: pytest.approx(0.7)}
+    assert int(model.called.tp) == int(model.val.tp) == 0, "a metric was not reset"
+
+
+# ---------------------------------------------------------------- CSV
+
+
+def read(folder: str | Path) -> list[dict[str, str]]:
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_csv_holds_every_row_and_columns_that_come_up_later(tmp_path: Path) -> None:
+    def log(module: Logs, batch: Tensor, index: int) -> None:
+        module.log("loss", batch.mean())
+        if module.current_epoch == 1 and index == 2:
+            module.log("late", 7)
+
+    model = Logs(log, lambda m, batch, i: m.log("val", batch.mean()))
+    trainer = trainer_with(None, default_root_dir=tmp_path, max_epochs=2)
+    trainer.fit(model, numbers(), numbers())
+    assert trainer.log_dir == str(tmp_path / "stratagem_logs" / "version_0")
+    rows = read(trainer.log_dir)
+    table = [(r["step"], r["loss"], r["epoch"], r["val"], r["late"]) for r in rows]
+    assert table == [
+        ("0", "1.5", "", "", ""),
+        ("1", "5.5", "", "", ""),
+        ("2", "8.5", "", "", ""),
+        ("2", "", "0", "4.5", ""),
+        ("2", "", "0", "", ""),
+        ("3", "1.5", "", "", ""),
+        ("4", "5.5", "", "", ""),
+        ("5", "8.5", "", "", "7"),
+        ("5", "", "1", "4.5", ""),
+        ("5", "", "1", "", ""),
+    ]
+
+
+def test_rows_logged_before_an_exception_are_written(tmp_path: Path) -> None:
+    def log(module: Logs, batch: Tensor, index: int) -> None:
+        module.log("loss", batch.mean())
+        if index == 2:
+            raise ValueError("in the middle")
+
+    memory = Memory()
+    file = CSVLogger(tmp_path)
+    with pytest.raises(ValueError, match="in the middle"):
+        trainer_with([memory, file]).fit(Logs(log), numbers())
+    assert [row["loss"] for row in read(file.log_dir)] == ["1.5", "5.5"]
+    assert memory.of("loss") == {0: 1.5, 1: 5.5}
+    assert memory.status == "failed"
+
+
+def test_two_runs_claim_two_versions(tmp_path: Path) -> None:
+    first, second = CSVLogger(tmp_path), CSVLogger(tmp_path)
+    assert first.log_dir != second.log_dir
+    assert sorted(path.name for path in (tmp_path / "stratagem_logs").iterdir()) == [
+        "version_0",
+        "version_1",
+    ]
+    named = CSVLogger(tmp_path, name="mine", version="best")
+    assert named.log_dir == str(tmp_path / "mine" / "best")
+    assert CSVLogger(tmp_path, name="mine", version=7).log_dir == str(
+        tmp_path / "mine" / "version_7"
+    )
+
+
+def test_a_version_that_is_there_is_added_to_and_not_written_over(tmp_path: Path) -> None:
+    first = CSVLogger(tmp_path, version=3)
+    first.log_metrics({"a": 1.0}, 0)
+    first.save()
+    second = CSVLogger(tmp_path, version=3)
+    second.log_metrics({"b": 2.0}, 1)
+    second.save()
+    second.log_metrics({"a": 3.0}, None)
+    second.save()
+    assert read(second.log_dir) == [
+        {"step": "0", "a": "1.0", "b": ""},
+        {"step": "1", "a": "", "b": "2.0"},
+        {"step": "", "a": "3.0", "b": ""},
+    ]
+
+
+def test_hyperparameters_are_written_beside_the_values(tmp_path: Path) -> None:
+    class Sized(Logs):
+        def __init__(self, width: int, rate: float = 0.5, *, kind: str = "x") -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="kind")
+
+    memory, file = Memory(), CSVLogger(tmp_path)
+    model = Sized(3)
+    trainer_with([memory, file]).fit(model, numbers())
+    assert memory.hyper_parameters == {"width": 3, "rate": 0.5}
+    assert (model.hparams.width, model.hparams.rate) == (3, 0.5)
+    saved = json.loads((Path(file.log_dir) / "hparams.json").read_text())
+    assert saved == {"width": 3, "rate": 0.5}
+
+
+def test_a_loggers_folder_is_made_only_when_something_is_written(tmp_path: Path) -> None:
+    trainer_with(None, default_root_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- progress bar
+
+
+def test_the_progress_bar_shows_the_values_that_ask_for_it() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=150)
+    model = Logs(
+        lambda m, batch, i: m.log("loss", batch.mean(), prog_bar=True, on_epoch=True),
+        lambda m, batch, i: m.log("val_acc", 0.875, prog_bar=True),
+    )
+    trainer = trainer_with(
+        enable_progress_bar=True,
+        callbacks=ProgressBar(refresh_seconds=0.0, console=console),
+        max_epochs=2,
+    )
+    trainer.fit(model, numbers(), numbers())
+    shown = screen.getvalue()
+    for text in ("epoch 0", "epoch 1", "3/3", "loss_step 8.5", "loss_epoch 4.5", "val_acc 0.875"):
+        assert text in shown, text
+    assert trainer.progress_bar_metrics == {
+        "loss_step": 8.5,
+        "loss_epoch": pytest.approx(4.5),
+        "val_acc": 0.875,
+    }
+
+
+def test_the_progress_bar_is_silent_without_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Logs(lambda m, batch, i: m.log("loss", batch.mean(), prog_bar=True))
+    trainer_with(enable_progress_bar=True).fit(model, numbers())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_progress_bar_gives_the_terminal_back_after_an_error() -> None:
+    class Interrupted(Logs):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            raise KeyboardInterrupt
+
+    bar = ProgressBar(console=Console(file=io.StringIO(), force_terminal=True))
+    with pytest.raises(KeyboardInterrupt):
+        trainer_with(enable_progress_bar=True, callbacks=bar).fit(Interrupted(), numbers())
+    assert bar._bar is None
+
+
+def test_print_prints_on_this_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    class Says(Logs):
+        def on_train_start(self) -> None:
+            self.print("hello", self.device, self.dtype)
+            self.trainer.print("and again")
+
+    trainer_with().fit(Says(), numbers())
+    assert capsys.readouterr().out == "hello cpu torch.float32\nand again\n"
+
+
+# ---------------------------------------------------------------- what cannot be logged
+
+
+def logged_in_a_step(log: Callable[[Logs, Any, int], object]) -> str:
+    with pytest.raises(UserCodeError) as caught:
+        trainer_with().fit(Logs(log), numbers())
+    return str(caught.value)
+
+
+def test_a_value_that_is_not_one_number_is_refused() -> None:
+    assert logged_in_a_step(lambda m, batch, i: m.log("x", batch)) == (
+        "self.log('x', ...) expected a single number, received a tensor of shape (4,): reduce it "
+        "first, for example by .mean()"
+    )
+    assert logged_in_a_step(lambda m, batch, i: m.log("x", "high")) == (
+        "self.log('x', ...) expected a number, a tensor with one element or a torchmetrics Metric, "
+        "received str"
+    )
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    assert logged_in_a_step(lambda m, batch, i: m.log("x", 1.0, reduce_fx="median")) == (
+        "self.log('x', reduce_fx='median'): expected one of 'mean', 'sum', 'max', 'min', or a "
+        "function of a tensor"
+    )
+
+
+def test_one_name_takes_one_set_of_options() -> None:
+    assert logged_in_a_step(lambda m, batch, i: m.log("x", 1.0, on_epoch=i == 0)) == (
+        "self.log('x', ...) was called with other options before in this epoch; use one set of "
+        "options for one name"
+    )
+
+
+def test_log_works_within_a_run_only() -> None:
+    model = Logs()
+    with pytest.raises(UserCodeError) as caught:
+        model.log("x", 1.0)
+    assert str(caught.value) == (
+        "self.log('x', ...) works while a Trainer runs this model, in its steps and events only"
+    )
+    trainer_with().fit(model, numbers())
+    with pytest.raises(UserCodeError, match="works while a Trainer runs this model"):
+        model.log("x", 1.0)
+
+
+def test_what_needs_a_trainer_says_so() -> None:
+    with pytest.raises(UserCodeError) as caught:
+        _ = Logs().trainer
+    assert str(caught.value) == (
+        "Logs is not attached to a Trainer: this works within trainer.fit, validate, test and "
+        "predict only"
+    )
+    assert Logs().current_epoch == Logs().global_step == 0
+
+
+def test_a_callback_may_log_through_the_module() -> None:
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            module.log("from_callback", 3.0)
+
+    trainer = trainer_with(callbacks=Ends())
+    trainer.fit(Logs(), numbers())
+    assert trainer.callback_metrics["from_callback"] == 3.0

@@ -1,0 +1,134 @@
+"""Fixtures for tests across distributions: wheels, and empty environments to install them in.
+
+An environment starts with no package at all, not even pip (the pip that runs the tests installs
+into it). What a wheel must bring along by its own metadata is therefore really missing until the
+wheel is installed. The one exception is torch with its dependencies, hundreds of megabytes: it is
+installed once, into an environment of its own, which the others see through a .pth file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCH = "torch==2.13.0"
+TIMEOUT = 300  # seconds, for any one command
+
+
+def run(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> str:
+    """Run `command` as a user's shell would, and return its stdout; fails with all its output."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**clean_environment(), **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's variables, but for those that lead Python or Stratagem elsewhere."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+        and not name.startswith("STRATAGEM_")
+    }
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment without pip."""
+
+    folder: Path
+
+    @classmethod
+    def create(cls, folder: Path) -> Environment:
+        venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+        return cls(folder)
+
+    @property
+    def scripts(self) -> Path:
+        return self.folder / ("Scripts" if os.name == "nt" else "bin")
+
+    @property
+    def site_packages(self) -> Path:
+        (found,) = self.folder.glob("lib/python*/site-packages")
+        return found
+
+    def python(self, *arguments: str | Path, env: Mapping[str, str] | None = None) -> str:
+        # -I: neither the working folder nor the user's site-packages can lend a module.
+        return run(self.scripts / "python", "-I", *arguments, cwd=self.folder, env=env)
+
+    def script(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+        return run(self.scripts / name, *arguments, cwd=self.folder, env=env)
+
+    def pip(self, *arguments: str | Path) -> str:
+        interpreter = self.scripts / "python"
+        return run(
+            sys.executable, "-m", "pip", "--python", interpreter, *arguments, cwd=self.folder
+        )
+
+
+@pytest.fixture(scope="session")
+def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, Path], Path]:
+    """Build the wheel of a source folder into another folder and return it."""
+    sources = tmp_path_factory.mktemp("sources")
+
+    def build(package: Path, wheels: Path) -> Path:
+        copy = sources / package.name  # so that the source tree stays clean
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "dist"))
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+        run(*command, "--outdir", wheels, copy, cwd=sources)
+        return max(wheels.glob("*.whl"), key=lambda wheel: wheel.stat().st_mtime_ns)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def wheelhouse(
+    build_wheel: Callable[[Path, Path], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder with the five wheels."""
+    wheels = tmp_path_factory.mktemp("wheels")
+    for package in sorted((ROOT / "packages").iterdir()):
+        build_wheel(package, wheels)
+    return wheels
+
+
+@pytest.fixture(scope="session")
+def torch_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment that holds torch, what torch needs, and nothing else."""
+    environment = Environment.create(tmp_path_factory.mktemp("torch"))
+    environment.pip("install", "--quiet", TORCH)
+    return environment
+
+
+@pytest.fixture(scope="session")
+def new_environment(
+    torch_environment: Environment, wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Environment]:
+    """Return an environment that sees torch and into which these wheels were installed."""
+
+    def create(name: str, *wheels: Path) -> Environment:
+        environment = Environment.create(tmp_path_factory.mktemp(name))
+        pointer = environment.site_packages / "torch_from_its_own_environment.pth"
+        pointer.write_text(f"{torch_environment.site_packages}\n")
+        environment.pip("install", "--quiet", "--find-links", wheelhouse, *wheels)
+        return environment
+
+    return create

@@ -1,0 +1,419 @@
+"""Plugins that break in each way that a plugin can: reported, and in nobody's way.
+
+Each is a distribution as pip leaves it behind (a module and its metadata) in a folder on the path of
+a process of its own, beside a plugin that is in order. One is built and installed as a wheel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Environment
+
+SPEC = """\
+from stratagem.discovery import StrategySpec, hookimpl
+
+def spec(name, **options):
+    options = {{"target": "stratagem.strategies:Strategy", "api_version": 1, **options}}
+    return StrategySpec(name=name, **options)
+
+@hookimpl
+def stratagem_components():
+    return {specs}
+"""
+
+
+def returning(specs: str) -> str:
+    """A plugin module whose components are what an expression says."""
+    return SPEC.format(specs=specs)
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A distribution with one entry point, and what its report has to say.
+
+    Attributes:
+        source: text of its plugin module.
+        status, stage: of its report.
+        reason: parts of the reason.
+        notes: parts of its notes.
+        requires: its requirement on core.
+        object: what the entry point names in the module, after a colon.
+        environ: variables to set.
+    """
+
+    source: str
+    status: str = "broken"
+    stage: str = ""
+    reason: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    requires: str = "stratagem-core<0.2,>=0.1"
+    object: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+GOOD = Plugin(returning('[spec("in_order")]'), status="loaded")
+WANTED = returning('[spec("wanted")]')
+
+CASES = {
+    "import_error": Plugin(
+        "import vendor_sdk",
+        stage="import",
+        reason=["ModuleNotFoundError", "No module named 'vendor_sdk'"],
+    ),
+    "missing_library": Plugin(
+        "import ctypes; ctypes.CDLL('libvendor_driver.so.1')",
+        stage="import",
+        reason=["OSError", "libvendor_driver.so.1"],
+    ),
+    "exits": Plugin(
+        "import sys; sys.exit('no licence was found')",
+        stage="import",
+        reason=["SystemExit: no licence was found"],
+    ),
+    "syntax_error": Plugin("def:", stage="import", reason=["SyntaxError"]),
+    "missing_object": Plugin(
+        WANTED, object="plugin", stage="import", reason=["AttributeError", "'plugin'"]
+    ),
+    "wrong_signature": Plugin(
+        "from stratagem.discovery import hookimpl\n@hookimpl\ndef stratagem_components(req): ...",
+        stage="hooks",
+        reason=["PluginValidationError", "stratagem_components", "req"],
+    ),
+    "unknown_hook": Plugin(
+        "from stratagem.discovery import hookimpl\n@hookimpl\ndef stratagem_componets(): ...",
+        stage="hooks",
+        reason=["'stratagem_componets', which is not a hook", "hooks are", "stratagem_components"],
+    ),
+    "undecorated": Plugin(
+        "def stratagem_components(): return ()",
+        stage="hooks",
+        reason=["it implements no hook", "decorated with stratagem.discovery.hookimpl"],
+    ),
+    "hook_raises": Plugin(returning("1 / 0"), stage="specs", reason=["ZeroDivisionError"]),
+    "returns_nothing": Plugin(
+        returning("None"), stage="specs", reason=["returned None", "expected an iterable"]
+    ),
+    "not_a_spec": Plugin(
+        returning('["wanted"]'), stage="specs", reason=["'wanted'", "expected ComponentSpec"]
+    ),
+    "bad_name": Plugin(
+        returning('[spec("my strategy")]'),
+        stage="specs",
+        reason=["the name 'my strategy'", "expected letters"],
+    ),
+    "bad_target": Plugin(
+        returning('[spec("wanted", target="my_package.MyStrategy")]'),
+        stage="specs",
+        reason=["target='my_package.MyStrategy'", "expected 'package.module:Class'"],
+    ),
+    "unknown_field": Plugin(
+        returning('[spec("wanted", colour="red")]'), stage="specs", reason=["TypeError", "colour"]
+    ),
+    "name_twice": Plugin(
+        returning('[spec("wanted"), spec("other", aliases=("Wanted",))]'),
+        stage="specs",
+        reason=["provides the strategy name 'Wanted' twice"],
+    ),
+    "other_api": Plugin(
+        returning('[spec("wanted", api_version=99)]'),
+        status="incompatible",
+        stage="specs",
+        reason=["plugin API version 99", "has version 1", "install a release of"],
+    ),
+    "other_core": Plugin(
+        "raise RuntimeError('it was imported')",
+        status="incompatible",
+        stage="metadata",
+        reason=["requires stratagem-core>=7", "is installed: pip install --upgrade"],
+        requires="stratagem-core>=7",
+    ),
+    "unreadable_requirement": Plugin(
+        "raise RuntimeError('it was imported')",
+        status="incompatible",
+        stage="metadata",
+        reason=["its requirement stratagem-core", "cannot be read"],
+        requires="stratagem-core >=banana",
+    ),
+    "disabled_by_distribution": Plugin(
+        "raise RuntimeError('it was imported')",
+        status="disabled",
+        stage="environment",
+        reason=["disabled by STRATAGEM_DISABLE_PLUGINS"],
+        environ={"STRATAGEM_DISABLE_PLUGINS": "something, Stratagem_Disabled.By-Distribution"},
+    ),
+    "disabled_by_entry_point": Plugin(
+        "raise RuntimeError('it was imported')",
+        status="disabled",
+        stage="environment",
+        reason=["disabled by STRATAGEM_DISABLE_PLUGINS"],
+        environ={"STRATAGEM_DISABLE_PLUGINS": "plugin_of_disabled_by_entry_point"},
+    ),
+    "left_out": Plugin(
+        "raise RuntimeError('it was imported')",
+        status="disabled",
+        stage="environment",
+        reason=["left out of STRATAGEM_ONLY_PLUGINS"],
+        environ={"STRATAGEM_ONLY_PLUGINS": "stratagem-zz-in-order"},
+    ),
+    "reserved_name": Plugin(
+        returning('[spec("ddp"), spec("wanted", aliases=("single_device",))]'),
+        status="loaded",
+        notes=[
+            "strategy name 'ddp' is reserved for stratagem-core",
+            "reach this one as stratagem-reserved-name:ddp",
+            "strategy name 'single_device' is reserved",
+        ],
+    ),
+    "slow": Plugin(f"import time; time.sleep(0.3)\n{WANTED}", status="loaded"),
+}
+
+
+def distribution_of(case: str) -> str:
+    return "stratagem-" + case.replace("_", "-")
+
+
+def install(folder: Path, case: str, plugin: Plugin) -> None:
+    """Write a distribution as pip leaves it behind."""
+    name = distribution_of(case)
+    module = f"module_of_{case}"
+    # It leaves a trace of having been imported.
+    trace = f"open({str(folder / f'{case}.imported')!r}, 'w').close()\n"
+    (folder / f"{module}.py").write_text(trace + plugin.source)
+    info = folder / f"{name.replace('-', '_')}-3.2.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: {name}\nVersion: 3.2.1\nRequires-Dist: torch>=2.9\n"
+        f"Requires-Dist: {plugin.requires}\n\nRequires-Dist: stratagem-core>=9 (its readme)\n"
+    )
+    value = f"{module}:{plugin.object}" if plugin.object else module
+    (info / "entry_points.txt").write_text(
+        "[console_scripts]\nother = other:main\n\n"
+        f"[stratagem.backends]\nplugin_of_{case} = {value}\n"
+    )
+
+
+def run(folder: Path, *arguments: str, expect: int = 0, **environ: str) -> str:
+    """Run Python with a folder's distributions on its path; return what it prints."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("STRATAGEM_")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        env={**clean, "PYTHONPATH": str(folder), **environ},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + (done.stderr if expect else "")
+
+
+LOOK = """
+import json, sys
+from dataclasses import asdict
+import stratagem
+names = stratagem.StrategyRegistry.available_strategies()
+from stratagem.discovery.registry import get_registry
+from stratagem.resolve import RunRequest, resolve
+plan = resolve(RunRequest(strategy="single_device", accelerator="cpu"), get_registry())
+print(json.dumps({
+    "names": names,
+    "reports": {report.distribution: asdict(report) for report in get_registry().reports},
+    "plan": plan.strategy.provider,
+    "torch": "torch" in sys.modules,
+}))
+"""
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Plugin]:
+    """A name of the table and its plugin, installed in tmp_path beside one that is in order."""
+    name: str = request.param
+    install(tmp_path, name, CASES[name])
+    install(tmp_path, "zz_in_order", GOOD)
+    return name, CASES[name]
+
+
+def test_it_is_reported_and_stops_nobody(case: tuple[str, Plugin], tmp_path: Path) -> None:
+    name, plugin = case
+    seen = json.loads(run(tmp_path, "-c", LOOK, **plugin.environ))
+
+    assert seen["plan"].startswith("stratagem-core ")
+    assert {"ddp", "single_device", "in_order"} <= set(seen["names"])
+    assert ("wanted" in seen["names"]) == (plugin.status == "loaded")
+    assert seen["torch"] is False
+
+    report = seen["reports"][distribution_of(name)]
+    assert (report["status"], report["stage"]) == (plugin.status, plugin.stage)
+    assert (report["version"], report["entry_point"]) == ("3.2.1", f"plugin_of_{name}")
+    assert bool(report["reason"]) == (plugin.status != "loaded")
+    for part in plugin.reason:
+        assert part in report["reason"]
+    for part in plugin.notes:
+        assert part in "\n".join(report["notes"])
+    assert ("Traceback" in report["detail"]) == (plugin.status == "broken")
+    if plugin.status in ("disabled", "incompatible") and plugin.stage != "specs":
+        assert not (tmp_path / f"{name}.imported").exists()
+
+
+def test_doctor_shows_it(case: tuple[str, Plugin], tmp_path: Path) -> None:
+    name, plugin = case
+    failed = plugin.status in ("broken", "incompatible")
+    doctor = ("-m", "stratagem.cli", "doctor", "--json")
+    diagnosis = json.loads(run(tmp_path, *doctor, expect=int(failed), **plugin.environ))
+    (shown,) = (p for p in diagnosis["plugins"] if p["distribution"] == distribution_of(name))
+    assert shown["status"] == plugin.status
+    problems = [line for line in diagnosis["problems"] if distribution_of(name) in line]
+    assert bool(problems) == failed
+    if failed:
+        for part in plugin.reason:
+            assert part in problems[0]
+    assert shown["slow"] == (name == "slow")
+
+
+def test_a_slow_import_is_reported_with_its_seconds(tmp_path: Path) -> None:
+    install(tmp_path, "slow", CASES["slow"])
+    report = json.loads(run(tmp_path, "-c", LOOK))["reports"]["stratagem-slow"]
+    assert 0.3 <= report["seconds"] < 30
+
+
+def test_with_all_of_them_at_once_a_model_trains(tmp_path: Path) -> None:
+    for name, plugin in CASES.items():
+        if not plugin.environ:
+            install(tmp_path, name, plugin)
+    script = """
+import torch
+from stratagem import Lite, Trainer
+Trainer(strategy="single_device", accelerator="cpu", logger=False, enable_checkpointing=False)
+lite = Lite(accelerator="cpu")
+lite.launch()
+model = torch.nn.Linear(2, 1)
+model, optimizer = lite.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+lite.backward(model(torch.ones(1, 2)).square().sum())
+optimizer.step()
+print(lite.plan.strategy.provider)
+"""
+    assert run(tmp_path, "-c", script).startswith("stratagem-core ")
+
+
+def test_an_unknown_name_is_traced_to_the_plugin_that_failed(tmp_path: Path) -> None:
+    install(tmp_path, "wonder_parallel", CASES["import_error"])
+    code = """
+from stratagem.discovery.registry import get_registry
+try:
+    get_registry().find("strategy", "wonder_parallel_2")
+except LookupError as error:
+    print(error)
+"""
+    text = run(tmp_path, "-c", code)
+    assert "unknown strategy 'wonder_parallel_2'" in text
+    assert "stratagem-wonder-parallel 3.2.1 might provide it but is broken" in text
+    assert "No module named 'vendor_sdk'" in text
+    assert "Available here: ddp, single_device" in text
+
+
+# -- two distributions, one name
+
+TWO = {
+    "first": Plugin(returning('[spec("wanted", summary="the first")]')),
+    "second": Plugin(returning('[spec("wanted", summary="the second")]')),
+}
+
+
+def test_a_name_of_two_is_ambiguous_only_when_it_is_selected(tmp_path: Path) -> None:
+    for name, plugin in TWO.items():
+        install(tmp_path, name, plugin)
+    seen = json.loads(run(tmp_path, "-c", LOOK))
+    assert seen["reports"]["stratagem-first"]["status"] == "loaded"
+    assert seen["reports"]["stratagem-second"]["status"] == "loaded"
+
+    explain = ("-m", "stratagem.cli", "explain", "--strategy")
+    text = run(tmp_path, *explain, "wanted", expect=2)
+    assert "'wanted' is provided by 2 distributions" in text
+    assert "'stratagem-first:wanted', 'stratagem-second:wanted'" in text
+
+    plan = run(tmp_path, *explain, "stratagem-second:wanted", "--accelerator", "cpu")
+    assert "stratagem-second 3.2.1" in plan
+
+    doctor = ("-m", "stratagem.cli", "doctor", "--json")
+    diagnosis = json.loads(run(tmp_path, *doctor, expect=1))
+    assert diagnosis["ambiguous"] == [
+        {
+            "kind": "strategy",
+            "name": "wanted",
+            "choices": ["stratagem-first:wanted", "stratagem-second:wanted"],
+        }
+    ]
+
+
+def test_a_reserved_name_stays_with_core_and_the_qualified_one_works(tmp_path: Path) -> None:
+    install(tmp_path, "reserved_name", CASES["reserved_name"])
+    explain = ("-m", "stratagem.cli", "explain", "--accelerator", "cpu", "--devices", "1")
+    assert "stratagem-core" in run(tmp_path, *explain, "--strategy", "ddp").splitlines()[0]
+    qualified = run(tmp_path, *explain, "--strategy", "stratagem-reserved-name:ddp")
+    assert "stratagem-reserved-name 3.2.1" in qualified.splitlines()[0]
+
+
+def test_a_plugin_sorted_before_core_does_not_take_a_reserved_name(tmp_path: Path) -> None:
+    install(tmp_path, "aa", CASES["reserved_name"])  # "stratagem-aa" < "stratagem-core"
+    code = """
+from stratagem.discovery.registry import get_registry
+print(get_registry().find("strategy", "ddp").distribution)
+print([report.notes for report in get_registry().reports if report.entry_point == "plugin_of_aa"])
+"""
+    first, notes = run(tmp_path, "-c", code).splitlines()
+    assert first == "stratagem-core"
+    assert "reach this one as stratagem-aa:ddp" in notes
+
+
+# -- as wheels
+
+
+@pytest.mark.wheels
+@pytest.mark.slow
+def test_a_wheel_that_breaks_at_import_is_reported(
+    wheelhouse: Path,
+    new_environment: Callable[..., Environment],
+    build_wheel: Callable[[Path, Path], Path],
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "stratagem-broken"
+    source = package / "src" / "stratagem_broken"
+    source.mkdir(parents=True)
+    (package / "pyproject.toml").write_text("""
+[build-system]
+requires = ["hatchling>=1.27"]
+build-backend = "hatchling.build"
+
+[project]
+name = "stratagem-broken"
+version = "3.2.1"
+dependencies = ["stratagem-core>=0.1,<0.2"]
+
+[project.entry-points."stratagem.backends"]
+broken = "stratagem_broken.plugin"
+
+[tool.hatch.build.targets.wheel]
+packages = ["src/stratagem_broken"]
+""")
+    (source / "__init__.py").touch()
+    (source / "plugin.py").write_text(CASES["missing_library"].source)
+    (core,) = wheelhouse.glob("stratagem_core-*.whl")
+    environment = new_environment("broken_wheel", core, build_wheel(package, tmp_path / "wheels"))
+
+    seen: dict[str, Any] = json.loads(environment.python("-c", LOOK))
+    report = seen["reports"]["stratagem-broken"]
+    assert (report["version"], report["status"], report["stage"]) == ("3.2.1", "broken", "import")
+    assert "libvendor_driver.so.1" in report["reason"]
+    assert seen["names"] == ["ddp", "single_device"]

@@ -1,0 +1,95 @@
+"""LocalSGDStrategy: ranks step on their own and average their parameters every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.strategies import ParallelStrategy, Prepared
+from stratagem_local_sgd.plugin import LOCAL_SGD
+
+
+class LocalSGDStrategy(ParallelStrategy):
+    """Trains a replica on every rank without communication, but for an average now and then.
+
+    Ranks hold the same parameters from the start; after every `every`-th step of an optimizer its
+    parameters are averaged over ranks. They are also averaged before an evaluation and before state
+    is saved, in place: what is measured or saved is what training goes on from.
+
+    With `every=1` and SGD, momentum included, this is DDP up to rounding: the average of the steps
+    is the step of the average.
+
+    Args:
+        every: optimizer steps between two averages.
+        **parts: see `ParallelStrategy`.
+
+    Raises:
+        ValueError: `every` is not a whole number of at least 1.
+    """
+
+    capabilities = LOCAL_SGD
+
+    def __init__(self, *, every: int = 4, **parts: Any) -> None:
+        super().__init__(**parts)
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every!r}: expected a whole number of steps, at least 1")
+        self.every = every
+        # Each optimizer has a count of its own: Lite may set up several.
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def prepare(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] | Callable[[], Sequence[Optimizer]] = (),
+        *,
+        move_to_device: bool = True,
+    ) -> Prepared:
+        """Convert and move the module, and give every rank the parameters of rank 0."""
+        module = self.precision.convert_module(module)
+        if move_to_device:
+            module = module.to(self.device)
+        # Before the optimizers are made, which may look at parameters.
+        module.load_state_dict(self.broadcast(module.state_dict()))
+        made = list(optimizers() if callable(optimizers) else optimizers)
+        return Prepared(module, module, made, module)
+
+    def optimizer_step(self, prepared: Prepared, optimizer: Optimizer) -> None:
+        """Step on this rank; after every `every`-th step, average the parameters."""
+        super().optimizer_step(prepared, optimizer)
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._steps[optimizer] % self.every == 0:
+            self._average(p for group in optimizer.param_groups for p in group["params"])
+
+    def before_evaluation(self, prepared: Prepared) -> None:
+        """Let every rank evaluate the same model."""
+        self._average(_tensors_of(prepared.original))
+
+    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+        """Average the model and return its state, the same on every rank."""
+        self._average(_tensors_of(prepared.original))
+        return super().model_state(prepared)
+
+    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+        """Average the optimizer's state (momentum and the like) and return it."""
+        for state in optimizer.state.values():
+            self._average(value for value in state.values() if isinstance(value, Tensor))
+        # A run that is resumed from here counts from 0 as well.
+        self._steps[optimizer] = 0
+        return super().optimizer_state(prepared, optimizer)
+
+    @torch.no_grad()
+    def _average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its mean over ranks; one without a mean, by rank 0's."""
+        for tensor in tensors:
+            mean = tensor.is_floating_point() or tensor.is_complex()
+            tensor.copy_(self.all_reduce(tensor) if mean else self.broadcast(tensor))
+
+
+def _tensors_of(module: nn.Module) -> Iterable[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
