@@ -1,7 +1,7 @@
 """Plugins that break in each way that a plugin can: reported, and in nobody's way.
 
-Each is a distribution as pip leaves it behind (a module and its metadata) in a folder on the path of
-a process of its own, beside a plugin that is in order. One is built and installed as a wheel.
+Each is a distribution as pip leaves it behind (a module and its metadata) in a folder on the path
+of a process of its own, beside a plugin that is in order. One is built and installed as a wheel.
 """
 
 from __future__ import annotations
@@ -203,12 +203,14 @@ def install(folder: Path, case: str, plugin: Plugin) -> None:
     )
 
 
-def run(folder: Path, *arguments: str, expect: int = 0, **environ: str) -> str:
+def run(
+    folder: Path, *arguments: str, expect: int = 0, environ: Mapping[str, str] | None = None
+) -> str:
     """Run Python with a folder's distributions on its path; return what it prints."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("STRATAGEM_")}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
-        env={**clean, "PYTHONPATH": str(folder), **environ},
+        env={**clean, "PYTHONPATH": str(folder), **(environ or {})},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -247,7 +249,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Plugin]:
 
 def test_it_is_reported_and_stops_nobody(case: tuple[str, Plugin], tmp_path: Path) -> None:
     name, plugin = case
-    seen = json.loads(run(tmp_path, "-c", LOOK, **plugin.environ))
+    seen = json.loads(run(tmp_path, "-c", LOOK, environ=plugin.environ))
 
     assert seen["plan"].startswith("stratagem-core ")
     assert {"ddp", "single_device", "in_order"} <= set(seen["names"])
@@ -271,7 +273,7 @@ def test_doctor_shows_it(case: tuple[str, Plugin], tmp_path: Path) -> None:
     name, plugin = case
     failed = plugin.status in ("broken", "incompatible")
     doctor = ("-m", "stratagem.cli", "doctor", "--json")
-    diagnosis = json.loads(run(tmp_path, *doctor, expect=int(failed), **plugin.environ))
+    diagnosis = json.loads(run(tmp_path, *doctor, expect=int(failed), environ=plugin.environ))
     (shown,) = (p for p in diagnosis["plugins"] if p["distribution"] == distribution_of(name))
     assert shown["status"] == plugin.status
     problems = [line for line in diagnosis["problems"] if distribution_of(name) in line]

@@ -47,8 +47,11 @@ def trained(environment: Environment, folder: Path) -> dict[str, Any]:
     digits = {"images": torch.tensor(images / 16).float(), "labels": torch.tensor(labels)}
     torch.save(digits, folder / "digits.pt")
     # numpy is optional to torch, which says so by a warning when it is missing.
-    script = ["-W", "ignore", FOLDER / "train_local_sgd.py", folder / "digits.pt", folder]
-    results: dict[str, Any] = json.loads(environment.python(*script, env={"OMP_NUM_THREADS": "1"}))
+    script = FOLDER / "train_local_sgd.py"
+    printed = environment.python(
+        "-W", "ignore", script, folder / "digits.pt", folder, env={"OMP_NUM_THREADS": "1"}
+    )
+    results: dict[str, Any] = json.loads(printed)
     return results
 
 
@@ -129,13 +132,15 @@ def test_listing_it_imports_neither_torch_nor_its_classes(environment: Environme
 
 
 def test_its_class_comes_from_the_users_import_name(environment: Environment) -> None:
-    code = "from stratagem.strategies import LocalSGDStrategy as S; print(S(every=2).every, S.__module__)"
-    assert environment.python("-W", "ignore", "-c", code).split() == [
-        "2",
-        "stratagem_local_sgd.strategy",
-    ]
+    code = (
+        "from stratagem.strategies import LocalSGDStrategy\n"
+        "print(LocalSGDStrategy(every=2).every, LocalSGDStrategy.__module__)"
+    )
+    printed = environment.python("-W", "ignore", "-c", code)
+    assert printed.split() == ["2", "stratagem_local_sgd.strategy"]
 
 
+# Last in this file, since it changes the environment.
 def test_once_uninstalled_its_name_is_unknown(
     environment: Environment, trained: dict[str, Any]
 ) -> None:

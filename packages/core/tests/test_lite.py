@@ -190,9 +190,9 @@ def test_backward_takes_the_arguments_of_tensor_backward() -> None:
     model = lite.setup(network())
     output = model(torch.randn(4, 5))
     lite.backward(output, torch.ones_like(output), retain_graph=True)
-    once = model[0].weight.grad.clone()
+    once = model.module[0].weight.grad.clone()
     lite.backward(output, gradient=torch.ones_like(output))
-    torch.testing.assert_close(model[0].weight.grad, 2 * once)
+    torch.testing.assert_close(model.module[0].weight.grad, 2 * once)
 
 
 def test_autocast_covers_what_lies_outside_of_a_model() -> None:
@@ -570,7 +570,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_unless_strict_is_false(tmp_pa
     state: dict[str, Any] = {"model": smaller, "step": 7}
     lite.load(path, state, strict=False)
     assert state["step"] == 7
-    assert torch.equal(smaller[0].weight, model[0].weight)
+    assert torch.equal(smaller.module[0].weight, model.module[0].weight)
 
 
 # ---------------------------------------------------------------- document 004

@@ -211,7 +211,8 @@ class _Resolver:
             return None
         if isinstance(wanted, str):
             return self._find("strategy", wanted, "you named it")
-        if not isinstance(getattr(wanted, "capabilities", None), Capabilities):
+        capabilities = getattr(wanted, "capabilities", None)
+        if isinstance(wanted, type) or not isinstance(capabilities, Capabilities):
             raise ConfigurationError(
                 f"strategy={wanted!r}: expected a name or an instance of "
                 "stratagem.strategies.Strategy"
@@ -272,7 +273,8 @@ class _Resolver:
         if not _takes(capabilities.accelerators, accelerator):
             raise ConfigurationError(
                 f"the strategy {strategy.name!r} runs on "
-                f"{_either(capabilities.accelerators)}, received accelerator={accelerator.name!r}"
+                f"{_either(capabilities.accelerators)}, received accelerator={accelerator.name!r}: "
+                "change one of the two"
             )
         if len(devices) > 1 and not capabilities.many_devices:
             raise ConfigurationError(
@@ -326,7 +328,9 @@ class _Resolver:
                 return _selected(candidate, why), found
             refused.append(f"{candidate.spec.name} ({found.reason})")
         raise ConfigurationError(
-            "no accelerator is available for this request: " + ("; ".join(refused) or "none known")
+            "no accelerator is available for this request: "
+            + ("; ".join(refused) or "none is known")
+            + ". Name another strategy, or run where there is one (`stratagem doctor` lists them)"
         )
 
     def _available(self, selected: Selected) -> Availability:
@@ -553,13 +557,14 @@ class _Resolver:
         ):
             raise ConfigurationError(
                 f"the strategy {strategy.name!r} takes the precisions "
-                f"{_either(capabilities.precisions)}, received precision={asked!r}"
+                f"{_either(capabilities.precisions)}, received precision={asked!r}: change one of "
+                "the two"
             )
         spec = selected.spec
         if isinstance(spec, PrecisionSpec) and not _takes(spec.accelerators, accelerator):
             raise ConfigurationError(
                 f"precision={asked!r} works on {_either(spec.accelerators)}, received "
-                f"accelerator={accelerator.name!r}"
+                f"accelerator={accelerator.name!r}: change one of the two"
             )
         return selected
 

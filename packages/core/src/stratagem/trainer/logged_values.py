@@ -69,7 +69,7 @@ class _Entry:
         """Bring the values since the last time into one."""
         if not self.values or not isinstance(self.fx, str):
             return
-        values = torch.stack([_tensor(v) for v in self.values])
+        values = _stacked(self.values)
         if self.fx == "mean":
             weights = torch.tensor(self.weights, dtype=values.dtype, device=values.device)
             values = values * weights
@@ -274,7 +274,7 @@ def _summary(entry: _Entry) -> Summary:
         entry.fold()
         total = entry.total if entry.total is not None else torch.zeros(())
         return entry.fx, total, entry.weight
-    values = torch.stack([_tensor(value) for value in entry.values])
+    values = _stacked(entry.values)
     # A function of our user's: over ranks its results are averaged.
     return "mean", entry.fx(values), 1.0
 
@@ -294,6 +294,15 @@ def _over_ranks(strategy: Strategy, summaries: dict[str, Summary]) -> dict[str, 
         name: (fx, value.to(torch.get_default_dtype()), weight)
         for name, (fx, value, weight) in merged.items()
     }
+
+
+def _stacked(values: list[Any]) -> Tensor:
+    """Return a 1-dim floating-point tensor of numbers and tensors with one element."""
+    try:
+        # Nearly always they are tensors of one kind, and need no look at each.
+        return torch.stack(values).reshape(-1).float()
+    except (TypeError, RuntimeError):
+        return torch.stack([_tensor(value) for value in values])
 
 
 def _tensor(value: Tensor | float) -> Tensor:

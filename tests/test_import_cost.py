@@ -1,0 +1,98 @@
+"""What importing and listing loads; `benchmarks/import_cost.py` measures how long it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Each takes from tens to thousands of milliseconds, which a listing of names must not cost.
+HEAVY = ("torch", "numpy", "typer", "click", "rich", "pytest", "importlib_metadata")
+# What neither the listing nor a simple requirement needs; `dataclasses` and `pluggy` bring no more.
+UNUSED = ("packaging", "importlib.metadata", "email", "socket", "subprocess", "asyncio")
+
+PROGRAMS = {
+    "import": "import stratagem",
+    "list": "import stratagem\nassert 'ddp' in stratagem.StrategyRegistry.available_strategies()",
+    "specs": "import stratagem.discovery",
+    "resolve": (
+        "from stratagem.discovery.registry import get_registry\n"
+        "from stratagem.resolve import RunRequest, resolve\n"
+        "resolve(RunRequest(strategy='ddp', accelerator='cpu', devices=2), get_registry())"
+    ),
+}
+
+
+def loaded(code: str, path: Path | None = None) -> set[str]:
+    """The modules that a program of its own has loaded at its end."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("STRATAGEM_")}
+    if path is not None:
+        environ["PYTHONPATH"] = str(path)
+    code += "\nimport sys; names = list(sys.modules); import json; print(json.dumps(names))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 200 distributions, each with a plugin that needs this core."""
+    folder = tmp_path_factory.mktemp("plugins")
+    for number in range(200):
+        name = f"plugin_{number}"
+        (folder / f"{name}.py").write_text(
+            "from stratagem.discovery import StrategySpec, hookimpl\n"
+            "@hookimpl\n"
+            "def stratagem_components():\n"
+            f"    return [StrategySpec(name={name!r}, target='{name}:Strategy', api_version=1)]\n"
+        )
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Name: {name}\nVersion: 1.0\nRequires-Dist: stratagem-core<0.2,>=0.1\n"
+        )
+        (info / "entry_points.txt").write_text(f"[stratagem.backends]\n{name} = {name}\n")
+    return folder
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_loads_nothing_heavy(program: str) -> None:
+    assert loaded(PROGRAMS[program]).isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("program", ["import", "list"])
+def test_it_loads_nothing_that_it_does_not_use(program: str) -> None:
+    before = loaded("")  # whatever this environment loads at its start
+    assert (loaded(PROGRAMS[program]) - before).isdisjoint(UNUSED)
+
+
+def test_importing_the_library_discovers_nothing() -> None:
+    assert "stratagem.native.plugin" not in loaded("import stratagem")
+
+
+def test_200_plugins_load_nothing_heavy_either(plugins: Path) -> None:
+    code = (
+        "import stratagem\n"
+        "names = stratagem.StrategyRegistry.available_strategies()\n"
+        "assert sum(name.startswith('plugin_') for name in names) == 200"
+    )
+    modules = loaded(code, plugins)
+    assert "plugin_199" in modules
+    assert modules.isdisjoint(HEAVY)
+
+
+def test_the_users_import_names_alone_load_nothing_heavy() -> None:
+    names = ("strategies", "accelerators", "precision", "checkpoint", "environments")
+    code = "\n".join(f"import stratagem.{name}; dir(stratagem.{name})" for name in names)
+    assert loaded(code).isdisjoint(HEAVY)
