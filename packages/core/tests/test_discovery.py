@@ -214,6 +214,7 @@ def test_metadata_of_the_older_form_are_read(site: Site) -> None:
         (["stratagem-core >=0.1 , <0.2"], ">=0.1 , <0.2"),
         (["stratagem-core[testing]~=0.1"], "~=0.1"),
         (["stratagem-core==0.1.*"], "==0.1.*"),
+        (["stratagem-core >=banana"], ">=banana"),  # refused where it is compared
         (["stratagem-core-extras>=7"], ""),
         (["stratagem-core>=7; extra == 'testing'"], ""),
         (["stratagem-core>=7; python_version < '3'"], ""),

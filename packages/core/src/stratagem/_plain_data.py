@@ -55,8 +55,8 @@ def encode(data: Any) -> torch.Tensor:
 
 
 def decode(encoded: torch.Tensor) -> Any:
-    """Return the plain data that `encode` made; nothing in it is executed."""
+    """Return the plain data that `encode` made, tensors on the CPU; nothing in it is executed."""
     encoded = encoded.cpu().contiguous()
     # Not by way of numpy, without which torch may be installed.
     data = ctypes.string_at(encoded.data_ptr(), encoded.numel())
-    return torch.load(io.BytesIO(data), weights_only=True)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -91,7 +91,7 @@ class Lite:
         tpu_cores: int | str | list[int] | None = None,
     ) -> None:
         for shorthand, name, value in (("gpus", "gpu", gpus), ("tpu_cores", "tpu", tpu_cores)):
-            if value is not None:
+            if value:  # 0 of them means the CPU, as devices=0 does
                 if accelerator not in ("auto", name) or devices not in ("auto", None):
                     raise ConfigurationError(
                         f"{shorthand}={value!r} is short for accelerator={name!r} and devices="

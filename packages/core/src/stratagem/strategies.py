@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from stratagem.interfaces.parallel import ParallelStrategy as ParallelStrategy
     from stratagem.interfaces.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+    from stratagem.interfaces.strategy import Optimizers as Optimizers
     from stratagem.interfaces.strategy import Prepared as Prepared
+    from stratagem.interfaces.strategy import ReduceOp as ReduceOp
     from stratagem.interfaces.strategy import Strategy as Strategy
+    from stratagem.interfaces.strategy import make_optimizers as make_optimizers
     from stratagem.interfaces.train_step import TrainStep as TrainStep
     from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
 else:
@@ -21,11 +24,14 @@ else:
         "strategy",
         {
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
+            "Optimizers": "stratagem.interfaces.strategy",
             "ParallelStrategy": "stratagem.interfaces.parallel",
             "Prepared": "stratagem.interfaces.strategy",
+            "ReduceOp": "stratagem.interfaces.strategy",
             "SingleDeviceStrategy": "stratagem.interfaces.single_device",
             "Strategy": "stratagem.interfaces.strategy",
             "StrategyRegistry": "stratagem.discovery.registry",
             "TrainStep": "stratagem.interfaces.train_step",
+            "make_optimizers": "stratagem.interfaces.strategy",
         },
     )

@@ -115,7 +115,7 @@ def _distributions(place: str, seen: set[str]) -> Iterator[tuple[str, str, str, 
     """Yield (name, version, METADATA, entry_points.txt) of what declares an entry of the group.
 
     A folder, which nearly every place on the path is, is read directly: importing
-    `importlib.metadata` costs as much as reading several hundred distributions, and its email
+    `importlib_metadata` costs as much as reading several hundred distributions, and its email
     parser a millisecond for each.
 
     Args:
@@ -151,7 +151,7 @@ def _distributions_by_library(
     place: str, seen: set[str], only: str | None = None
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield the same for places that are no folders (zip files) and for older forms of metadata."""
-    from importlib.metadata import distributions
+    from importlib_metadata import distributions
 
     for distribution in distributions(path=[place]):
         headers: Any = distribution.metadata

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.interfaces.strategy import (
-    Optimizers,
-    Prepared,
-    ReduceOp,
-    Strategy,
-    make_optimizers,
-)
+from stratagem.interfaces.strategy import ReduceOp, Strategy
 
 
 class SingleDeviceStrategy(Strategy):
@@ -27,15 +21,6 @@ class SingleDeviceStrategy(Strategy):
     """
 
     capabilities = Capabilities()
-
-    def prepare(
-        self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
-    ) -> Prepared:
-        """Convert and move the module; see `Strategy.prepare`."""
-        module = self.precision.convert_module(module)
-        if move_to_device:
-            module = module.to(self.device)
-        return Prepared(module, module, make_optimizers(optimizers), module)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         """Return the tensor."""

@@ -197,11 +197,10 @@ class Strategy(ABC):
         """
         return nullcontext()
 
-    @abstractmethod
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
     ) -> Prepared:
-        """Return the model as this strategy runs it.
+        """Return the model as this strategy runs it: converted, moved, wrapped.
 
         Args:
             module: built by the user, on any device.
@@ -209,6 +208,15 @@ class Strategy(ABC):
                 ones, where `capabilities.rebinds_optimizers`.
             move_to_device: move the parameters to this rank's device.
         """
+        module = self.precision.convert_module(module)
+        if move_to_device:
+            module = module.to(self.device)
+        wrapped = self.wrap(module)
+        return Prepared(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return what training calls; before the optimizers are made. By default the module."""
+        return module
 
     def input_converter(self) -> Callable[[Any], Any] | None:
         """Return what moves a batch to the device and converts it, or None: nothing to do."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.strategy import Strategy
+from stratagem.interfaces.strategy import ReduceOp, Strategy
 from stratagem.loggers.logger import Logger
 
 Options = tuple[Any, ...]
@@ -134,7 +134,7 @@ class LoggedValues:
         if entry.on_step and value is not None:
             now = value
             if entry.sync is True:
-                op = entry.fx if isinstance(entry.fx, str) else "mean"
+                op: ReduceOp = entry.fx if isinstance(entry.fx, str) else "mean"  # type: ignore[assignment]
                 now = self.strategy.all_reduce(_tensor(value), op)
             self.step_values[entry.step_name] = now
             if entry.logger:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,21 +42,10 @@ class LocalSGDStrategy(ParallelStrategy):
         # Each optimizer has a count of its own: Lite may set up several.
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
-    def prepare(
-        self,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer] | Callable[[], Sequence[Optimizer]] = (),
-        *,
-        move_to_device: bool = True,
-    ) -> Prepared:
-        """Convert and move the module, and give every rank the parameters of rank 0."""
-        module = self.precision.convert_module(module)
-        if move_to_device:
-            module = module.to(self.device)
-        # Before the optimizers are made, which may look at parameters.
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Give every rank the parameters of rank 0."""
         module.load_state_dict(self.broadcast(module.state_dict()))
-        made = list(optimizers() if callable(optimizers) else optimizers)
-        return Prepared(module, module, made, module)
+        return module
 
     def optimizer_step(self, prepared: Prepared, optimizer: Optimizer) -> None:
         """Step on this rank; after every `every`-th step, average the parameters."""

@@ -111,13 +111,14 @@ class Watch:
 
     def _finish(self) -> None:
         """At the end of the script: wait for the ranks, which are at its end too."""
+        told = self.crashed or self._noticed.is_set()
+        # From here on nothing is raised in this thread, where an exception would be ignored.
+        self._noticed.set()
         if not self.crashed:
             try:
                 self.ranks.wait()
             except KeyboardInterrupt:
                 pass
-        told = self.crashed or self._noticed.is_set()
-        self._noticed.set()
         failure = self.ranks.failure
         self.ranks.end()
         if failure is not None and not told:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from stratagem import supervision
 from stratagem.errors import ConfigurationError
@@ -21,6 +21,9 @@ class ScriptLauncher(Launcher):
     they are ranks already. All of them take part in whatever the script does afterwards.
     """
 
+    _started: ClassVar[bool] = False
+    """Whether this process has started its ranks; it does so once."""
+
     def launch(
         self, plan: RunPlan, function: Callable[..., Result], *args: Any, **kwargs: Any
     ) -> Result:
@@ -30,7 +33,8 @@ class ScriptLauncher(Launcher):
             ConfigurationError: there is no script to run again.
             RankFailedError: another rank failed.
         """
-        if "LOCAL_RANK" not in os.environ:
+        if not ScriptLauncher._started:
+            ScriptLauncher._started = True
             self._start_ranks(plan)
         return run_as_rank(function, *args, **kwargs)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stratagem.interfaces.parallel import ParallelStrategy
-from stratagem.interfaces.strategy import Optimizers, Prepared, make_optimizers
+from stratagem.interfaces.strategy import Prepared
 from stratagem.native.plugin import DDP
 
 
@@ -52,21 +52,18 @@ class DDPStrategy(ParallelStrategy):
             "bucket_cap_mb": bucket_cap_mb,
         }
 
-    def prepare(
-        self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
-    ) -> Prepared:
-        """Convert, move and wrap the module; see `Strategy.prepare`."""
-        module = self.precision.convert_module(module)
-        if move_to_device:
-            module = module.to(self.device)
-        self.model: nn.Module = module
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return the module in DDP.
+
+        Evaluation calls it without DDP, whose forward broadcasts buffers: ranks may then run
+        different numbers of batches.
+        """
+        self.model = module
         # DDP refuses a module without gradients; such a model (a metric, a frozen teacher) needs
         # no communication.
         if any(parameter.requires_grad for parameter in module.parameters()):
             self.configure_ddp()
-        # Evaluation calls the module without DDP, whose forward broadcasts buffers: ranks may then
-        # run different numbers of batches.
-        return Prepared(self.model, module, make_optimizers(optimizers), module)
+        return self.model
 
     def configure_ddp(self) -> None:
         """Wrap `self.model`."""
