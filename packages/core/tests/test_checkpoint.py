@@ -319,9 +319,7 @@ def test_two_epochs_and_two_resumed_equal_four_at_once(tmp_path: Path) -> None:
     model = Net()
     resumed = trainer_in(tmp_path / "resumed", max_epochs=4)
     assert first.checkpoint_callback is not None
-    resumed.fit(
-        model, loader(), loader(8), ckpt_path=first.checkpoint_callback.best_model_path
-    )
+    resumed.fit(model, loader(), loader(8), ckpt_path=first.checkpoint_callback.best_model_path)
     assert model.seen == list(range(40)) * 2
     assert_same_state(resumed, whole)
 
@@ -378,9 +376,7 @@ def test_a_checkpoint_saved_between_two_micro_batches_resumes_at_the_first(tmp_p
             if trainer.current_epoch == 0 and batch_idx == 4:  # the second of the window 3, 4, 5
                 trainer.save_checkpoint(tmp_path / "within.ckpt")
 
-    whole = trainer_in(
-        tmp_path, max_epochs=2, accumulate_grad_batches=3, callbacks=[SaveWithin()]
-    )
+    whole = trainer_in(tmp_path, max_epochs=2, accumulate_grad_batches=3, callbacks=[SaveWithin()])
     whole.fit(Net(), loader())
     # Batch statistics have moved on with the batches that are run again; everything else has not.
     model = Net()
@@ -610,9 +606,7 @@ def test_without_a_monitor_the_newest_is_kept(tmp_path: Path) -> None:
 def test_every_n_epochs_and_every_n_steps(tmp_path: Path) -> None:
     epochs = ModelCheckpoint(tmp_path / "epochs", every_n_epochs=2, save_top_k=-1)
     steps = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=4, save_top_k=-1)
-    trainer_in(tmp_path, max_epochs=3, callbacks=[epochs, steps]).fit(
-        Net(), loader(20), loader(4)
-    )
+    trainer_in(tmp_path, max_epochs=3, callbacks=[epochs, steps]).fit(Net(), loader(20), loader(4))
     assert kept(tmp_path / "epochs") == [1]
     assert sorted(p.name for p in (tmp_path / "steps").iterdir()) == [
         "epoch=0-step=4.ckpt",
@@ -627,9 +621,7 @@ def test_time_between_checkpoints(tmp_path: Path) -> None:
             time.sleep(0.03)
             return super().training_step(batch, batch_idx)
 
-    saver = ModelCheckpoint(
-        tmp_path, train_time_interval=timedelta(seconds=0.1), save_top_k=-1
-    )
+    saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=0.1), save_top_k=-1)
     trainer_in(tmp_path, max_epochs=1, callbacks=saver).fit(Slow(), loader())
     assert 1 <= len(list(tmp_path.iterdir())) <= 3
 
@@ -688,9 +680,9 @@ def test_training_that_stops_in_the_middle_of_an_epoch_leaves_a_checkpoint(tmp_p
     saver = ModelCheckpoint(tmp_path / "newest")
     # Nothing was validated by then, so there is no value to judge by, and no reason to fail.
     best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_last=True)
-    trainer_in(
-        tmp_path, max_steps=13, check_val_every_n_epoch=5, callbacks=[saver, best]
-    ).fit(Net(), loader(), loader(8))
+    trainer_in(tmp_path, max_steps=13, check_val_every_n_epoch=5, callbacks=[saver, best]).fit(
+        Net(), loader(), loader(8)
+    )
     assert [path.name for path in (tmp_path / "newest").iterdir()] == ["epoch=1-step=13.ckpt"]
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["last.ckpt"]
 
@@ -764,16 +756,12 @@ def test_weights_only_leaves_the_state_of_training_out(tmp_path: Path) -> None:
     assert "optimizer_states" not in checkpoint
     assert "progress" not in checkpoint
     with pytest.raises(CheckpointMismatchError) as caught:
-        trainer_in(tmp_path, max_epochs=2).fit(
-            Net(), loader(), ckpt_path=saver.best_model_path
-        )
+        trainer_in(tmp_path, max_epochs=2).fit(Net(), loader(), ckpt_path=saver.best_model_path)
     assert str(caught.value) == (
         f"'{saver.best_model_path}' holds weights only, so training cannot be resumed from it: "
         "load them with Module.load_from_checkpoint and fit without ckpt_path"
     )
-    trainer_in(tmp_path).validate(
-        Net(), loader(8), ckpt_path=saver.best_model_path, verbose=False
-    )
+    trainer_in(tmp_path).validate(Net(), loader(8), ckpt_path=saver.best_model_path, verbose=False)
 
 
 # ---------------------------------------------------------------- loading elsewhere
@@ -1011,9 +999,7 @@ def test_a_value_that_is_monitored_must_be_logged(tmp_path: Path) -> None:
         (EarlyStopping("val_lss"), "EarlyStopping"),
     ):
         with pytest.raises(UserCodeError) as caught:
-            trainer_in(tmp_path, max_epochs=1, callbacks=callback).fit(
-                Net(), loader(), loader(8)
-            )
+            trainer_in(tmp_path, max_epochs=1, callbacks=callback).fit(Net(), loader(), loader(8))
         assert str(caught.value) == (
             f"{name}(monitor='val_lss'): no value of that name was logged; there is train_loss, "
             "train_loss_epoch, train_loss_step, val_loss. Log it in the Module with "
@@ -1049,9 +1035,7 @@ def test_early_stopping_ends_training_when_a_value_stops_improving(
     scores: tuple[float, ...], arguments: dict[str, Any], epochs: int, tmp_path: Path
 ) -> None:
     stopping = EarlyStopping("score", **arguments)
-    trainer = trainer_in(
-        tmp_path, max_epochs=6, limit_train_batches=1, callbacks=stopping
-    )
+    trainer = trainer_in(tmp_path, max_epochs=6, limit_train_batches=1, callbacks=stopping)
     trainer.fit(Scored(scores), loader(), loader(4))
     assert trainer.current_epoch == epochs
     assert stopping.stopped_epoch == (epochs - 1 if epochs < 6 else 0)
@@ -1062,9 +1046,7 @@ def test_early_stopping_counts_on_across_a_resume(tmp_path: Path) -> None:
 
     def run(**arguments: Any) -> Trainer:
         stopping = EarlyStopping("score", patience=3)
-        return trainer_in(
-            tmp_path, limit_train_batches=1, callbacks=[stopping], **arguments
-        )
+        return trainer_in(tmp_path, limit_train_batches=1, callbacks=[stopping], **arguments)
 
     first = run(max_epochs=2)
     first.fit(Scored(scores), loader(), loader(4))

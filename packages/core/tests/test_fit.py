@@ -258,9 +258,7 @@ def test_max_steps_stops_in_the_middle_of_an_epoch() -> None:
     assert trainer.global_step == 15
     assert trainer.current_epoch == 1
     assert model.trained_on == [*range(11), *range(4)]
-    assert_same_weights(
-        model.net, raw_fit(sgd, epochs=1, batches=[*loader(), *list(loader())[:4]])
-    )
+    assert_same_weights(model.net, raw_fit(sgd, epochs=1, batches=[*loader(), *list(loader())[:4]]))
 
 
 def test_the_earlier_of_max_steps_and_max_epochs_ends_training() -> None:
@@ -431,9 +429,7 @@ class Endless(IterableDataset[Batch]):
 def test_data_without_a_length_are_read_to_their_end() -> None:
     model = Regression()
     trainer = quiet(max_epochs=2, accumulate_grad_batches=3)
-    trainer.fit(
-        model, DataLoader(Endless(44), batch_size=4), DataLoader(Endless(8), batch_size=4)
-    )
+    trainer.fit(model, DataLoader(Endless(44), batch_size=4), DataLoader(Endless(8), batch_size=4))
     assert trainer.global_step == 8
     assert trainer.num_training_batches == float("inf")
     assert_same_weights(model.net, raw_fit(sgd, accumulate=3))
@@ -502,7 +498,11 @@ def test_a_scheduler_by_step_steps_after_each_optimizer_step() -> None:
     model = Configured(
         lambda o: {
             "optimizer": o,
-            "lr_scheduler": {"scheduler": ExponentialLR(o, 0.9), "interval": "step", "frequency": 2},
+            "lr_scheduler": {
+                "scheduler": ExponentialLR(o, 0.9),
+                "interval": "step",
+                "frequency": 2,
+            },
         }
     )
     quiet(max_epochs=2, accumulate_grad_batches=2, limit_train_batches=6).fit(model, loader())
@@ -541,9 +541,7 @@ def test_reduce_on_plateau_steps_with_the_epochs_value(monitor: str) -> None:
         def validation_step(self, batch: Batch, batch_idx: int) -> None:
             self.log("val_value", self.values[self.current_epoch])
 
-    model = Scripted(
-        lambda o: {"optimizer": o, "lr_scheduler": plateau(o), "monitor": monitor}
-    )
+    model = Scripted(lambda o: {"optimizer": o, "lr_scheduler": plateau(o), "monitor": monitor})
     quiet(max_epochs=5, limit_train_batches=1).fit(model, loader(), loader(4))
     assert model.rates == [0.1, 0.1, 0.1, 0.05, 0.05]
 
@@ -699,10 +697,7 @@ def test_several_validation_loaders_are_told_apart_by_name() -> None:
     first, second = loader(10), loader(6, batch_size=3)
     trainer.fit(model, loader(), [first, second])
     with torch.no_grad():
-        losses = [
-            mse_loss(model.net(d.tensors[0]), d.tensors[1])
-            for d in (data(10), data(6))
-        ]
+        losses = [mse_loss(model.net(d.tensors[0]), d.tensors[1]) for d in (data(10), data(6))]
     values = trainer.callback_metrics
     assert values["val_loss/dataloader_idx_0"] == pytest.approx(float(losses[0]))
     assert values["val_loss/dataloader_idx_1"] == pytest.approx(float(losses[1]))
@@ -740,9 +735,9 @@ def test_evaluation_gives_each_submodule_its_own_mode_back() -> None:
             seen.append(self.state())
 
     model = Partly()
-    quiet(
-        max_epochs=1, limit_train_batches=2, val_check_interval=1, num_sanity_val_steps=1
-    ).fit(model, loader(), loader(4))
+    quiet(max_epochs=1, limit_train_batches=2, val_check_interval=1, num_sanity_val_steps=1).fit(
+        model, loader(), loader(4)
+    )
     training = (True, True, True, False, True, False)
     evaluating = (False, False, False, False, False, True)
     assert seen == [evaluating, training, evaluating, training, evaluating]
@@ -902,9 +897,7 @@ def test_the_events_of_an_evaluation_come_in_the_documented_order(stage: str) ->
     log: list[str] = []
     what = "validation" if stage == "validate" else stage
     model = recording_module(log, "module", Counting)
-    trainer = quiet(
-        callbacks=[recording_callback(log, "first"), recording_callback(log, "second")]
-    )
+    trainer = quiet(callbacks=[recording_callback(log, "first"), recording_callback(log, "second")])
     if stage == "predict":
         trainer.predict(model, loader(4))
     else:
@@ -969,9 +962,7 @@ def test_an_exception_is_told_and_raised_unchanged() -> None:
     told: list[BaseException] = []
 
     class See(Callback):
-        def on_exception(
-            self, trainer: Trainer, module: Module, exception: BaseException
-        ) -> None:
+        def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
             told.append(exception)
 
     class Failing(Regression):
@@ -1089,9 +1080,7 @@ def test_deterministic_is_set_while_a_run_lasts() -> None:
             )
 
     for deterministic in (True, "warn", False):
-        quiet(max_steps=1, deterministic=deterministic, callbacks=See()).fit(
-            Regression(), loader()
-        )
+        quiet(max_steps=1, deterministic=deterministic, callbacks=See()).fit(Regression(), loader())
     assert seen == [(True, False), (True, True), (False, False)]
     assert not torch.are_deterministic_algorithms_enabled()
 

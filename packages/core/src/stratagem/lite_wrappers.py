@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stratagem._tree import move_to_device
 from stratagem.data import set_epoch
-from stratagem.interfaces.strategy import Prepared, Strategy
+from stratagem.interfaces.strategy import Prepared, Strategy, gradient_clearer
 
 
 class LiteModule(nn.Module):
@@ -36,11 +36,19 @@ class LiteModule(nn.Module):
         self.__dict__["_context"] = precision.forward_context()
         self.__dict__["_convert_input"] = precision.input_converter()
         self.__dict__["_convert_output"] = precision.output_converter()
+        # Nothing wraps the model and nothing is converted: it is called as it is.
+        self.__dict__["_is_direct"] = (
+            prepared.module is prepared.original
+            and self._context is None
+            and self._convert_input is None
+            and self._convert_output is None
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
-        if self._context is None and self._convert_input is None:
-            return self._module_to_call()("forward", *args, **kwargs)
+        own = self.__dict__
+        if own["_is_direct"]:
+            return own["module"](*args, **kwargs)
         return self._call("forward", *args, **kwargs)
 
     def _module_to_call(self) -> nn.Module:
@@ -117,6 +125,7 @@ class LiteOptimizer:
     optimizer: Optimizer
     prepared: Prepared
     strategy: Strategy
+    _clear_gradients: Callable[[], None]
 
     @property
     def state(self) -> Any:
@@ -144,7 +153,10 @@ class LiteOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
-        self.optimizer.zero_grad(set_to_none)
+        if set_to_none:
+            self._clear_gradients()
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter names."""
@@ -168,6 +180,7 @@ def wrap_optimizer(optimizer: Optimizer, prepared: Prepared, strategy: Strategy)
         {name: value for name, value in optimizer.__dict__.items() if name not in _SHADOWING}
     )
     wrapped.optimizer, wrapped.prepared, wrapped.strategy = optimizer, prepared, strategy
+    wrapped._clear_gradients = gradient_clearer(optimizer)
     return wrapped
 
 

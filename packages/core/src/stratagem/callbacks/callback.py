@@ -23,11 +23,14 @@ class Callback:
     `on_before_optimizer_step` and `on_before_zero_grad` before its `on_train_batch_end`.
 
     Example:
-        >>> from stratagem import Callback
+        >>> from stratagem import Callback, Trainer
         >>> class CountBatches(Callback):
         ...     batches = 0
         ...     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         ...         self.batches += 1
+        >>> trainer = Trainer(callbacks=CountBatches(), logger=False)
+        >>> any(isinstance(callback, CountBatches) for callback in trainer.callbacks)
+        True
     """
 
     monitors: ClassVar[bool] = False

@@ -24,6 +24,11 @@ class EarlyStopping(Callback):
         min_delta: a change smaller than this is no improvement.
         patience: how many checks without improvement end training.
         mode: "min": smaller is better; "max".
+
+    Example:
+        >>> from stratagem.callbacks import EarlyStopping
+        >>> EarlyStopping("val_acc", mode="max", patience=5).state_key
+        'EarlyStopping(val_acc, max)'
     """
 
     monitors = True

@@ -46,6 +46,13 @@ class ModelCheckpoint(Callback):
 
     Raises:
         ConfigurationError: several triggers at once, or a value out of range.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.callbacks import ModelCheckpoint
+        >>> best = ModelCheckpoint(monitor="val_acc", mode="max", filename="{epoch}-{val_acc:.2f}")
+        >>> Trainer(callbacks=best, logger=False).checkpoint_callback is best
+        True
     """
 
     monitors = True

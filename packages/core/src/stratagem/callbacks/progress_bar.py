@@ -24,6 +24,13 @@ class ProgressBar(Callback):
     Args:
         refresh_seconds: time between two refreshes; one costs 0.4 ms.
         console: a rich console, to show it elsewhere; None: standard output.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.callbacks import ProgressBar
+        >>> slow = ProgressBar(refresh_seconds=5.0)
+        >>> [bar is slow for bar in Trainer(callbacks=slow, enable_checkpointing=False).callbacks]
+        [True]
     """
 
     def __init__(self, *, refresh_seconds: float = 0.1, console: Console | None = None) -> None:

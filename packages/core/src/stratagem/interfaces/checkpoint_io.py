@@ -16,6 +16,24 @@ class CheckpointIO(ABC):
         2. `load_checkpoint` on every rank.
         3. `remove_checkpoint` on rank 0 only.
         4. `teardown` on every rank, at the end.
+
+    Example:
+        >>> from stratagem import Lite
+        >>> from stratagem.checkpoint import CheckpointIO
+        >>> class InMemory(CheckpointIO):
+        ...     def __init__(self):
+        ...         self.saved = {}
+        ...     def save_checkpoint(self, checkpoint, path):
+        ...         self.saved[str(path)] = checkpoint
+        ...     def load_checkpoint(self, path):
+        ...         return dict(self.saved[str(path)])
+        ...     def remove_checkpoint(self, path):
+        ...         self.saved.pop(str(path), None)
+        >>> lite = Lite(accelerator="cpu", plugins=InMemory())
+        >>> lite.launch()
+        >>> lite.save("a", {"epoch": 3})
+        >>> lite.load("a")
+        {'epoch': 3}
     """
 
     @abstractmethod

@@ -39,6 +39,13 @@ class ParallelStrategy(Strategy):
 
     Raises:
         ConfigurationError: the backend is not in this build of torch.
+
+    Example:
+        >>> from stratagem.strategies import DDPStrategy, ParallelStrategy
+        >>> issubclass(DDPStrategy, ParallelStrategy)
+        True
+        >>> DDPStrategy(process_group_backend="gloo", timeout=30).timeout
+        30.0
     """
 
     def __init__(

@@ -24,6 +24,19 @@ class Precision(ABC):
         5. `state_dict` and `load_state_dict` with each checkpoint.
 
     The defaults are full precision: nothing is converted and nothing costs anything.
+
+    Example:
+        >>> import torch
+        >>> from stratagem import Lite
+        >>> from stratagem.precision import Precision
+        >>> class Bfloat16Parameters(Precision):
+        ...     name = "bf16-parameters"
+        ...     def convert_module(self, module):
+        ...         return module.to(torch.bfloat16)
+        >>> lite = Lite(accelerator="cpu", plugins=Bfloat16Parameters())
+        >>> lite.launch()
+        >>> lite.setup(torch.nn.Linear(2, 1)).weight.dtype
+        torch.bfloat16
     """
 
     name: str

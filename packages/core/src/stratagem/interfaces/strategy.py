@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from stratagem._tree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
@@ -57,6 +56,15 @@ class Prepared:
         evaluation_module: what to call where no gradient is wanted; differs from `module` if the
             wrapper communicates in forward and ranks may run different numbers of batches.
         clear_gradients: sets the gradients of each optimizer's parameters to None.
+
+    Example:
+        >>> from torch import nn
+        >>> from stratagem import Lite
+        >>> lite = Lite(accelerator="cpu")
+        >>> lite.launch()
+        >>> prepared = lite.strategy.prepare(nn.Linear(2, 1))
+        >>> prepared.module is prepared.original
+        True
     """
 
     module: nn.Module
@@ -99,6 +107,17 @@ class Strategy(ABC):
             the choice to the plan.
         precision_plugin: a Precision or the name of one; None leaves the choice to the plan.
         launcher: name of a launcher; None takes the first in its capabilities.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.strategies import SingleDeviceStrategy
+        >>> class Counting(SingleDeviceStrategy):
+        ...     steps = 0
+        ...     def optimizer_step(self, prepared, optimizer):
+        ...         super().optimizer_step(prepared, optimizer)
+        ...         self.steps += 1
+        >>> Trainer(accelerator="cpu", strategy=Counting(), logger=False).plan.strategy.name
+        'Counting'
     """
 
     capabilities: ClassVar[Capabilities]
@@ -388,7 +407,15 @@ class Strategy(ABC):
 
 
 def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
-    """Return the optimizers, made now if a function was given."""
+    """Return the optimizers, made now if a function was given.
+
+    Example:
+        >>> import torch
+        >>> from stratagem.strategies import make_optimizers
+        >>> weights = torch.ones(2, requires_grad=True)
+        >>> len(make_optimizers(lambda: [torch.optim.SGD([weights], lr=0.1)]))
+        1
+    """
     return list(optimizers() if callable(optimizers) else optimizers)
 
 
@@ -407,12 +434,3 @@ def gradient_clearer(optimizer: Optimizer) -> Callable[[], None]:
                 parameter.grad = None
 
     return clear
-
-
-def check_one_optimizer(prepared: Prepared) -> None:
-    """Refuse several optimizers where the strategy steps them itself."""
-    if len(prepared.optimizers) != 1:
-        raise ConfigurationError(
-            f"automatic optimization takes one optimizer, received {len(prepared.optimizers)}: "
-            "return one from configure_optimizers, or write the steps yourself with Lite"
-        )

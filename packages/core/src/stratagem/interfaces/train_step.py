@@ -36,6 +36,22 @@ class TrainStep:
 
     A strategy that runs the whole step as one program calls `forward` and `after_micro_batch` if
     it can, and leaves out the events that it has no place for.
+
+    Example:
+        >>> import torch
+        >>> from stratagem import Lite
+        >>> from stratagem.strategies import TrainStep
+        >>> lite = Lite(accelerator="cpu")
+        >>> lite.launch()
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> prepared = lite.strategy.prepare(net, [torch.optim.SGD(net.parameters(), lr=0.5)])
+        >>> class Square(TrainStep):
+        ...     def forward(self, micro_batch):
+        ...         return prepared.module(micro_batch).square().mean()
+        >>> for _ in range(20):
+        ...     lite.strategy.train_step(prepared, Square(), [torch.ones(4, 1)])
+        >>> abs(net.weight.item()) < 1e-4
+        True
     """
 
     clip: GradientClip | None = None

@@ -86,20 +86,23 @@ class CSVLogger(Logger):
         rows, self._rows = self._rows, []
         if not self._written:
             self._continue_file()
-        new = [c for c in dict.fromkeys(c for row in rows for c in row) if c not in self._columns]
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        if new and self._written:
+        known = set(self._columns)
+        new = list(dict.fromkeys(c for row in rows for c in row if c not in known))
+        file = self._file
+        if not self._written:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        elif new:
             self._add_columns(new)
         self._columns += new
-        with self._file.open("a" if self._written else "w", newline="") as file:
-            writer = csv.writer(file)
+        with file.open("a" if self._written else "w", newline="") as opened:
+            writer = csv.writer(opened)
             if not self._written:
                 writer.writerow(self._columns)
             writer.writerows([row.get(column, "") for column in self._columns] for row in rows)
         self._written = True
 
     def _continue_file(self) -> None:
-        """Take over the columns of a file that is there: a version that was named may have been used."""
+        """Take over the columns of a file that is there: a named version may have been used."""
         if self._file.exists():
             with self._file.open(newline="") as file:
                 self._columns = next(csv.reader(file), [])

@@ -13,6 +13,16 @@ class Logger(ABC):
     Call sequence: `log_hyperparams` once; `log_metrics` for each row of values, in order of steps,
     some time after they were logged (an evaluation's batches are numbered from 0); `save` now and
     then; `finalize` at the end.
+
+    Example:
+        >>> from stratagem import Lite
+        >>> from stratagem.loggers import Logger
+        >>> class Printing(Logger):
+        ...     log_dir = "."
+        ...     def log_metrics(self, metrics, step=None):
+        ...         print(step, metrics)
+        >>> Lite(accelerator="cpu", loggers=Printing()).log("loss", 0.5, step=3)
+        3 {'loss': 0.5}
     """
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
@@ -25,6 +26,7 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
 }
+_START = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
 
 
 class _Entry:
@@ -37,12 +39,12 @@ class _Entry:
         "logger",
         "metric",
         "name",
+        "number",
         "on_epoch",
         "on_step",
         "prog_bar",
         "step_name",
         "sync",
-        "total",
         "values",
         "weight",
         "weights",
@@ -57,27 +59,63 @@ class _Entry:
         self.step_name = f"{name}_step" if both else name
         self.epoch_name = f"{name}_epoch" if both else name
         self.metric: Any = None
-        self.clear()
-
-    def clear(self) -> None:
-        self.values: list[Any] = []
-        self.weights: list[int] = []
-        self.total: Tensor | None = None
+        self.number = _START.get(self.fx, 0.0) if isinstance(self.fx, str) else 0.0
         self.weight = 0.0
+        self.values: list[Any] = []
+        self.weights: list[float] = []
+
+    def add(self, value: Any, weight: float) -> None:
+        """Take a value of this epoch.
+
+        A number is reduced at once; a tensor on a device is kept, so that nothing waits for it.
+        """
+        fx = self.fx
+        if value.__class__ is Tensor or not isinstance(fx, str):
+            self.values.append(value)
+            self.weights.append(weight)
+            if len(self.values) >= _FOLD:
+                self.fold()
+        elif fx == "mean":
+            self.number += value * weight
+            self.weight += weight
+        else:
+            self.number = _merge(fx, self.number, value)
 
     def fold(self) -> None:
-        """Bring the values since the last time into one."""
-        if not self.values or not isinstance(self.fx, str):
+        """Reduce the tensors that are kept to one of them."""
+        if not isinstance(self.fx, str) or not self.values:
             return
-        values = _stacked(self.values)
+        values = torch.stack([value.reshape(()).double() for value in self.values])
         if self.fx == "mean":
-            weights = torch.tensor(self.weights, dtype=values.dtype, device=values.device)
-            values = values * weights
-            self.weight += float(sum(self.weights))
-        if self.total is not None:
-            values = torch.cat([self.total.reshape(1), values])
-        self.total = _REDUCTIONS[self.fx](values)
-        self.values, self.weights = [], []
+            values = values * torch.tensor(self.weights, dtype=values.dtype, device=values.device)
+            self.weight += sum(self.weights)
+        # What is reduced already counts once from here on.
+        self.values, self.weights = [_REDUCTIONS[self.fx](values)], [0.0]
+
+    def summary(self) -> Summary:
+        """Return (reduction, value, weight) of this epoch on this rank, as plain numbers."""
+        if isinstance(self.fx, str):
+            self.fold()
+            number = self.number
+            for value in self.values:
+                number = _merge(self.fx, number, float(value))
+            return self.fx, number, self.weight
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float32).cpu() for v in self.values])
+        # A function of our user's: over ranks its results are averaged.
+        return "mean", float(self.fx(values)), 1.0
+
+
+Summary = tuple[str, float, float]
+
+
+def _merge(fx: str, one: float, other: float) -> float:
+    """Return the reduction of two numbers; NaN stays NaN."""
+    if fx in ("mean", "sum"):
+        return one + other
+    if other != other:
+        return other
+    better = other > one if fx == "max" else other < one
+    return other if better else one
 
 
 class LoggedValues:
@@ -100,7 +138,7 @@ class LoggedValues:
         self.loggers = loggers
         self.every_n_steps = every_n_steps
         self.in_step = False
-        """Within a training step, where values of a step are the default; elsewhere epoch values."""
+        """Within a training step: values of a step are the default; elsewhere, of an epoch."""
         self.batch: Any = None
         """The present batch; its size weights a mean."""
         self.dataloader_idx: int | None = None
@@ -121,32 +159,40 @@ class LoggedValues:
         if entry is None or entry.given != options:
             entry = self._declare(name, options)
         if value.__class__ is Tensor or isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise UserCodeError(
-                    f"self.log({name!r}, ...) expected a single number, received a tensor of shape "
-                    f"{tuple(value.shape)}: reduce it first, for example by .mean()"
-                )
-            # A result of autograd is not written to again; anything else may be, before it is
-            # read here.
-            value = value.detach() if value.grad_fn is not None else value.detach().clone()
+            value = self._read(name, value)
         elif value.__class__ is not float and value.__class__ is not int:
             value = self._number_of(entry, value)
         if entry.on_step and value is not None:
-            now = value
-            if entry.sync is True:
-                op: ReduceOp = entry.fx if isinstance(entry.fx, str) else "mean"  # type: ignore[assignment]
-                now = self.strategy.all_reduce(_tensor(value), op)
+            now = self._reduced(entry, value) if entry.sync is True else value
             self.step_values[entry.step_name] = now
             if entry.logger:
                 self.row[entry.step_name] = now
             if entry.prog_bar:
                 self.bar[entry.step_name] = now
         if entry.on_epoch and entry.metric is None:
-            entry.values.append(value)
-            if entry.fx == "mean":
-                entry.weights.append(batch_size or _batch_size(self.batch))
-            if len(entry.values) == _FOLD:
-                entry.fold()
+            entry.add(value, batch_size or _batch_size(self.batch))
+
+    def _read(self, name: str, value: Tensor) -> Any:
+        """Return a number for a tensor on the CPU; a tensor of its own for one on a device."""
+        if value.is_cpu:
+            try:
+                return value.item()
+            except RuntimeError:
+                pass  # it has several elements, or none
+        elif value.numel() == 1:
+            # A result of autograd is not written to again; anything else may be, before it is
+            # read here.
+            taken = value.detach().reshape(())
+            return taken if value.grad_fn is not None else taken.clone()
+        raise UserCodeError(
+            f"self.log({name!r}, ...) expected a single number, received a tensor of shape "
+            f"{tuple(value.shape)}: reduce it first, for example by .mean()"
+        )
+
+    def _reduced(self, entry: _Entry, value: Any) -> Any:
+        op: ReduceOp = entry.fx if isinstance(entry.fx, str) else "mean"  # type: ignore[assignment]
+        reduced = self.strategy.all_reduce(torch.as_tensor(value, dtype=torch.float32), op)
+        return self._read(entry.name, reduced)
 
     def _declare(self, name: str, options: Options) -> _Entry:
         key = (name, self.dataloader_idx)
@@ -180,7 +226,7 @@ class LoggedValues:
             # the epoch is what it computes, over ranks, at the end.
             entry.metric = value
             last = getattr(value, "_forward_cache", None)
-            return last.detach().clone() if isinstance(last, Tensor) else None
+            return self._read(entry.name, last) if isinstance(last, Tensor) else None
         try:
             # NumPy's arrays of one element have no float of their own.
             return float(value.item() if hasattr(value, "item") else value)
@@ -213,12 +259,10 @@ class LoggedValues:
         rows, self._rows = self._rows, []
         if not rows:
             return
-        numbers = iter(_floats([value for _, row in rows for value in row.values()]))
-        for step, row in rows:
-            values = {name: next(numbers) for name in row}
-            for logger in self.loggers:
-                logger.log_metrics(values, step)
+        _read_tensors([row for _, row in rows])
         for logger in self.loggers:
+            for step, row in rows:
+                logger.log_metrics(row, step)
             logger.save()
 
     def take_step_values(self) -> dict[str, Any]:
@@ -236,7 +280,7 @@ class LoggedValues:
         """
         entries = {e.name: e for e in self._entries.values() if e.on_epoch}
         summaries = {
-            name: _summary(entry) for name, entry in entries.items() if entry.metric is None
+            name: entry.summary() for name, entry in entries.items() if entry.metric is None
         }
         if self.strategy.world_size > 1:
             shared = {n: s for n, s in summaries.items() if entries[n].sync is not False}
@@ -249,8 +293,8 @@ class LoggedValues:
             if entry.metric is not None:
                 value = entry.metric.compute()
             else:
-                fx, total, weight = summaries[name]
-                value = total / weight if fx == "mean" else total
+                fx, number, weight = summaries[name]
+                value = torch.tensor(number / weight if fx == "mean" else number)
             values[entry.epoch_name] = value
             values[name] = value
             if entry.logger:
@@ -265,61 +309,24 @@ class LoggedValues:
         return values, for_loggers
 
 
-Summary = tuple[str, Tensor, float]
-
-
-def _summary(entry: _Entry) -> Summary:
-    """Return (reduction, value, weight) of an entry's epoch on this rank."""
-    if isinstance(entry.fx, str):
-        entry.fold()
-        total = entry.total if entry.total is not None else torch.zeros(())
-        return entry.fx, total, entry.weight
-    values = _stacked(entry.values)
-    # A function of our user's: over ranks its results are averaged.
-    return "mean", entry.fx(values), 1.0
-
-
 def _over_ranks(strategy: Strategy, summaries: dict[str, Summary]) -> dict[str, Summary]:
-    plain = {name: [fx, float(total), weight] for name, (fx, total, weight) in summaries.items()}
     merged: dict[str, Summary] = {}
-    for of_rank in strategy.gather_plain(plain):
-        for name, (fx, total, weight) in of_rank.items():
-            value = torch.tensor(total, dtype=torch.float64)
+    for of_rank in strategy.gather_plain(summaries):
+        for name, (fx, number, weight) in of_rank.items():
             if name in merged:
                 _, before, weight_before = merged[name]
-                combine = {"max": torch.maximum, "min": torch.minimum}.get(fx, torch.add)
-                value, weight = combine(before, value), weight + weight_before
-            merged[name] = (fx, value, weight)
-    return {
-        name: (fx, value.to(torch.get_default_dtype()), weight)
-        for name, (fx, value, weight) in merged.items()
-    }
+                number, weight = _merge(fx, before, number), weight_before + weight
+            merged[name] = (fx, number, weight)
+    return merged
 
 
-def _stacked(values: list[Any]) -> Tensor:
-    """Return a 1-dim floating-point tensor of numbers and tensors with one element."""
-    try:
-        # Nearly always they are tensors of one kind, and need no look at each.
-        return torch.stack(values).reshape(-1).float()
-    except (TypeError, RuntimeError):
-        return torch.stack([_tensor(value) for value in values])
-
-
-def _tensor(value: Tensor | float) -> Tensor:
-    """Return a 0-dim floating-point tensor."""
-    if not isinstance(value, Tensor):
-        return torch.tensor(float(value))
-    return value.reshape(()).float()
-
-
-def _floats(values: list[Any]) -> list[float]:
-    """Return plain numbers, reading a device once."""
-    tensors = [v for v in values if isinstance(v, Tensor)]
-    if tensors and tensors[0].device.type != "cpu":
-        read = iter(torch.stack([t.reshape(()).double() for t in tensors]).tolist())
-    else:
-        read = iter([t.item() for t in tensors])
-    return [next(read) if isinstance(v, Tensor) else v for v in values]
+def _read_tensors(rows: list[dict[str, Any]]) -> None:
+    """Put numbers in the place of tensors, reading the device once for all of them."""
+    places = [(row, name) for row in rows for name in row if row[name].__class__ is Tensor]
+    if places:
+        numbers = torch.stack([row[name].reshape(()).double() for row, name in places]).tolist()
+        for (row, name), number in zip(places, numbers, strict=True):
+            row[name] = number
 
 
 def _batch_size(batch: Any) -> int:

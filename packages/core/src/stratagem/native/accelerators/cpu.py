@@ -13,7 +13,13 @@ from stratagem.native.plugin import cpu_availability
 
 
 class CPUAccelerator(Accelerator):
-    """The processor: one torch device, shared by any number of ranks."""
+    """The processor: one torch device, shared by any number of ranks.
+
+    Example:
+        >>> from stratagem.accelerators import CPUAccelerator
+        >>> CPUAccelerator().device(3)
+        device(type='cpu')
+    """
 
     name = "cpu"
     process_group_backend = "gloo"

@@ -26,6 +26,14 @@ class SingleFileCheckpointIO(CheckpointIO):
     The order that makes it safe: write a temporary file in the same directory, fsync it, rename it
     over the target, fsync the directory. A kill at any moment leaves the target whole or as it was
     before. Tensors are streamed from where they are: no second copy is made in memory.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from stratagem.checkpoint import SingleFileCheckpointIO
+        >>> path = f"{tempfile.mkdtemp()}/model.ckpt"
+        >>> SingleFileCheckpointIO().save_checkpoint({"weights": torch.ones(2)}, path)
+        >>> SingleFileCheckpointIO().load_checkpoint(path)
+        {'weights': tensor([1., 1.])}
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:

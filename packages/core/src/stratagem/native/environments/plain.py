@@ -10,4 +10,9 @@ class PlainEnvironment(ClusterEnvironment):
 
     Set by a launcher of ours for each process, or by hand: on every node the first three and
     NODE_RANK, and the launcher starts that node's processes.
+
+    Example:
+        >>> from stratagem.environments import PlainEnvironment
+        >>> PlainEnvironment().world_size()
+        1
     """

@@ -6,7 +6,13 @@ from stratagem.interfaces.cluster_environment import ClusterEnvironment
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
-    """Ranks from the variables that torchrun sets."""
+    """Ranks from the variables that torchrun sets.
+
+    Example:
+        >>> from stratagem.environments import TorchElasticEnvironment
+        >>> TorchElasticEnvironment().creates_processes_externally
+        True
+    """
 
     @property
     def creates_processes_externally(self) -> bool:

@@ -21,6 +21,13 @@ class MixedPrecision(Precision):
     Args:
         name: "bf16-mixed".
         device_type: the device type that autocast is for.
+
+    Example:
+        >>> import torch
+        >>> from stratagem.precision import MixedPrecision
+        >>> with MixedPrecision().forward_context():
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.bfloat16
     """
 
     def __init__(self, name: str = "bf16-mixed", *, device_type: str = "cpu") -> None:

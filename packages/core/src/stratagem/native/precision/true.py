@@ -26,6 +26,12 @@ class TruePrecision(Precision):
 
     Args:
         name: "64-true", "32-true", "16-true" or "bf16-true".
+
+    Example:
+        >>> from stratagem import Lite
+        >>> from stratagem.precision import TruePrecision
+        >>> Lite(accelerator="cpu", plugins=TruePrecision("64-true")).plan.precision.name
+        '64-true'
     """
 
     def __init__(self, name: str = "32-true") -> None:
