@@ -1,6 +1,6 @@
 """What a training step costs over the same step in raw PyTorch.
 
-    python benchmarks/step_time.py [--rounds 60] [--steps 300]
+    python benchmarks/step_time.py [--rounds 30] [--steps 500]
 
 Linear(32, 2), batch 4, SGD, one thread, on the CPU. Every variant runs in every round, in an order
 that changes; a figure is the median over rounds of the difference to the raw loop of the same
@@ -29,7 +29,7 @@ from stratagem import Lite, Module, Trainer
 from stratagem.callbacks import ProgressBar
 from stratagem.loggers import CSVLogger
 
-WARM_UP = 50
+WARM_UP = 100
 
 
 class Clocked(Dataset[Tensor]):
@@ -234,8 +234,8 @@ def accelerate_variants() -> dict[str, Callable[[int], float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=500)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -56,8 +56,8 @@ def script_environment() -> dict[str, str]:
 def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
     """Write a script into tmp_path and run it in a process of its own, in tmp_path.
 
-    Arguments: the text, arguments of the script, `env` (more variables), `expect` (the exit code; None:
-    any), `timeout` (seconds), `before` (what comes between the interpreter and the script).
+    Arguments: the text, arguments of the script, `env` (more variables), `expect` (the exit code;
+    None: any), `timeout` (seconds), `before` (what comes between the interpreter and the script).
     """
 
     def run(

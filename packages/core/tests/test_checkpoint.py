@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, safe to load, and training goes on as if nothing had happened."""
+"""Checkpoints: whole or not there, safe to load, and training goes on as if nothing happened."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from stratagem.checkpoint import SingleFileCheckpointIO
 io = SingleFileCheckpointIO()
 print("ready", flush=True)
 for number in range(1_000_000):
-    io.save_checkpoint({"number": number, "weights": torch.full((500_000,), float(number))}, sys.argv[1])
+    weights = torch.full((500_000,), float(number))
+    io.save_checkpoint({"number": number, "weights": weights}, sys.argv[1])
 """
 
 
@@ -149,7 +150,7 @@ def test_plain_data_come_back_as_they_were(tmp_path: Path) -> None:
     }
     io.save_checkpoint(contents, path)
     loaded = io.load_checkpoint(path)
-    assert torch.equal(loaded["nested"]["deep"].pop(0), contents["nested"]["deep"].pop(0))  # type: ignore[index, call-overload]
+    assert torch.equal(loaded["nested"]["deep"].pop(0), contents["nested"]["deep"].pop(0))  # type: ignore[index]
     assert loaded == contents
     io.remove_checkpoint(path)
     io.remove_checkpoint(path)
@@ -510,7 +511,7 @@ def test_best_and_last_are_paths(tmp_path: Path) -> None:
             self.log("score", (0.5, 0.9, 0.7)[self.current_epoch])
 
         def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("weights", self.net[0].weight.sum())  # type: ignore[operator, union-attr]
+            self.log("weights", self.net[0].weight.sum())  # type: ignore[operator]
 
     saver = ModelCheckpoint(tmp_path, monitor="score", mode="max", save_last=True)
     trainer = trainer_in(tmp_path, max_epochs=3, callbacks=saver)
@@ -944,7 +945,7 @@ def test_hyperparameters_and_states_must_be_plain_data(tmp_path: Path) -> None:
         "lists, tuples and sets of them; for hyperparameters, save_hyperparameters(ignore=[...]) "
         "leaves one out"
     )
-    with pytest.raises(CheckpointContentError, match="the state of the callback .*OddState"):
+    with pytest.raises(CheckpointContentError, match=r"the state of the callback .*OddState"):
         trainer_in(tmp_path, max_epochs=1, callbacks=OddState()).fit(Net(), loader())
 
 

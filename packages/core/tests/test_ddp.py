@@ -347,7 +347,7 @@ def raw_fit(epochs: int) -> nn.Module:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     for _ in range(epochs):
         for index, (_, inputs, targets) in enumerate(loader(batch_size=8)):
-            (mse_loss(net(inputs), targets) / 2).backward()
+            (mse_loss(net(inputs), targets) / 2).backward()  # type: ignore[no-untyped-call]
             if index % 2:
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)
                 optimizer.step()
@@ -399,7 +399,7 @@ def test_uneven_evaluation_counts_each_sample_once(results: Results) -> None:
             "largest": 12.0,
             "smallest": 1.0,
         }
-    predicted = [sum(out["predicted"], []) for out in results.out]
+    predicted = [[index for part in out["predicted"] for index in part] for out in results.out]
     assert predicted == [[*range(0, 13, 2)], [*range(1, 13, 2)]]
 
 
@@ -718,8 +718,8 @@ def test_a_datasets_exception_on_one_rank_ends_all_and_is_shown_once(
         ("exit", "rank 1 of 2 failed with exit code 3; it left no traceback: see its output above"),
         (
             "sigkill",
-            "rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out); it left no "
-            "traceback: see its output above",
+            "rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out); it left "
+            "no traceback: see its output above",
         ),
     ],
 )

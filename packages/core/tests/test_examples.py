@@ -55,10 +55,10 @@ def public_names() -> dict[str, Any]:
         module: ModuleType = importlib.import_module(f"stratagem.{house}")
         for name in dir(module):
             thing = getattr(module, name)
-            if not name.startswith("_") and (inspect.isclass(thing) or inspect.isfunction(thing)):
-                # A backend that is installed documents its own.
-                if thing.__module__.startswith("stratagem."):
-                    named[f"stratagem.{house}.{name}"] = thing
+            public = inspect.isclass(thing) or inspect.isfunction(thing)
+            # A backend that is installed documents its own.
+            if public and name[0] != "_" and thing.__module__.startswith("stratagem."):
+                named[f"stratagem.{house}.{name}"] = thing
     return named
 
 

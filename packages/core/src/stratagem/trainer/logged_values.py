@@ -18,8 +18,9 @@ from stratagem.loggers.logger import Logger
 Options = tuple[Any, ...]
 _FOLD = 64
 """Values are kept as tensors and folded together by so many, so that no step waits for a device."""
+_ROWS = 256
 _HOLD_SECONDS = 2.0
-"""Rows are handed to the loggers at the latest after this time."""
+"""Rows are handed to the loggers when there are so many, or after this time."""
 _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.sum,
     "sum": torch.sum,
@@ -244,7 +245,7 @@ class LoggedValues:
         if not self.loggers or not self.every_n_steps or (step + 1) % self.every_n_steps:
             return
         self._rows.append((step, row))
-        if len(self._rows) >= _FOLD or monotonic() >= self._due:
+        if len(self._rows) >= _ROWS or monotonic() >= self._due:
             self.flush()
 
     def write(self, values: Mapping[str, Any], step: int) -> None:

@@ -291,9 +291,10 @@ class Run:
                 config.scheduler.step()
 
     def _step_monitored_schedulers(self, *, after_validation: bool) -> None:
-        """Step those that wait for an epoch's value, once it is there, before checkpoints are saved.
+        """Step those that wait for a value of the epoch, once it is there.
 
-        What validation logs is there after it; everything else, at the end of the training epoch.
+        What validation logs is there after it; all else, at the end of the training epoch. Both
+        come before checkpoints are saved.
         """
         if not self.progress.epoch_is_done:
             return
