@@ -61,9 +61,7 @@ if __name__ == "__main__":
 def seconds_to_first_step(command: list[str]) -> float:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time()
-    done = subprocess.run(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60
-    )
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     stepped = [line for line in done.stdout.splitlines() if line.startswith("stepped ")]
     if done.returncode or not stepped:
         raise SystemExit(f"{command} failed ({done.returncode}):\n{done.stdout}\n{done.stderr}")
@@ -108,9 +106,7 @@ def main() -> None:
     print("| way | ratio | quartiles |\n|---|---|---|")
     for way in ways:
         if way != baseline:
-            low, middle, high = statistics.quantiles(
-                [m[way] / m[baseline] for m in measured], n=4
-            )
+            low, middle, high = statistics.quantiles([m[way] / m[baseline] for m in measured], n=4)
             print(f"| {way} | {middle:.2f} | {low:.2f} to {high:.2f} |")
 
 
