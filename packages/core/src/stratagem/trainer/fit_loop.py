@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stratagem.data import draws_anew
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.train_step import TrainStep
 
@@ -98,6 +100,13 @@ def _is_finished(run: Run) -> bool:
 
 
 def _rest_of_epoch(loader: LimitedLoader, done: int) -> Iterator[Any]:
+    if done and draws_anew(loader.loader):
+        warnings.warn(
+            f"resumed after batch {done} of an epoch, but {loader.name} draws a new random order "
+            "each time: for the rest of this epoch some samples are repeated and others left out. "
+            "An order that depends on the epoch alone (a sampler with set_epoch) resumes exactly",
+            stacklevel=2,
+        )
     batches: Iterator[Any] = iter(loader.loader)
     # Resumed in the middle of an epoch: the batches that were trained on are read and left.
     for _ in islice(batches, done):
