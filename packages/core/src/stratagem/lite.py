@@ -23,7 +23,8 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.lite_wrappers import LiteDataLoader, LiteModule, LiteOptimizer, wrap_optimizer
-from stratagem.resolve import RunPlan, RunRequest, resolve
+from stratagem.plan import RunPlan, RunRequest
+from stratagem.resolve import resolve
 from stratagem.seed import seed_everything
 from stratagem.step_module import StepModule
 

@@ -6,138 +6,29 @@ request. Every wrong combination is refused here, before a process starts.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
+from stratagem.devices import is_index, is_zero, parse_devices
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.registry import Candidate, Registry
 from stratagem.discovery.specs import (
     AcceleratorSpec,
     Availability,
     ClusterEnvironmentSpec,
-    ComponentSpec,
     LauncherSpec,
     PrecisionSpec,
     StrategySpec,
     load_target,
 )
 from stratagem.errors import ConfigurationError, UnknownNameError
+from stratagem.plan import RunPlan, RunRequest, Selected
 
 CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 """Names the cluster environment; "none" switches detection off."""
 
 PLAIN = "plain"
 _GIVEN = "given as an object"
-
-
-def is_interactive() -> bool:
-    """Whether this process is a notebook kernel or an interactive interpreter."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """What the user typed. Each component is a discovered name or an object.
-
-    Attributes:
-        accelerator: a name, an Accelerator, or "auto".
-        devices: how many (an int), which ("1, 4" or [1, 4]), all (-1), or "auto". None and 0 mean
-            the CPU, as in the documents.
-        num_nodes: machines taking part; 1 also means "as the cluster says".
-        strategy: a name, a Strategy, or "auto".
-        precision: a name, a Precision, or one of 64, 32, 16, "bf16".
-        checkpoint_io: a name, a CheckpointIO, or None for the default.
-        cluster_environment: a name, a ClusterEnvironment, or None to detect it.
-        environ: environment variables at the time of the request.
-        interactive: whether this is a notebook or an interactive interpreter.
-    """
-
-    accelerator: Any = "auto"
-    devices: int | str | list[int] | tuple[int, ...] | None = "auto"
-    num_nodes: int = 1
-    strategy: Any = "auto"
-    precision: Any = "32-true"
-    checkpoint_io: Any = None
-    cluster_environment: Any = None
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
-    interactive: bool = field(default_factory=is_interactive)
-
-
-@dataclass(frozen=True)
-class Selected:
-    """A component of a plan: what it is, who provides it, and why it was chosen."""
-
-    kind: str
-    name: str
-    provider: str
-    why: str
-    source: Any = field(repr=False)
-    """Its spec, or the object that the user gave."""
-
-    @property
-    def spec(self) -> ComponentSpec | None:
-        """Its spec, or None if the user gave an object."""
-        return self.source if isinstance(self.source, ComponentSpec) else None
-
-    def build(self) -> Any:
-        """Import and build the component, or return the object that the user gave."""
-        return self.source.build() if isinstance(self.source, ComponentSpec) else self.source
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """What will run, and why. Made by `resolve`; nothing changes it."""
-
-    request: RunRequest
-    accelerator: Selected
-    devices: tuple[int, ...]
-    """Device indices on this node, one for each local process or virtual device."""
-    devices_why: str
-    strategy: Selected
-    capabilities: Capabilities
-    precision: Selected
-    cluster_environment: Selected
-    launcher: Selected
-    checkpoint_io: Selected
-    num_nodes: int
-
-    @property
-    def processes_per_node(self) -> int:
-        """How many ranks run on each node."""
-        return 1 if self.capabilities.one_process else len(self.devices)
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks run in all."""
-        return self.processes_per_node * (1 if self.capabilities.one_process else self.num_nodes)
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """Return (what, choice, provider, why) for each choice."""
-        selected = [
-            self.strategy,
-            self.accelerator,
-            self.precision,
-            self.cluster_environment,
-            self.launcher,
-            self.checkpoint_io,
-        ]
-        rows = [(s.kind, s.name, s.provider, s.why) for s in selected]
-        rows.insert(2, ("devices", _indices(self.devices), "", self.devices_why))
-        world = f"{self.num_nodes} node(s) of {self.processes_per_node} process(es)"
-        rows.insert(3, ("world_size", str(self.world_size), "", world))
-        return rows
-
-    def explain(self) -> str:
-        """Return the plan as text, a line for each choice and its reason."""
-        rows = self.rows()
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
-            "  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True))
-            for row in rows
-        )
 
 
 def resolve(
@@ -304,7 +195,7 @@ class _Resolver:
         if asked != "auto":
             selected = self._find("accelerator", asked, "you named it")
             return selected, self._available(selected)
-        if self.request.devices is None or _is_zero(self.request.devices):
+        if self.request.devices is None or is_zero(self.request.devices):
             selected = self._find("accelerator", "cpu", f"devices={self.request.devices!r}")
             return selected, self._available(selected)
         return self._best_accelerator(wanted)
@@ -351,12 +242,12 @@ class _Resolver:
         external: bool,
     ) -> tuple[tuple[int, ...], str]:
         asked = self.request.devices
-        if _is_zero(asked) and found.indexed:
+        if is_zero(asked) and found.indexed:
             raise ConfigurationError(
                 f"devices=0 leaves nothing to train on with accelerator={accelerator.name!r}: pass "
                 "a number of devices, or accelerator='cpu'"
             )
-        if asked is None or asked == "auto" or _is_zero(asked):
+        if asked is None or asked == "auto" or is_zero(asked):
             local = self._number(environment, "local_world_size") if external else None
             if external and local is None:
                 world = self._number(environment, "world_size")
@@ -367,7 +258,7 @@ class _Resolver:
                 return tuple(range(local)), f"as {environment.name} says"
             count = found.count if found.auto_count is None else found.auto_count
             return tuple(range(count)), f"automatic for {accelerator.name}: {found.reason}"
-        indices = _parse_devices(asked, found, accelerator.name)
+        indices = parse_devices(asked, found, accelerator.name)
         if found.indexed and max(indices) >= found.count:
             raise ConfigurationError(
                 f"devices={asked!r} asks for {accelerator.name} device {max(indices)}, but there "
@@ -445,7 +336,7 @@ class _Resolver:
         self, local: int, environment: Selected, external: bool, capabilities: Capabilities
     ) -> int:
         asked = self.request.num_nodes
-        if not _is_index(asked) or asked < 1:
+        if not is_index(asked) or asked < 1:
             raise ConfigurationError(f"num_nodes={asked!r}: expected a whole number of at least 1")
         if asked > 1 and not external and environment.name == PLAIN:
             missing = [
@@ -659,45 +550,6 @@ def _takes(accepted: tuple[str, ...] | None, accelerator: Selected) -> bool:
     if accelerator.spec is not None:
         names.update(accelerator.spec.aliases)
     return not names.isdisjoint(accepted)
-
-
-def _parse_devices(asked: Any, found: Availability, accelerator: str) -> tuple[int, ...]:
-    """Return device indices for a number of devices, a list of them, or a string of either."""
-    value = asked
-    if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",") if part.strip()]
-        try:
-            numbers = [int(part) for part in parts]
-        except ValueError:
-            numbers = []
-        value = numbers if "," in value else (numbers[0] if numbers else None)
-    if isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value > 0):
-        return tuple(range(found.count if value == -1 else value))
-    if isinstance(value, (list, tuple)) and value and all(_is_index(index) for index in value):
-        if len(set(value)) < len(value):
-            raise ConfigurationError(f"devices={asked!r} names a device twice; name each once")
-        if not found.indexed:
-            raise ConfigurationError(
-                f"devices={asked!r} chooses devices by index, but {accelerator} devices have none: "
-                f"pass a number, such as devices={len(value)}"
-            )
-        return tuple(value)
-    raise ConfigurationError(
-        f"devices={asked!r}: expected a number of devices, -1 for all, a list of indices such as "
-        "[1, 4] or '1, 4', or 'auto'"
-    )
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_zero(value: object) -> bool:
-    return value == 0 and _is_index(value)
-
-
-def _indices(devices: tuple[int, ...]) -> str:
-    return ", ".join(str(index) for index in devices)
 
 
 def _either(names: tuple[str, ...] | None) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from stratagem.discovery.registry import Candidate, Registry
 from stratagem.discovery.specs import StrategySpec
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.resolve import CLUSTER_VARIABLE, RunRequest, resolve
+from stratagem.plan import RunRequest
+from stratagem.resolve import CLUSTER_VARIABLE, resolve
 
 
 @dataclass(frozen=True)

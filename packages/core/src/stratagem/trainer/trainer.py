@@ -19,7 +19,7 @@ from stratagem.interfaces.strategy import Prepared, Strategy
 from stratagem.lite import Lite
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module
-from stratagem.resolve import RunPlan
+from stratagem.plan import RunPlan
 from stratagem.trainer import checkpoints, options
 from stratagem.trainer.logged_values import LoggedValues
 from stratagem.trainer.optimization import SchedulerConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.native.launchers.failure import run_as_rank
-from stratagem.resolve import RunPlan
+from stratagem.plan import RunPlan
 
 
 class ExternalLauncher(Launcher):

@@ -11,7 +11,7 @@ from stratagem import supervision
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.native.launchers.failure import Watch, run_as_rank
-from stratagem.resolve import RunPlan
+from stratagem.plan import RunPlan
 
 
 class ScriptLauncher(Launcher):
