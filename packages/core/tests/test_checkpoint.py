@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -616,15 +617,24 @@ def test_every_n_epochs_and_every_n_steps(tmp_path: Path) -> None:
     ]
 
 
-def test_time_between_checkpoints(tmp_path: Path) -> None:
+def test_time_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
     class Slow(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            time.sleep(0.03)
+            nonlocal now
+            now += 3.0
             return super().training_step(batch, batch_idx)
 
-    saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=0.1), save_top_k=-1)
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("stratagem.callbacks.model_checkpoint.time", clock)
+    saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=10), save_top_k=-1)
     trainer_in(tmp_path, max_epochs=1, callbacks=saver).fit(Slow(), loader())
-    assert 1 <= len(list(tmp_path.iterdir())) <= 3
+    # Ten steps of 3 seconds: 10 seconds have gone by after the fourth, and again after the eighth.
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "epoch=0-step=4.ckpt",
+        "epoch=0-step=8.ckpt",
+    ]
 
 
 @pytest.mark.parametrize("monitor", ["train_loss_epoch", "train_loss", "val_loss"])
