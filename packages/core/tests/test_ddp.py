@@ -420,8 +420,8 @@ def test_logged_values_are_reduced_over_ranks(results: Results) -> None:
         assert logged["synced_sum"] == 6.0
         assert logged["mean"] == 7.5
     assert (first["own"], second["own"]) == (1.0, 2.0)
-    assert "of_rank_1" not in first
-    assert second["of_rank_1"] == 5.0
+    # What one rank has logged all of them know, and decide alike.
+    assert first["of_rank_1"] == second["of_rank_1"] == 5.0
     assert first["zero_only"] == 7.0
     assert "zero_only" not in second
 
@@ -836,3 +836,26 @@ def test_what_ranks_cannot_do_alone_is_refused_on_each(run_script: RunScript) ->
         "UserCodeError: the training data loader is empty: expected at least one batch; its "
         "dataset has 3 samples for 2 rank(s), batch_size=4, drop_last=True",
     ]
+
+
+def test_an_evaluation_with_fewer_samples_than_ranks_is_known_to_all(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    script = """
+    from stratagem.callbacks import EarlyStopping, ModelCheckpoint
+
+    class OneSample(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.net(batch[1]).sum())
+
+    savers = [ModelCheckpoint("saved", monitor="val_loss"), EarlyStopping("val_loss")]
+    trainer = Trainer(
+        strategy="ddp", accelerator="cpu", devices=2, max_epochs=2, callbacks=savers,
+        logger=False, enable_progress_bar=False,
+    )
+    trainer.fit(OneSample(), loader(8), loader(1))
+    Path(f"rank{trainer.global_rank}").write_text(str(float(trainer.callback_metrics["val_loss"])))
+    """
+    run_script(COMMON + textwrap.dedent(script))
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
+    assert list((tmp_path / "saved").glob("*.ckpt"))

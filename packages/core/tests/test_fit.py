@@ -1122,3 +1122,26 @@ def test_detect_anomaly_finds_a_gradient_that_is_not_finite() -> None:
         pytest.raises(RuntimeError, match="returned nan values"),
     ):
         quiet(max_epochs=1, detect_anomaly=True).fit(BadBackward(), loader())
+
+
+@pytest.mark.parametrize("root_is_training", [True, False])
+def test_a_submodule_that_was_frozen_stays_so_unless_the_whole_model_was(
+    root_is_training: bool,
+) -> None:
+    class Frozen(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = nn.Dropout()
+            self.modes: set[bool] = set()
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            self.modes.add(self.teacher.training)
+            return super().training_step(batch, batch_idx)
+
+    model = Frozen()
+    if root_is_training:
+        model.teacher.eval()
+    else:
+        model.eval()
+    quiet(max_epochs=1).fit(model, loader())
+    assert model.modes == {not root_is_training}

@@ -848,3 +848,21 @@ def test_plugins_and_shorthands_are_given_once_and_are_plugins() -> None:
     )
     named = Lite(accelerator="cpu", plugins=["TorchElastic", "single_file", "64"])
     assert named.plan.precision.name == "64-true"
+
+
+def test_an_epoch_that_the_user_sets_is_left_as_it_is() -> None:
+    lite = lite_on_cpu()
+    data = list(range(8))
+    sampler: Any = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[arg-type]
+    loader = lite.setup_dataloaders(DataLoader(data, batch_size=8, sampler=sampler))  # type: ignore[arg-type]
+
+    def order(epoch: int) -> list[int]:
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    sampler.set_epoch(0)
+    assert next(iter(loader)).tolist() == order(0)
+    sampler.set_epoch(0)
+    assert next(iter(loader)).tolist() == order(1)
+    sampler.set_epoch(5)
+    assert next(iter(loader)).tolist() == order(5)

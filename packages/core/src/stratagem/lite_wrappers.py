@@ -191,14 +191,23 @@ class LiteDataLoader:
         self.loader = loader
         self._device = None if device is None or device.type == "cpu" else device
         self._epoch = 0
+        self._last = 0
+
+    @property
+    def sampler(self) -> Any:
+        """The loader's sampler, or None."""
+        return getattr(self.loader, "sampler", None)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # Without it a distributed sampler repeats one order in every epoch.
-        set_epoch(self.loader, self._epoch)
-        self._epoch += 1
+        # Without it a distributed sampler repeats one order in every epoch. A user who sets the
+        # epoch by hand is left to it.
+        if getattr(self.sampler, "epoch", self._last) == self._last:
+            set_epoch(self.loader, self._epoch)
+            self._last = self._epoch
+            self._epoch += 1
         if self._device is None:
             return iter(self.loader)
         return (move_to_device(batch, self._device) for batch in self.loader)

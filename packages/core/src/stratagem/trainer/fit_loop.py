@@ -31,7 +31,9 @@ def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
     times_out = trainer.max_time is not None
     steps_schedulers = module.automatic_optimization
 
-    module.train()
+    # Submodules of a model in training mode keep theirs: they may be frozen.
+    if not module.training:
+        module.train()
     events.tell("on_train_start")
     try:
         # No batch at all was asked for with limit_train_batches=0.

@@ -58,7 +58,9 @@ def attach(
         even = training or not strategy.capabilities.uneven_evaluation
         loader = shard_loader(source, index, count, even=even, name=name)
     length = _length(loader)
-    if length == 0 and limit != 0:
+    # A rank may have none of an evaluation's few samples, where others have some.
+    nothing_for_this_rank = not training and _length(source) > 0
+    if length == 0 and limit != 0 and not nothing_for_this_rank:
         raise UserCodeError(
             f"{name} is empty: expected at least one batch"
             + _why_empty(source, loader, strategy.world_size)
@@ -74,7 +76,7 @@ def attach(
         )
     else:
         batches = float(int(length * limit))
-        if batches == 0 and limit > 0:
+        if batches == 0 and length > 0:
             raise ConfigurationError(
                 f"{limit_name}={limit} of the {int(length)} batches of {name} is less than one "
                 "batch: pass a larger fraction or a number of batches (int)"

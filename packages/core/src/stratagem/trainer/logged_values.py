@@ -44,6 +44,7 @@ class _Entry:
         "on_epoch",
         "on_step",
         "prog_bar",
+        "shown",
         "step_name",
         "sync",
         "values",
@@ -59,6 +60,7 @@ class _Entry:
         both = on_step and on_epoch
         self.step_name = f"{name}_step" if both else name
         self.epoch_name = f"{name}_epoch" if both else name
+        self.shown: Shown = (self.epoch_name, self.logger, self.prog_bar)
         self.metric: Any = None
         self.number = _START.get(self.fx, 0.0) if isinstance(self.fx, str) else 0.0
         self.weight = 0.0
@@ -94,19 +96,22 @@ class _Entry:
         self.values, self.weights = [_REDUCTIONS[self.fx](values)], [0.0]
 
     def summary(self) -> Summary:
-        """Return (reduction, value, weight) of this epoch on this rank, as plain numbers."""
+        """Return this epoch's value on this rank, as plain data."""
         if isinstance(self.fx, str):
             self.fold()
             number = self.number
             for value in self.values:
                 number = _merge(self.fx, number, float(value))
-            return self.fx, number, self.weight
+            return self.fx, number, self.weight, self.shown
         values = torch.stack([torch.as_tensor(v, dtype=torch.float32).cpu() for v in self.values])
         # A function of our user's: over ranks its results are averaged.
-        return "mean", float(self.fx(values)), 1.0
+        return "mean", float(self.fx(values)), 1.0, self.shown
 
 
-Summary = tuple[str, float, float]
+Shown = tuple[str, bool, bool]
+"""Name of the epoch's value; whether it goes to the loggers, and to the progress bar."""
+Summary = tuple[str, float, float, Shown]
+"""Reduction, value, weight, and how it is shown."""
 
 
 def _merge(fx: str, one: float, other: float) -> float:
@@ -277,31 +282,30 @@ class LoggedValues:
         """Return the epoch's values and those of them for the loggers; begin a new epoch.
 
         Values are reduced over ranks here, all of them with one exchange. A value that only some
-        ranks have logged is reduced over those.
+        ranks have logged is reduced over those, and known to all.
         """
-        entries = {e.name: e for e in self._entries.values() if e.on_epoch}
-        summaries = {
-            name: entry.summary() for name, entry in entries.items() if entry.metric is None
-        }
+        entries = [entry for entry in self._entries.values() if entry.on_epoch]
+        summaries = {e.name: e.summary() for e in entries if e.metric is None}
         if self.strategy.world_size > 1:
-            shared = {n: s for n, s in summaries.items() if entries[n].sync is not False}
-            for name, summary in _over_ranks(self.strategy, shared).items():
-                if name in summaries:
-                    summaries[name] = summary
+            shared = {e.name for e in entries if e.sync is not False}
+            own = {name: summary for name, summary in summaries.items() if name in shared}
+            summaries.update(_over_ranks(self.strategy, own))
         values: dict[str, Tensor] = {}
         for_loggers: dict[str, Tensor] = {}
-        for name, entry in entries.items():
+
+        def take(name: str, value: Tensor, shown: Shown) -> None:
+            epoch_name, to_loggers, in_bar = shown
+            values[epoch_name] = values[name] = value
+            if to_loggers:
+                for_loggers[epoch_name] = value
+            if in_bar:
+                self.bar[epoch_name] = value
+
+        for name, (fx, number, weight, shown) in summaries.items():
+            take(name, torch.tensor(number / weight if fx == "mean" else number), shown)
+        for entry in entries:
             if entry.metric is not None:
-                value = entry.metric.compute()
-            else:
-                fx, number, weight = summaries[name]
-                value = torch.tensor(number / weight if fx == "mean" else number)
-            values[entry.epoch_name] = value
-            values[name] = value
-            if entry.logger:
-                for_loggers[entry.epoch_name] = value
-            if entry.prog_bar:
-                self.bar[entry.epoch_name] = value
+                take(entry.name, entry.metric.compute(), entry.shown)
         for entry in self._entries.values():
             # Also one that is logged at steps only: what it holds is of this epoch.
             if entry.metric is not None:
@@ -313,11 +317,11 @@ class LoggedValues:
 def _over_ranks(strategy: Strategy, summaries: dict[str, Summary]) -> dict[str, Summary]:
     merged: dict[str, Summary] = {}
     for of_rank in strategy.gather_plain(summaries):
-        for name, (fx, number, weight) in of_rank.items():
+        for name, (fx, number, weight, shown) in of_rank.items():
             if name in merged:
-                _, before, weight_before = merged[name]
+                _, before, weight_before, _ = merged[name]
                 number, weight = _merge(fx, before, number), weight_before + weight
-            merged[name] = (fx, number, weight)
+            merged[name] = (fx, number, weight, shown)
     return merged
 
 
