@@ -859,3 +859,23 @@ def test_an_evaluation_with_fewer_samples_than_ranks_is_known_to_all(
     run_script(COMMON + textwrap.dedent(script))
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
     assert list((tmp_path / "saved").glob("*.ckpt"))
+
+
+def test_what_a_script_did_before_it_launched_stays_apart(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    script = """
+    options = {"accelerator": "cpu", "max_epochs": 1, "logger": False,
+               "enable_checkpointing": False, "enable_progress_bar": False}
+    alone = Trainer(**options)
+    alone.fit(Net(), loader(8))
+    folder = Path.cwd()
+    os.chdir("/")
+    together = Trainer(strategy="ddp", devices=2, **options)
+    together.fit(Net(), loader(8))
+    text = f"{alone.world_size} {together.world_size} {together.global_rank}"
+    (folder / f"rank{together.global_rank}").write_text(text)
+    """
+    run_script(COMMON + textwrap.dedent(script))
+    assert (tmp_path / "rank0").read_text() == "1 2 0"
+    assert (tmp_path / "rank1").read_text() == "1 2 1"

@@ -1145,3 +1145,38 @@ def test_a_submodule_that_was_frozen_stays_so_unless_the_whole_model_was(
         model.eval()
     quiet(max_epochs=1).fit(model, loader())
     assert model.modes == {not root_is_training}
+
+
+class BaseWithArguments(Regression):
+    def __init__(self, width: int = 1, depth: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class ChildWithArguments(BaseWithArguments):
+    def __init__(self, rate: float, **others: Any) -> None:
+        super().__init__(**others)
+
+
+def test_hyperparameters_kept_in_a_base_class_are_those_of_the_subclass_too() -> None:
+    model = ChildWithArguments(0.5, depth=3)
+    assert model.hparams == {"rate": 0.5, "width": 1, "depth": 3}
+    model.hparams.rate = 0.25
+    assert model.hparams["rate"] == 0.25
+    model.save_hyperparameters({"extra": 1})
+    assert model.hparams.extra == 1
+
+
+def test_callbacks_of_a_model_are_asked_for_once_and_remember() -> None:
+    made = []
+
+    class WithCallback(Regression):
+        def configure_callbacks(self) -> Callback:
+            made.append(Callback())
+            return made[-1]
+
+    model, trainer = WithCallback(), quiet(max_epochs=1)
+    trainer.fit(model, loader(), loader())
+    trainer.validate(model, loader(), verbose=False)
+    assert len(made) == 1
+    assert made[0] in trainer.callbacks

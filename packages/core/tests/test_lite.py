@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -866,3 +867,24 @@ def test_an_epoch_that_the_user_sets_is_left_as_it_is() -> None:
     assert next(iter(loader)).tolist() == order(1)
     sampler.set_epoch(5)
     assert next(iter(loader)).tolist() == order(5)
+
+
+def test_an_optimizer_that_needs_a_closure_steps_as_in_a_raw_loop() -> None:
+    def run(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = (model(torch.ones(2, 3)) - 1).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.manual_seed(1)
+    raw = nn.Linear(3, 1)
+    ours = copy.deepcopy(raw)
+    expected = run(raw, torch.optim.LBFGS(raw.parameters(), max_iter=4))
+    model, optimizer = lite_on_cpu().setup(ours, torch.optim.LBFGS(ours.parameters(), max_iter=4))
+    for own, other in zip(run(model, optimizer), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=0)

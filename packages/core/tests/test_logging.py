@@ -584,3 +584,18 @@ def test_a_callback_may_log_through_the_module() -> None:
     trainer = trainer_with(callbacks=Ends())
     trainer.fit(Logs(), numbers())
     assert trainer.callback_metrics["from_callback"] == 3.0
+
+
+def test_loaders_that_log_under_one_name_are_reduced_together() -> None:
+    class Two(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("value", float(dataloader_idx), add_dataloader_idx=False)
+
+    one, three = DataLoader(torch.ones(4, 1), 4), DataLoader(torch.ones(12, 1), 4)  # type: ignore[arg-type, var-annotated]
+    trainer = Trainer(accelerator="cpu", logger=False)
+    values = trainer.validate(Two(), [one, three], verbose=False)
+    assert values == [{"value": 0.75}, {"value": 0.75}]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import random
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +60,7 @@ class ShardedSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.sampler, "generator", None)
         seed = (self.seed + self.epoch) % 2**63
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _same_random_numbers(seed):
             torch.default_generator.manual_seed(seed)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
@@ -66,6 +69,22 @@ class ShardedSampler(Sampler[Any]):
             short = -len(indices) % self.count
             indices += (indices * math.ceil(short / len(indices)))[:short]
         return iter(indices[self.index :: self.count])
+
+
+@contextmanager
+def _same_random_numbers(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's random numbers, which a user's sampler may draw; put them back."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), None if numpy is None else numpy.random.get_state()
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
 
 
 def shard_loader(

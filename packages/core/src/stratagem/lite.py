@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from stratagem.plan import RunPlan, RunRequest
 from stratagem.resolve import resolve
 from stratagem.seed import seed_everything
 from stratagem.step_module import StepModule
+from stratagem.supervision import environment_of_request
 
 PathLike = str | os.PathLike[str]
 
@@ -70,6 +73,8 @@ class Lite:
         True
     """
 
+    _made: ClassVar[int] = 0
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a subclass's `run` launch the processes before it runs."""
         super().__init_subclass__(**kwargs)
@@ -101,12 +106,15 @@ class Lite:
                     )
                 accelerator, devices = name, value
         parts = _sort_plugins(plugins, precision)
+        ordinal, Lite._made = Lite._made, Lite._made + 1
         self.plan: RunPlan = resolve(
             RunRequest(
                 accelerator=accelerator,
                 strategy=strategy,
                 devices=devices,
                 num_nodes=num_nodes,
+                environ=environment_of_request(ordinal),
+                ordinal=ordinal,
                 **parts,
             ),
             get_registry(),
@@ -158,6 +166,7 @@ class Lite:
         if not self._launched:
             self.strategy.setup_environment()
             self._launched = True
+            atexit.register(_teardown, weakref.ref(self.strategy))
 
     def _launched_strategy(self) -> Strategy:
         if not self._launched:
@@ -571,6 +580,13 @@ class Lite:
                     f"{type(method).__name__}; expected a method"
                 )
             method(*args, **kwargs)
+
+
+def _teardown(strategy: weakref.ref[Strategy]) -> None:
+    """At the end of the process, release what a strategy holds, if it is still there."""
+    alive = strategy()
+    if alive is not None:
+        alive.teardown()
 
 
 def _launching(run: Callable[..., Any]) -> Callable[..., Any]:

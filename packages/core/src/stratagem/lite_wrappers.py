@@ -144,12 +144,7 @@ class LiteOptimizer:
 
     def step(self, closure: Any = None) -> Any:
         """Step through the strategy."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.strategy.optimizer_step(self.prepared, self.optimizer)
-        return loss
+        return self.strategy.optimizer_step(self.prepared, self.optimizer, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,6 +19,21 @@ if TYPE_CHECKING:
     from stratagem.trainer.logged_values import LoggedValues
 
 ModuleType = TypeVar("ModuleType", bound="Module")
+
+
+class HyperParameters(dict[str, Any]):
+    """Hyperparameters by name; also found and set as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"there is no hyperparameter {name!r}; there are {', '.join(self) or 'none'}"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
 
 class Module(nn.Module):
@@ -56,7 +71,7 @@ class Module(nn.Module):
         # Trainer must not become part of the model.
         self.__dict__["_trainer"] = None
         self.__dict__["_logged"] = None
-        self.__dict__["_hparams"] = {}
+        self.__dict__["_hparams"] = HyperParameters()
 
     # -- to be overridden
 
@@ -277,33 +292,31 @@ class Module(nn.Module):
         return kept
 
     @property
-    def hparams(self) -> SimpleNamespace:
-        """The arguments that `save_hyperparameters` kept, as attributes."""
-        return SimpleNamespace(**self.__dict__["_hparams"])
+    def hparams(self) -> HyperParameters:
+        """The arguments that `save_hyperparameters` kept; also found as attributes."""
+        kept: HyperParameters = self.__dict__["_hparams"]
+        return kept
 
-    def save_hyperparameters(self, *names: str, ignore: str | list[str] = ()) -> None:  # type: ignore[assignment]
+    def save_hyperparameters(
+        self, *names: str | Mapping[str, Any], ignore: str | Sequence[str] = ()
+    ) -> None:
         """Keep the arguments of `__init__`, where this is called, in `hparams` and in checkpoints.
 
+        Called in the `__init__` of a base class, it also keeps those of the subclass's.
+
         Args:
-            *names: which; none: all.
+            *names: which; none: all; or one dict, to keep that.
             ignore: which not.
         """
-        frame = inspect.currentframe()
-        assert frame is not None
-        assert frame.f_back is not None
-        local = frame.f_back.f_locals
-        signature = inspect.signature(type(self).__init__)
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        kept: dict[str, Any] = {}
-        for parameter in list(signature.parameters.values())[1:]:
-            if parameter.kind is parameter.VAR_KEYWORD:
-                kept.update(local.get(parameter.name, {}))
-            elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name in local:
-                kept[parameter.name] = local[parameter.name]
-        wanted = set(names) or set(kept)
-        self.__dict__["_hparams"].update(
-            {k: v for k, v in kept.items() if k in wanted and k not in ignored}
-        )
+        if len(names) == 1 and isinstance(names[0], Mapping):
+            kept = dict(names[0])
+            wanted = set(kept)
+        else:
+            frame = inspect.currentframe()
+            kept = {} if frame is None else _arguments_of_init(self, frame.f_back)
+            wanted = set(map(str, names)) or set(kept)
+        self.hparams.update({k: v for k, v in kept.items() if k in wanted and k not in ignored})
 
     @classmethod
     def load_from_checkpoint(
@@ -340,3 +353,21 @@ class Module(nn.Module):
         model.on_load_checkpoint(checkpoint)
         load_weights(model, checkpoint["state_dict"], strict=strict)
         return model if map_location is None else model.to(map_location)
+
+
+def _arguments_of_init(module: Module, frame: FrameType | None) -> dict[str, Any]:
+    """Return the arguments of those `__init__` methods of `module` that are running."""
+    kept: dict[str, Any] = {}
+    while frame is not None and any(value is module for value in frame.f_locals.values()):
+        for owner in type(module).__mro__:
+            init = vars(owner).get("__init__")
+            if init is None or getattr(init, "__code__", None) is not frame.f_code:
+                continue
+            for parameter in list(inspect.signature(init).parameters.values())[1:]:
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    kept.update(frame.f_locals.get(parameter.name, {}))
+                elif parameter.kind is not parameter.VAR_POSITIONAL:
+                    # One that the method has deleted since is gone.
+                    kept.update({k: v for k, v in frame.f_locals.items() if k == parameter.name})
+        frame = frame.f_back
+    return kept

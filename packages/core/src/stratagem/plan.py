@@ -31,6 +31,8 @@ class RunRequest:
         checkpoint_io: a name, a CheckpointIO, or None for the default.
         cluster_environment: a name, a ClusterEnvironment, or None to detect it.
         environ: environment variables at the time of the request.
+        ordinal: how many requests were made before in this process: in a rank that runs the script
+            again, it tells those that came before the launch.
         interactive: whether this is a notebook or an interactive interpreter.
     """
 
@@ -42,6 +44,7 @@ class RunRequest:
     checkpoint_io: Any = None
     cluster_environment: Any = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
+    ordinal: int = 0
     interactive: bool = field(default_factory=is_interactive)
 
 

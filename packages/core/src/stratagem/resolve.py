@@ -106,7 +106,7 @@ class _Resolver:
         if isinstance(wanted, type) or not isinstance(capabilities, Capabilities):
             raise ConfigurationError(
                 f"strategy={wanted!r}: expected a name or an instance of "
-                "stratagem.strategies.Strategy"
+                "stratagem.strategies.Strategy with the class attribute capabilities"
                 + (", received a class: call it" if isinstance(wanted, type) else "")
             )
         return Selected("strategy", type(wanted).__name__, _GIVEN, "you passed it", wanted)

@@ -33,9 +33,22 @@ LISTEN_FD_VARIABLE = "STRATAGEM_LISTEN_FD"
 """For rank 0: the file descriptor of the socket that listens on MASTER_PORT already."""
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 PARENT_VARIABLE = "STRATAGEM_PARENT_PID"
+LAUNCH_VARIABLE = "STRATAGEM_LAUNCH_ORDINAL"
+"""For ranks that run a script again: which request of the script has launched them."""
 
 _TERM_GRACE = 5.0
 """Seconds that a rank has between SIGTERM and SIGKILL."""
+
+
+def _present_folder() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 - pathlib would be imported for nothing
+    except OSError:
+        return None
+
+
+STARTED_IN = _present_folder()
+"""Where this process was when Stratagem was imported; a script may go elsewhere later."""
 
 
 def available_cores() -> int:
@@ -85,6 +98,19 @@ def rank_environment(
         "STRATAGEM_CLUSTER": "plain",
         "OMP_NUM_THREADS": threads_per_rank(local_world_size),
     }
+
+
+def environment_of_request(ordinal: int) -> dict[str, str]:
+    """Return the environment for the n-th request of this process, counted from 0.
+
+    A rank that runs its script again comes by the requests that were made before the launch. They
+    are met as they were in the first process, which was no rank yet.
+    """
+    environ = dict(os.environ)
+    if ordinal < int(environ.get(LAUNCH_VARIABLE, "0")):
+        for variable in rank_environment(local_rank=0, local_world_size=1, main_port=0):
+            environ.pop(variable, None)
+    return environ
 
 
 @dataclass(frozen=True)
@@ -147,6 +173,7 @@ class Ranks:
         new_sessions: give each child a session of its own, so that Ctrl-C on the terminal reaches
             this process alone, and signals sent to a child reach those that it has started too.
         log_files: by rank, where a child's output goes; the others write where this process does.
+        cwd: the folder that the children start in; None: this process's.
     """
 
     def __init__(
@@ -158,6 +185,7 @@ class Ranks:
         pass_fds: Mapping[int, Sequence[int]] | None = None,
         new_sessions: bool = False,
         log_files: Mapping[int, Path] | None = None,
+        cwd: str | None = None,
     ) -> None:
         self.failure: Failure | None = None
         self._on_failure = on_failure
@@ -166,6 +194,7 @@ class Ranks:
         self._ending = threading.Event()
         self._new_sessions = new_sessions
         self._log_files = log_files or {}
+        self._cwd = cwd
         try:
             for rank, environment in environments.items():
                 inherited = () if pass_fds is None else tuple(pass_fds.get(rank, ()))
@@ -197,6 +226,7 @@ class Ranks:
                 command,
                 env={**os.environ, **environment, **extra},
                 stdin=subprocess.DEVNULL,
+                cwd=self._cwd,
                 stdout=output,
                 stderr=output,
                 pass_fds=pass_fds,
@@ -260,6 +290,10 @@ class Ranks:
     def forward_signal(self, number: signal.Signals) -> None:
         """Send a signal to every child that still runs."""
         self._signal(number)
+
+    def forget(self) -> None:
+        """Remove what the children have written about their failures."""
+        self._error_files.cleanup()
 
     def kill(self) -> None:
         """Kill every child that still runs, at once."""

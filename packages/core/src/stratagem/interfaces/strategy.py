@@ -86,8 +86,8 @@ class Strategy(ABC):
         3. `setup_environment()`: device and communication. Ranks are known from here on.
         4. `setup(trainer)`: a hook for subclasses, under the Trainer only.
         5. `model_context()` around the code that builds a model.
-        6. `prepare(module, optimizers)`, once for each model: wraps or shards, then makes the
-           optimizers.
+        6. `prepare(module, optimizers)`, once for each model: converts and moves it, calls
+           `wrap(module)`, then makes the optimizers.
         7. Each optimizer step: `train_step(prepared, step, micro_batches)` under the Trainer; in a
            hand-written loop under Lite `no_sync`, `backward`, `clip_gradients`, `optimizer_step`,
            which `train_step` is made of. An engine that does some of these itself overrides them;
@@ -96,7 +96,7 @@ class Strategy(ABC):
            all ranks alike.
         9. State: `model_state` and `optimizer_state` (and their `load_` counterparts) by all
            ranks; `save_checkpoint` and `load_checkpoint` by all ranks.
-       10. `teardown()`.
+       10. `teardown()`, at the end of the process.
 
     It knows nn.Module, Optimizer and tensors, and never Trainer or Module: what it is handed is a
     module whose `forward(method_name, *args)` calls the user's method, so that hooks of a wrapper
@@ -113,9 +113,9 @@ class Strategy(ABC):
         >>> from stratagem.strategies import SingleDeviceStrategy
         >>> class Counting(SingleDeviceStrategy):
         ...     steps = 0
-        ...     def optimizer_step(self, prepared, optimizer):
-        ...         super().optimizer_step(prepared, optimizer)
+        ...     def optimizer_step(self, prepared, optimizer, closure=None):
         ...         self.steps += 1
+        ...         return super().optimizer_step(prepared, optimizer, closure)
         >>> Trainer(accelerator="cpu", strategy=Counting(), logger=False).plan.strategy.name
         'Counting'
     """
@@ -319,12 +319,21 @@ class Strategy(ABC):
             error_if_nonfinite=clip.error_if_nonfinite,
         )
 
-    def optimizer_step(self, prepared: Prepared, optimizer: Optimizer) -> None:
-        """Step one optimizer."""
+    def optimizer_step(
+        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Step one optimizer; return what its `step` does.
+
+        Args:
+            prepared: the model that it is of.
+            optimizer: one of its optimizers.
+            closure: computes the loss and the gradients again, for optimizers such as LBFGS; only
+                a hand-written loop has one.
+        """
         if self.precision.scales_loss:
             self.precision.optimizer_step(optimizer)
-        else:
-            optimizer.step()
+            return None
+        return optimizer.step() if closure is None else optimizer.step(closure)
 
     def before_evaluation(self, prepared: Prepared) -> None:
         """Make what ranks hold alike before they evaluate; buffers may differ by rank."""

@@ -189,7 +189,8 @@ def find(trainer: Trainer, asked: str | Path) -> Path:
     if not found:
         raise CheckpointNotFoundError(
             f"ckpt_path={str(asked)!r}: no checkpoint has been saved yet in "
-            f"{', '.join(str(c.dirpath) for c in savers)}: fit first, or pass a path"
+            f"{', '.join(str(c.dirpath) for c in savers)}: fit first, or pass a path. "
+            "A new run saves in a new folder, unless ModelCheckpoint is given dirpath="
         )
     return Path(found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
@@ -285,11 +285,12 @@ class LoggedValues:
         ranks have logged is reduced over those, and known to all.
         """
         entries = [entry for entry in self._entries.values() if entry.on_epoch]
-        summaries = {e.name: e.summary() for e in entries if e.metric is None}
+        # Several loaders may log under one name (add_dataloader_idx=False).
+        summaries = _merged({e.name: e.summary()} for e in entries if e.metric is None)
         if self.strategy.world_size > 1:
             shared = {e.name for e in entries if e.sync is not False}
             own = {name: summary for name, summary in summaries.items() if name in shared}
-            summaries.update(_over_ranks(self.strategy, own))
+            summaries.update(_merged(self.strategy.gather_plain(own)))
         values: dict[str, Tensor] = {}
         for_loggers: dict[str, Tensor] = {}
 
@@ -302,7 +303,8 @@ class LoggedValues:
                 self.bar[epoch_name] = value
 
         for name, (fx, number, weight, shown) in summaries.items():
-            take(name, torch.tensor(number / weight if fx == "mean" else number), shown)
+            mean = number / weight if weight else math.nan
+            take(name, torch.tensor(mean if fx == "mean" else number), shown)
         for entry in entries:
             if entry.metric is not None:
                 take(entry.name, entry.metric.compute(), entry.shown)
@@ -314,10 +316,11 @@ class LoggedValues:
         return values, for_loggers
 
 
-def _over_ranks(strategy: Strategy, summaries: dict[str, Summary]) -> dict[str, Summary]:
+def _merged(parts: Iterable[dict[str, Summary]]) -> dict[str, Summary]:
+    """Return the summaries of ranks or loaders, reduced to one for each name."""
     merged: dict[str, Summary] = {}
-    for of_rank in strategy.gather_plain(summaries):
-        for name, (fx, number, weight, shown) in of_rank.items():
+    for part in parts:
+        for name, (fx, number, weight, shown) in part.items():
             if name in merged:
                 _, before, weight_before, _ = merged[name]
                 number, weight = _merge(fx, before, number), weight_before + weight

@@ -380,7 +380,10 @@ class Trainer:
     @property
     def _prepared(self) -> Prepared:
         prepared = self.last_run.prepared
-        assert prepared is not None
+        if prepared is None:
+            raise ConfigurationError(
+                "this needs a prepared model, but the last run ended before it was there"
+            )
         return prepared
 
     @property
@@ -515,7 +518,10 @@ class Trainer:
         model.__dict__["_trainer"] = self
         if datamodule is not None:
             datamodule.trainer = self
-        wanted = model.configure_callbacks()
+        if self.run is not None and self.run.module is model:
+            wanted = []  # its callbacks are there, with what they have seen
+        else:
+            wanted = model.configure_callbacks()
         wanted = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
         kinds = tuple(type(callback) for callback in wanted)
         self.callbacks = [c for c in self.callbacks if type(c) not in kinds] + wanted
@@ -580,6 +586,21 @@ class Trainer:
         self.lite.print(*args, **kwargs)
 
 
+# Methods of the library that our users come from, which are not called here.
+_UNCALLED = (
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_after_batch_transfer",
+    "on_before_batch_transfer",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "training_epoch_end",
+    "training_step_end",
+    "transfer_batch_to_device",
+    "validation_epoch_end",
+)
+
+
 def _check_module(model: Any, stage: str) -> None:
     if not isinstance(model, Module):
         raise UserCodeError(
@@ -589,6 +610,12 @@ def _check_module(model: Any, stage: str) -> None:
     if "_logged" not in model.__dict__:
         raise UserCodeError(
             f"{type(model).__name__}.__init__ does not call super().__init__(); call it first"
+        )
+    if uncalled := sorted(name for name in _UNCALLED if hasattr(model, name)):
+        raise UserCodeError(
+            f"{type(model).__name__} defines {' and '.join(uncalled)}, which Stratagem does not "
+            "call, so training would differ silently: use automatic_optimization = False, a "
+            "Callback or a Strategy for what they do"
         )
     needed = {
         "fit": ("training_step", "configure_optimizers"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,12 +47,15 @@ class LocalSGDStrategy(ParallelStrategy):
         module.load_state_dict(self.broadcast(module.state_dict()))
         return module
 
-    def optimizer_step(self, prepared: Prepared, optimizer: Optimizer) -> None:
+    def optimizer_step(
+        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
         """Step on this rank; after every `every`-th step, average the parameters."""
-        super().optimizer_step(prepared, optimizer)
+        result = super().optimizer_step(prepared, optimizer, closure)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if self._steps[optimizer] % self.every == 0:
             self._average(p for group in optimizer.param_groups for p in group["params"])
+        return result
 
     def before_evaluation(self, prepared: Prepared) -> None:
         """Let every rank evaluate the same model."""

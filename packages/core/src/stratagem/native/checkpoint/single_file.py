@@ -69,6 +69,11 @@ class SingleFileCheckpointIO(CheckpointIO):
                 f"there is no checkpoint at {str(path)!r}; in {str(path.parent)!r} there are: "
                 f"{', '.join(there) or 'none'}"
             )
+        if path.is_dir():
+            raise CheckpointCorruptError(
+                f"{str(path)!r} is a directory; expected a checkpoint file, such as one of "
+                f"{', '.join(sorted(p.name for p in path.glob('*.ckpt'))) or 'none there'}"
+            )
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:

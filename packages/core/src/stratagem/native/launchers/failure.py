@@ -20,7 +20,9 @@ Result = TypeVar("Result")
 
 _PEER_GRACE = 3.0
 """Seconds that an error of communication waits for the news that a peer has failed."""
-_REACTION_GRACE = 15.0
+_PATIENCE = 10.0
+"""Seconds that the first rank, at its end, waits for the others before it says so."""
+_REACTION_GRACE = 5.0
 """Seconds that the main thread has to notice that a peer has failed."""
 
 
@@ -73,7 +75,9 @@ class Watch:
         if threading.current_thread() is threading.main_thread():
             # SIGURG, because it is ignored where nobody handles it, and hardly anybody does.
             signal.signal(signal.SIGURG, self._raise_in_main_thread)
-        self.ranks = Ranks(command, environments, on_failure=self._interrupt)
+        self.ranks = Ranks(
+            command, environments, on_failure=self._interrupt, cwd=supervision.STARTED_IN
+        )
         # Last in, first out: what is registered later (leaving the process group) comes before.
         atexit.register(self._finish)
 
@@ -101,6 +105,7 @@ class Watch:
             # Stuck where no signal handler runs: there is no other way out.
             print(f"\n{failure.error(self.world_size)}", file=sys.stderr, flush=True)
             self.ranks.kill()
+            self.ranks.forget()
             os._exit(1)
 
     def _raise_in_main_thread(self, number: int, frame: FrameType | None) -> None:
@@ -116,7 +121,14 @@ class Watch:
         self._noticed.set()
         if not self.crashed:
             try:
-                self.ranks.wait()
+                if not self.ranks.wait(_PATIENCE):
+                    print(
+                        "stratagem: this rank is done; it waits for the others, which still run "
+                        "or wait in a collective that this rank never joined",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    self.ranks.wait()
             except KeyboardInterrupt:
                 pass
         failure = self.ranks.failure

@@ -33,7 +33,7 @@ class ScriptLauncher(Launcher):
             ConfigurationError: there is no script to run again.
             RankFailedError: another rank failed.
         """
-        if not ScriptLauncher._started:
+        if not ScriptLauncher._started and not supervision.has_parent():
             ScriptLauncher._started = True
             self._start_ranks(plan)
         return run_as_rank(function, *args, **kwargs)
@@ -45,6 +45,7 @@ class ScriptLauncher(Launcher):
                 "read from standard input: save it in a file and run that"
             )
         environ = plan.request.environ
+        os.environ[supervision.LAUNCH_VARIABLE] = str(plan.request.ordinal)
         count = plan.processes_per_node
         node_rank = int(environ.get("NODE_RANK", "0"))
         listener = None
