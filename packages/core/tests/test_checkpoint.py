@@ -927,7 +927,8 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
             trainer.fit(Net(), loader(), ckpt_path=asked)
         assert str(caught.value) == (
             f"ckpt_path={asked!r}: no checkpoint has been saved yet in {tmp_path / 'none'}: fit "
-            "first, or pass a path"
+            "first, or pass a path. A new run saves in a new folder, unless "
+            "ModelCheckpoint is given dirpath="
         )
     without = trainer_in(tmp_path, enable_checkpointing=False)
     with pytest.raises(CheckpointNotFoundError) as caught:
