@@ -5,23 +5,14 @@ from __future__ import annotations
 from stratagem.discovery import (
     AcceleratorSpec,
     Availability,
-    Capabilities,
     CheckpointIOSpec,
-    ClusterEnvironmentSpec,
     ComponentSpec,
     LauncherSpec,
     PrecisionSpec,
-    StrategySpec,
     hookimpl,
 )
-
-DDP = Capabilities(
-    launchers=("script",),
-    one_process=False,
-    many_devices=True,
-    multi_node=True,
-)
-"""What DistributedDataParallel can do."""
+from stratagem.native.environment_specs import environments
+from stratagem.native.strategy_specs import strategies
 
 
 def cpu_availability() -> Availability:
@@ -36,25 +27,7 @@ def cpu_availability() -> Availability:
 @hookimpl
 def stratagem_components() -> tuple[ComponentSpec, ...]:
     """Return everything that this backend provides."""
-    return (*_strategies(), *_precisions(), *_surroundings())
-
-
-def _strategies() -> tuple[ComponentSpec, ...]:
-    return (
-        StrategySpec(
-            name="single_device",
-            target="stratagem.interfaces.single_device:SingleDeviceStrategy",
-            api_version=1,
-            summary="One process, one device",
-        ),
-        StrategySpec(
-            name="ddp",
-            target="stratagem.native.strategies.ddp:DDPStrategy",
-            api_version=1,
-            summary="DistributedDataParallel, one process a device; runs the script again for each",
-            capabilities=DDP,
-        ),
-    )
+    return (*strategies(), *_precisions(), *_surroundings(), *environments())
 
 
 def _precisions() -> tuple[ComponentSpec, ...]:
@@ -118,20 +91,6 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             target="stratagem.native.checkpoint.single_file:SingleFileCheckpointIO",
             api_version=1,
             summary="One file, replaced atomically, loaded weights-only",
-        ),
-        ClusterEnvironmentSpec(
-            name="plain",
-            target="stratagem.native.environments.plain:PlainEnvironment",
-            api_version=1,
-            summary="MASTER_ADDR, MASTER_PORT, WORLD_SIZE, NODE_RANK and LOCAL_RANK, or one node",
-        ),
-        ClusterEnvironmentSpec(
-            name="TorchElastic",
-            target="stratagem.native.environments.torchelastic:TorchElasticEnvironment",
-            api_version=1,
-            summary="torchrun",
-            variables=("TORCHELASTIC_RUN_ID",),
-            priority=20,
         ),
         LauncherSpec(
             name="in_process",

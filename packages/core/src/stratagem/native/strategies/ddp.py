@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stratagem.interfaces.parallel import ParallelStrategy
 from stratagem.interfaces.strategy import Prepared
-from stratagem.native.plugin import DDP
+from stratagem.native.strategy_specs import DDP
 
 
 class DDPStrategy(ParallelStrategy):
