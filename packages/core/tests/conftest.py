@@ -14,8 +14,9 @@ import torch
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# What a launcher or torchrun sets for a rank; a test's own processes must not inherit any of it.
+# What a launcher, torchrun or a cluster sets for a rank; no process of a test may inherit it.
 RANK_VARIABLES = (
+    *(name for name in os.environ if name.startswith(("JSM_", "LSB_", "OMPI_", "PMI", "SLURM_"))),
     "GROUP_RANK",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
@@ -26,7 +27,7 @@ RANK_VARIABLES = (
     "STRATAGEM_CLUSTER",
     "STRATAGEM_SEED",
     "STRATAGEM_SEED_WORKERS",
-    "TORCHELASTIC_RUN_ID",
+    *(name for name in os.environ if name.startswith("TORCHELASTIC_")),
     "WORLD_SIZE",
 )
 

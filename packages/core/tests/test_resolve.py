@@ -64,15 +64,15 @@ STRANGERS = (
         name="fp8", target="nowhere:Nothing", api_version=1, accelerators=("gpu",), aliases=("8",)
     ),
     ClusterEnvironmentSpec(
-        name="SLURM",
+        name="moon",
         target="nowhere:Nothing",
         api_version=1,
-        variables=("SLURM_NTASKS", "SLURM_JOB_ID"),
+        variables=("MOON_JOB", "MOON_RANKS"),
         priority=10,
-        world_size_variable="SLURM_NTASKS",
-        local_world_size_variable="SLURM_NTASKS_PER_NODE",
-        rank_variable="SLURM_PROCID",
-        local_rank_variable="SLURM_LOCALID",
+        world_size_variable="MOON_RANKS",
+        local_world_size_variable="MOON_RANKS_HERE",
+        rank_variable="MOON_RANK",
+        local_rank_variable="MOON_LOCAL_RANK",
     ),
 )
 
@@ -143,6 +143,13 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "2",
 }
 ONE_NODE = {**TORCHRUN, "WORLD_SIZE": "2"}
+MOON = {
+    "MOON_JOB": "7",
+    "MOON_RANKS": "2",
+    "MOON_RANKS_HERE": "2",
+    "MOON_RANK": "1",
+    "MOON_LOCAL_RANK": "1",
+}
 
 
 def strategy_object(capabilities: Capabilities = PARALLEL, **requested: Any) -> Any:
@@ -474,25 +481,33 @@ def test_detection_can_be_switched_off(plan: Plan) -> None:
 
 
 def test_a_variable_chooses_the_cluster(plan: Plan) -> None:
-    environ = {"STRATAGEM_CLUSTER": "slurm", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    environ = {**MOON, **ONE_NODE, "STRATAGEM_CLUSTER": "Moon"}
     made = plan(environ=environ, accelerator="cpu", strategy="ddp", devices=2)
-    assert made.cluster_environment.name == "SLURM"
-    assert made.cluster_environment.why == "STRATAGEM_CLUSTER=slurm"
+    assert made.cluster_environment.name == "moon"
+    assert made.cluster_environment.why == "STRATAGEM_CLUSTER=Moon"
     assert made.launcher.name == "external"
 
 
 def test_an_unknown_cluster_of_a_variable_names_the_variable(refused: Callable[..., str]) -> None:
     text = refused(UnknownNameError, environ={"STRATAGEM_CLUSTER": "slurrm"})
     assert text.startswith("STRATAGEM_CLUSTER=slurrm: unknown cluster environment 'slurrm'.")
-    assert "Available here: SLURM, TorchElastic, plain." in text
+    assert "Available here: Kubeflow, LSF, MPI, SLURM, TorchElastic, moon, plain." in text
 
 
 def test_of_several_clusters_the_one_with_the_highest_priority_is_taken(plan: Plan) -> None:
-    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_LOCALID": "1", "SLURM_PROCID": "1"}
-    assert plan(environ=slurm).cluster_environment.name == "SLURM"
-    # torchrun started by srun: its ranks are the ones that count.
-    assert plan(environ={**slurm, **ONE_NODE}).cluster_environment.name == "TorchElastic"
-    assert plan(environ={"SLURM_NTASKS": "2"}).cluster_environment.name == "plain"
+    assert plan(environ=MOON).cluster_environment.name == "moon"
+    made = plan(environ={**MOON, **ONE_NODE})
+    assert made.cluster_environment.name == "TorchElastic"
+    (moon,) = (each for each in made.environments_passed_over if each.name == "moon")
+    assert moon.why == "TorchElastic goes before it"
+
+
+def test_a_cluster_is_taken_when_all_its_variables_are_set(plan: Plan) -> None:
+    made = plan(environ={"MOON_JOB": "7"})
+    assert made.cluster_environment.name == "plain"
+    (moon,) = (each for each in made.environments_passed_over if each.name == "moon")
+    assert moon.why == "MOON_RANKS is not set, though MOON_JOB is"
+    assert f"not taken          moon          strangers 1.0       {moon.why}" in made.explain()
 
 
 def test_a_named_cluster_is_not_detected_but_taken(plan: Plan) -> None:
@@ -798,11 +813,11 @@ def test_an_unknown_strategy_names_the_distribution_to_install(refused: Callable
 
 def test_the_plan_explains_each_choice_in_a_line(plan: Plan) -> None:
     made = plan(accelerator="cpu", strategy="ddp", devices=2)
-    rows = {row[0]: row[1:] for row in made.rows()}
+    rows = {row[0]: row[1:] for row in made.rows() if row[0] != "  not taken"}
     assert rows["devices"] == ("0, 1", "", "you asked for it")
     assert rows["world_size"] == ("2", "", "1 node(s) of 2 process(es)")
     assert rows["strategy"] == ("ddp", "stratagem-core 1.0", "you named it")
-    lines = made.explain().splitlines()
+    lines = [line for line in made.explain().splitlines() if "not taken" not in line]
     assert len(lines) == len(rows) == 8
     assert lines[0].split() == ["strategy", "ddp", "stratagem-core", "1.0", "you", "named", "it"]
 

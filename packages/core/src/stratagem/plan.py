@@ -85,6 +85,8 @@ class RunPlan:
     launcher: Selected
     checkpoint_io: Selected
     num_nodes: int
+    environments_passed_over: tuple[Selected, ...] = ()
+    """The cluster environments that were looked for and not taken, with the reason of each."""
 
     @property
     def processes_per_node(self) -> int:
@@ -113,6 +115,10 @@ class RunPlan:
             self.checkpoint_io,
         ]
         rows = [(s.kind, s.name, s.provider, s.why) for s in selected]
+        after = 1 + selected.index(self.cluster_environment)
+        rows[after:after] = [
+            ("  not taken", s.name, s.provider, s.why) for s in self.environments_passed_over
+        ]
         rows.insert(2, ("devices", _indices(self.devices), "", self.devices_why))
         world = f"{self.num_nodes} node(s) of {self.processes_per_node} process(es)"
         rows.insert(3, ("world_size", str(self.world_size), "", world))

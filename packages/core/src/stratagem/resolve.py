@@ -61,6 +61,9 @@ class _Resolver:
         self.request = request
         self.registry = registry
         self.probe = probe
+        self.environments_passed_over: tuple[Selected, ...] = ()
+        self.not_started_by = ""
+        """Why the environment that was chosen, by name, has not started this process."""
 
     def plan(self) -> RunPlan:
         named = self._named_strategy()
@@ -90,6 +93,7 @@ class _Resolver:
             launcher=self._launcher(strategy, capabilities, environment, external),
             checkpoint_io=self._checkpoint_io(),
             num_nodes=num_nodes,
+            environments_passed_over=self.environments_passed_over,
         )
         self.registry.plugins.hook.stratagem_run_planned(plan=plan)
         return plan
@@ -295,25 +299,43 @@ class _Resolver:
             except UnknownNameError as error:
                 raise UnknownNameError(f"{CLUSTER_VARIABLE}={switch}: {error}") from None
             return selected, self._is_external(selected)
-        detected = [
+        return self._detected_environment()
+
+    def _detected_environment(self) -> tuple[Selected, bool]:
+        """Return the detected environment, and keep why each of the others was passed over."""
+        detected: Candidate | None = None
+        candidates = [
             candidate
             for candidate in self.registry.candidates("cluster_environment")
-            if isinstance(candidate.spec, ClusterEnvironmentSpec)
-            and candidate.spec.variables
-            and all(variable in environ for variable in candidate.spec.variables)
+            if isinstance(candidate.spec, ClusterEnvironmentSpec) and candidate.spec.variables
         ]
-        if detected:
-            best = max(detected, key=lambda c: getattr(c.spec, "priority", 0))
-            assert isinstance(best.spec, ClusterEnvironmentSpec)
-            selected = _selected(best, f"{', '.join(best.spec.variables)} is set")
-        else:
+        candidates.sort(key=lambda c: getattr(c.spec, "priority", 0), reverse=True)
+        passed_over = []
+        for candidate in candidates:
+            assert isinstance(candidate.spec, ClusterEnvironmentSpec)
+            why_not = candidate.spec.why_not(self.request.environ)
+            if not why_not and detected is not None:
+                why_not = f"{detected.spec.name} goes before it"
+            if why_not:
+                passed_over.append(_selected(candidate, why_not))
+            else:
+                detected = candidate
+        self.environments_passed_over = tuple(passed_over)
+        if detected is None:
             selected = self._find("cluster_environment", PLAIN, "no cluster was detected")
+            return selected, self._is_external(selected)
+        assert isinstance(detected.spec, ClusterEnvironmentSpec)
+        variables = detected.spec.variables
+        verb = "is" if len(variables) == 1 else "are"
+        selected = _selected(detected, f"{', '.join(variables)} {verb} set")
         return selected, self._is_external(selected)
 
     def _is_external(self, selected: Selected) -> bool:
-        spec = selected.spec
+        """Whether an environment has started this process as one of its ranks."""
+        spec, environ = selected.spec, self.request.environ
         assert isinstance(spec, ClusterEnvironmentSpec)
-        return spec.local_rank_variable in self.request.environ
+        self.not_started_by = spec.why_not(environ)
+        return not self.not_started_by and spec.local_rank_variable in environ
 
     def _number(self, environment: Selected, what: str) -> int | None:
         """Return the environment's world_size, local_world_size or rank, if it says one."""
@@ -321,6 +343,9 @@ class _Resolver:
         if not isinstance(spec, ClusterEnvironmentSpec):
             method = getattr(environment.source, "global_rank" if what == "rank" else what)
             return int(method())
+        if what == "local_world_size" and spec.local_world_size is not None:
+            function = load_target(spec.local_world_size, what=f"local_world_size of {spec.name!r}")
+            return int(function(self.request.environ))
         variable = str(getattr(spec, f"{what}_variable"))
         text = self.request.environ.get(variable)
         if text is None:
@@ -366,6 +391,14 @@ class _Resolver:
         external: bool,
     ) -> None:
         if not external:
+            several = not capabilities.one_process and (len(devices) > 1 or num_nodes > 1)
+            if several and self.not_started_by:
+                raise ConfigurationError(
+                    f"the cluster environment {environment.name!r} ({environment.why}) has not "
+                    f"started this process: {self.not_started_by}. Start one process for each of "
+                    f"the {len(devices) * num_nodes} ranks with the cluster's launcher, or name no "
+                    "cluster environment, to let the strategy start them"
+                )
             return
         world = self._number(environment, "world_size") or 1
         if capabilities.one_process:
@@ -382,15 +415,24 @@ class _Resolver:
         if local is not None and local != len(devices):
             raise ConfigurationError(
                 f"devices={self.request.devices!r} means {len(devices)} process(es) on each node, "
-                f"but {environment.name} has started {local} here: make the two agree, or leave "
-                "devices='auto'"
+                f"but {environment.name} has started {local} here"
+                f"{self._said_by(environment, 'local_world_size', 'world_size')}: make the two "
+                "agree, or leave devices='auto'"
             )
         if world != len(devices) * num_nodes:
             raise ConfigurationError(
                 f"{len(devices)} device(s) on each of {num_nodes} node(s) make "
                 f"{len(devices) * num_nodes} processes, but {environment.name} has started "
-                f"{world}: make the two agree, or leave devices='auto' and num_nodes=1"
+                f"{world}{self._said_by(environment, 'world_size')}: make the two agree, or leave "
+                "devices='auto' and num_nodes=1"
             )
+
+    def _said_by(self, environment: Selected, *what: str) -> str:
+        """Return the variables that hold these numbers, as they are, in parentheses."""
+        names = (getattr(environment.spec, f"{each}_variable", "") for each in what)
+        environ = self.request.environ
+        said = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        return said and f" ({said})"
 
     # -- launcher, precision, checkpoint IO
 

@@ -148,9 +148,11 @@ def _listed(candidate: Candidate, environ: Mapping[str, str]) -> ListedComponent
 def _detected(spec: ClusterEnvironmentSpec, environ: Mapping[str, str]) -> str:
     if environ.get(CLUSTER_VARIABLE, "").casefold() == spec.name.casefold():
         return f"chosen by {CLUSTER_VARIABLE}"
-    if spec.variables and all(variable in environ for variable in spec.variables):
-        return f"detected: {', '.join(spec.variables)} is set"
-    return ""
+    if not spec.variables:
+        return ""
+    why_not = spec.why_not(environ)
+    verb = "is" if len(spec.variables) == 1 else "are"
+    return why_not or f"detected: {', '.join(spec.variables)} {verb} set"
 
 
 def _plugins_checks(registry: Registry) -> list[tuple[str, Check]]:

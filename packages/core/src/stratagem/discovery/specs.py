@@ -160,7 +160,14 @@ class ClusterEnvironmentSpec(ComponentSpec):
 
     kind: ClassVar[str] = "cluster_environment"
     variables: tuple[str, ...] = ()
-    """Environment variables that betray it: it is detected when all of them are set."""
+    """Environment variables that betray it: it is detected when all of them are set. The first
+    stands for the cluster, the others for having been started by it as one of several ranks."""
+    advice: str = ""
+    """What to do where only the first of the variables is set, as in a job whose script was not
+    started by the cluster's launcher."""
+    objection: str | Callable[[Mapping[str, str]], str] | None = None
+    """`"module:function"` or a function of the environment variables; asked when all variables are
+    set, it returns why this process is no rank of this cluster all the same, or ""."""
     priority: int = 0
     """Among several that are detected, the highest priority is taken."""
     world_size_variable: str = "WORLD_SIZE"
@@ -169,6 +176,32 @@ class ClusterEnvironmentSpec(ComponentSpec):
     local_rank_variable: str = "LOCAL_RANK"
     """Names of the variables that hold these numbers, so that a plan can be checked against them
     before anything is imported. A process that has the last was started as one of several ranks."""
+    local_world_size: str | Callable[[Mapping[str, str]], int] | None = None
+    """`"module:function"` or a function of the environment variables that returns how many ranks
+    this node has, for a cluster that has no variable with just this number. What it reads is then
+    named by local_world_size_variable, for messages."""
+
+    def why_not(self, environ: Mapping[str, str]) -> str:
+        """Return why this process is no rank of this cluster, or "" if it is one.
+
+        Example:
+            >>> spec = ClusterEnvironmentSpec(name="mine", target="my_package:Mine", api_version=1,
+            ...                               variables=("MINE_JOB", "MINE_RANK"),
+            ...                               advice="start it with minerun")
+            >>> spec.why_not({"MINE_JOB": "7"})
+            'MINE_RANK is not set, though MINE_JOB is: start it with minerun'
+        """
+        missing = [variable for variable in self.variables if variable not in environ]
+        if missing and missing[0] == self.variables[0]:
+            return f"{missing[0]} is not set"
+        if missing:
+            verb = "is" if len(missing) == 1 else "are"
+            text = f"{', '.join(missing)} {verb} not set, though {self.variables[0]} is"
+            return f"{text}: {self.advice}" if self.advice else text
+        if self.objection is None:
+            return ""
+        objection: str = load_target(self.objection, what=f"objection of {self.name!r}")(environ)
+        return objection
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from stratagem.errors import ConfigurationError
+from stratagem.rank import LISTEN_FD_VARIABLE
 
 
 class ClusterEnvironment:
-    """Tells a process who it is among the others.
+    """Tells a process who it is among the others, and what the cluster does when it ends.
 
     The defaults read the variables that torch.distributed uses, so a subclass overrides only what
     its cluster says otherwise.
 
-    Who calls, and when: the launcher reads `node_rank` before it starts processes; then
-    `Strategy.setup_environment` reads the rest, once on every rank.
+    Who calls, and when:
+        1. The launcher reads `node_rank` before it starts processes.
+        2. `Strategy.bind` and `Strategy.setup_environment` read the ranks, on every rank.
+        3. A strategy that joins a process group reads `main_address` and `main_port`, on every
+           rank, and rank 0 calls `take_listener`. Either may wait for other ranks.
+        4. The Trainer reads `run_id`, `restart_count` and `agent_id` when `fit` begins, on every
+           rank, and installs handlers for `preemption_signals`.
+        5. After the checkpoint that one of those signals asks for, rank 0 calls `requeue`.
+        6. `teardown`, on every rank, at the end.
 
     Example:
         >>> class MyCluster(ClusterEnvironment):
@@ -40,6 +49,15 @@ class ClusterEnvironment:
         """TCP port on which rank 0 listens."""
         return self._number("MASTER_PORT", 29500)
 
+    def take_listener(self) -> int | None:
+        """Return, on rank 0 and once, the descriptor of a socket that listens on `main_port`.
+
+        None: there is none, and rank 0 opens the port itself. With a socket that listens before
+        anybody is told its port, no other program can take the port in between.
+        """
+        listen_fd = os.environ.pop(LISTEN_FD_VARIABLE, None)
+        return None if listen_fd is None else int(listen_fd)
+
     def world_size(self) -> int:
         """Return the number of ranks on all nodes."""
         return self._number("WORLD_SIZE", 1)
@@ -62,16 +80,44 @@ class ClusterEnvironment:
         """Return the rank of this node."""
         return self._number("NODE_RANK", self._number("GROUP_RANK", 0))
 
+    # -- restarts
+
+    def run_id(self) -> str | None:
+        """Return what stays the same when the cluster starts this run again; None: it does not."""
+        return None
+
+    def restart_count(self) -> int:
+        """Return how many times the cluster has started this run again."""
+        return 0
+
+    def agent_id(self) -> str | None:
+        """Return what names the program that starts this node's ranks again and outlives them.
+
+        None: there is none, or it has no name. A run whose ranks were started anew goes on if one
+        of its agents is still there, whatever its `restart_count`.
+        """
+        return None
+
+    @property
+    def preemption_signals(self) -> tuple[signal.Signals, ...]:
+        """Signals that announce the end, upon which a run is to be saved and queued again."""
+        return ()
+
+    def requeue(self) -> bool:
+        """Ask the cluster to run this job again, on rank 0; return whether it will."""
+        return False
+
     def teardown(self) -> None:
         """Release what the environment holds; on every rank, at the end."""
 
     @staticmethod
-    def _number(variable: str, default: int) -> int:
+    def _number(variable: str, default: int | None = None) -> int:
         text = os.environ.get(variable)
-        if text is None:
+        if text is None and default is not None:
             return default
-        if not text.strip().isdigit():
+        if text is None or not text.strip().isdigit():
             raise ConfigurationError(
-                f"expected a number in the environment variable {variable}, received {text!r}"
+                f"expected a number in the environment variable {variable}, received "
+                + ("nothing: it is not set" if text is None else repr(text))
             )
         return int(text)

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stratagem import _plain_data
+from stratagem import _plain_data, network
 from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.interfaces.positions import COLLECTIVES, Position, Positions
 from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
 from stratagem.rank import (
-    LISTEN_FD_VARIABLE,
     STORE_VARIABLE,
     at_end_of_rank,
     explain_errors,
@@ -131,8 +130,9 @@ class ParallelStrategy(Strategy):
         backend = self.process_group_backend or self.accelerator.process_group_backend
         timeout = timedelta(seconds=self.timeout)
         environment = self.cluster_environment
-        listen_fd = os.environ.pop(LISTEN_FD_VARIABLE, None)
         store: Any
+        if self.parts.num_nodes > 1:
+            network.choose_gloo_interface(environment.main_address)
         if (
             "TORCHELASTIC_USE_AGENT_STORE" in os.environ
             and environment.creates_processes_externally
@@ -141,17 +141,19 @@ class ParallelStrategy(Strategy):
             dist.init_process_group(backend, timeout=timeout)
             store = dist.distributed_c10d._get_default_store()
         else:
-            # A launcher of ours hands rank 0 a socket that listens already, so that no other
-            # program can take the port between its choice and its use.
             holder = "rank 0" if self.global_rank == 0 else ""
+            main_port = environment.main_port
+            # Rank 0 may have a socket that listens already, so that no other program can take the
+            # port between its choice and its use.
+            listen_fd = environment.take_listener()
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 environment.main_address,
-                environment.main_port,
+                main_port,
                 self.world_size,
                 is_master=os.environ.get(STORE_VARIABLE, holder) == "rank 0",
                 timeout=timeout,
                 wait_for_workers=False,
-                master_listen_fd=None if listen_fd is None else int(listen_fd),
+                master_listen_fd=listen_fd,
             )
             dist.init_process_group(
                 backend,

