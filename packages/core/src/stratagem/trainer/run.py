@@ -24,6 +24,7 @@ from stratagem.trainer.loaders import LimitedLoader
 from stratagem.trainer.logged_values import LoggedValues
 from stratagem.trainer.optimization import SchedulerConfig, configure
 from stratagem.trainer.progress import Progress
+from stratagem.trainer.restarts import Restarts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +77,8 @@ class Run:
         """Batches of validation or testing in this run; the step of what is logged for each."""
         self.validated_epoch = -1
         """The last epoch that validation ran in; -1: none yet."""
+        self.restarts: Restarts | None = None
+        """In a fit: what a restart by the cluster goes on from."""
         self._names_of_validation: set[str] = set()
         self.interruption = Interruption(self.strategy, trainer.max_time)
 
@@ -134,6 +137,8 @@ class Run:
     def _fit(self, train: Any, val: Any, ckpt_path: str | Path | None) -> None:
         trainer, module = self.trainer, self.module
         self._check_engine()
+        self.restarts = Restarts(self.strategy, trainer.default_root_dir)
+        ckpt_path = self.restarts.begin(ckpt_path)
         checkpoint = None if ckpt_path is None else self._read(ckpt_path)
         train_loader = self.train_loader = self._training_loader(train)
         self.val_loaders = self._validation_loaders(val)

@@ -421,7 +421,9 @@ class Trainer:
                 the datamodule's or the model's.
             val_dataloaders: one or several.
             datamodule: in place of loaders.
-            ckpt_path: checkpoint to resume from: a path, "last" or "best".
+            ckpt_path: checkpoint to resume from: a path, "last" or "best"; None: begin anew, or,
+                where the cluster has started the run again (torchrun with restarts, a SLURM job
+                that was queued again), go on from the last checkpoint that it has saved.
 
         Raises:
             UserCodeError: the model or a loader does not keep its contract.
@@ -630,6 +632,9 @@ class Trainer:
         """
         checkpoint = checkpoints.collect(self.last_run, self._prepared, weights_only=weights_only)
         self.strategy.save_checkpoint(checkpoint, filepath)
+        restarts = self.last_run.restarts
+        if restarts is not None and not weights_only:
+            restarts.saved(filepath)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""

@@ -1,0 +1,138 @@
+"""How a run that the cluster starts again finds the last checkpoint that it has saved.
+
+A ModelCheckpoint saves in a new folder each time a script runs, so rank 0 keeps a small file that
+names the newest checkpoints of a run: `.stratagem/*.json` in `default_root_dir`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratagem.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.strategy import Strategy
+
+_KEPT = 5
+"""How many checkpoints are named: the newest may be gone, when a ModelCheckpoint or a user has
+removed it since."""
+
+_fits = itertools.count()
+"""Numbers the fits of this process: a script that is run again comes by the same ones."""
+
+
+class Restarts:
+    """Keeps where a fit's newest checkpoint is, and finds it after a restart.
+
+    Where the cluster starts no run again (`ClusterEnvironment.run_id` is None), it does nothing.
+
+    Args:
+        strategy: of the run; its processes are launched.
+        folder: `default_root_dir`; where nodes share a file system, on that.
+
+    Example:
+        >>> from stratagem import Lite
+        >>> lite = Lite(accelerator="cpu")
+        >>> lite.launch()
+        >>> Restarts(lite.strategy, Path("somewhere")).begin(None) is None
+        True
+    """
+
+    def __init__(self, strategy: Strategy, folder: Path) -> None:
+        self._strategy = strategy
+        self._run_id = strategy.cluster_environment.run_id()
+        # The script's arguments as well: torchrun calls every run "none", unless it is told.
+        key = zlib.crc32("\0".join([str(self._run_id), *sys.argv]).encode())
+        name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', str(self._run_id))}-{key:08x}-{next(_fits)}.json"
+        self._file = folder.absolute() / ".stratagem" / name
+        self._agents: list[str] = []
+        self._checkpoints: list[str] = []
+
+    def begin(self, asked: str | Path | None) -> str | Path | None:
+        """Return what to resume from: what was asked for, or else what a restart calls for.
+
+        On every rank, once; rank 0's files count.
+
+        Raises:
+            ConfigurationError: the folder cannot be written.
+        """
+        if self._run_id is None:
+            return asked
+        environment = self._strategy.cluster_environment
+        told = self._strategy.gather_plain([environment.restart_count(), environment.agent_id()])
+        self._agents = sorted({agent for _, agent in told if agent is not None})
+        found, problem = "", ""
+        if self._strategy.is_global_zero:
+            try:
+                found = self._find(max(count for count, _ in told), asked)
+                self._write()
+            except OSError as error:
+                problem = str(error)
+        found, problem = self._strategy.broadcast([found, problem])
+        if problem:
+            raise ConfigurationError(
+                f"the run {self._run_id!r} may be started again by the cluster, but where its "
+                f"checkpoints are cannot be kept in default_root_dir: {problem}. Pass a "
+                "default_root_dir that can be written"
+            )
+        return found or asked
+
+    def saved(self, path: str | Path) -> None:
+        """Note a checkpoint that is durable by now; called on every rank."""
+        if self._run_id is None or not self._strategy.is_global_zero:
+            return
+        newest = str(Path(path).absolute())
+        others = [checkpoint for checkpoint in self._checkpoints if checkpoint != newest]
+        self._checkpoints = [newest, *others][:_KEPT]
+        self._write()
+
+    def _find(self, restart_count: int, asked: str | Path | None) -> str:
+        """On rank 0, return the checkpoint to resume from, or "", and say why."""
+        record = self._read()
+        if self._agents:
+            # Nodes that join or leave count as no restart, and another run may have had this id.
+            restarted = not set(self._agents).isdisjoint(record["agents"])
+        else:
+            restarted = restart_count > 0
+        there = [path for path in record["checkpoints"] if Path(path).exists()]
+        if not restarted:
+            if there:
+                self._say(
+                    "is not the earlier run of that id, since nothing of it is left: it begins "
+                    f"anew. To go on from the earlier one, pass ckpt_path={there[0]!r} to fit"
+                )
+            return ""
+        self._checkpoints = there
+        for gone in itertools.takewhile(lambda path: path not in there, record["checkpoints"]):
+            self._say(f"has saved {gone!r}, which is gone")
+        if asked is not None:
+            self._say(f"was started again; fit was given ckpt_path={str(asked)!r} and goes by that")
+            return ""
+        if not there:
+            self._say("was started again and has no checkpoint to go on from: it begins anew")
+            return ""
+        self._say(f"was started again: resuming from {there[0]!r}")
+        return str(there[0])
+
+    def _say(self, what: str) -> None:
+        print(f"stratagem: the run {self._run_id!r} {what}", file=sys.stderr, flush=True)
+
+    def _read(self) -> dict[str, Any]:
+        if not self._file.exists():
+            return {"agents": [], "checkpoints": []}
+        record: dict[str, Any] = json.loads(self._file.read_text())
+        return record
+
+    def _write(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        record = {"run": self._run_id, "agents": self._agents, "checkpoints": self._checkpoints}
+        # Replaced at once: the run may be killed at any time.
+        temporary = self._file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=1))
+        temporary.replace(self._file)
