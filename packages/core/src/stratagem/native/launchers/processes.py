@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -25,7 +26,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.native.launchers.failure import forget_parents_ranks, run_as_rank
 from stratagem.plan import RunPlan
-from stratagem.supervision import Failure, Ranks
+from stratagem.supervision import Failure, Output, Ranks
 
 _END_GRACE = 20.0
 """Seconds that ranks have to end by themselves after Ctrl-C or a signal."""
@@ -87,7 +88,7 @@ class ProcessesLauncher(Launcher):
             environments,
             on_failure=failures.append,
             own_sessions=True,
-            log_dir=supervision.log_dir_of(os.environ),
+            output=Output.of(os.environ),
         )
         with ranks, _forwarding_signals(ranks) as received:
             try:
@@ -223,6 +224,9 @@ def _become_rank(environment: Mapping[str, str], output: Path | None) -> None:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
