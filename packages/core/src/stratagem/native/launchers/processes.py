@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import multiprocessing
 import os
@@ -172,8 +173,9 @@ class _Spawn:
         try:
             (folder / "call").write_bytes(pickle.dumps(call))
         except Exception as error:
-            culprit = _unpicklable(call.args, "") or _unpicklable(call.kwargs, "")
-            what = culprit or f"{call.function!r}"
+            given = (call.function, *call.args, *call.kwargs.values())
+            culprits = (_unpicklable(one, type(one).__name__) for one in given)
+            what = next(filter(None, culprits), "what it was given")
             raise ConfigurationError(
                 f"the launcher 'spawn' pickles what the ranks need, and {what} cannot be pickled "
                 f"({type(error).__name__}: {error}): define functions and classes at the top of a "
@@ -336,14 +338,12 @@ def _unpicklable(thing: Any, path: str, depth: int = 0) -> str | None:
             parts = [(f"{path}[{key!r}]", value) for key, value in thing.items()]
         elif isinstance(thing, (list, tuple, set, frozenset)):
             parts = [(f"{path}[{index}]", value) for index, value in enumerate(thing)]
+        elif inspect.ismethod(thing):
+            parts = [(type(thing.__self__).__name__, thing.__self__)]
         else:
-            parts = [
-                (f"{path or type(thing).__name__}.{name}", value)
-                for name, value in getattr(thing, "__dict__", {}).items()
-            ]
-            if not path:
-                path = type(thing).__name__
+            held = getattr(thing, "__dict__", {})
+            parts = [(f"{path}.{name}", value) for name, value in held.items()]
         for name, value in parts:
             if found := _unpicklable(value, name, depth + 1):
                 return found
-    return f"{path or 'it'} ({thing!r})"
+    return f"{path} ({thing!r})"
