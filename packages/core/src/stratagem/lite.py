@@ -242,7 +242,10 @@ class Lite:
                 "its parameters, then setup_optimizers(optimizer)"
             )
         _check_parameters(module, optimizers)
-        prepared = strategy.prepare(StepModule(module), optimizers, move_to_device=move_to_device)
+        step_module = StepModule(module)
+        if strategy.sync_batchnorm:
+            strategy.synchronize_batch_norm(step_module)
+        prepared = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         if not optimizers:
@@ -265,6 +268,7 @@ class Lite:
         for optimizer in optimizers:
             prepared = self._prepared_of(optimizer)
             if optimizer not in prepared.optimizers:
+                optimizer = self.strategy.setup_optimizer(prepared, optimizer)
                 prepared.optimizers.append(optimizer)
             wrapped.append(wrap_optimizer(optimizer, prepared, self.strategy))
         return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
@@ -344,7 +348,13 @@ class Lite:
             *args, **kwargs: those of `Tensor.backward`.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
-        self.strategy.backward(prepared, loss, *args, **kwargs)
+        try:
+            self.strategy.backward(prepared, loss, *args, **kwargs)
+        except RuntimeError as error:
+            explained = self.strategy.explain(prepared, error)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _only_prepared(self) -> Prepared:
         if not self._prepared:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from stratagem._tree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
+from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
@@ -122,6 +123,10 @@ class Strategy(ABC):
 
     capabilities: ClassVar[Capabilities]
 
+    sync_batchnorm: bool = False
+    """Whether batch norm layers shall take their statistics over all ranks; front ends then call
+    `synchronize_batch_norm` before `prepare`."""
+
     accelerator: Accelerator
     precision: Precision
     checkpoint_io: CheckpointIO
@@ -216,6 +221,12 @@ class Strategy(ABC):
         """
         return nullcontext()
 
+    def synchronize_batch_norm(self, module: nn.Module) -> None:
+        """Let a model's batch norm layers take their statistics over all ranks, in place.
+
+        Parameters, buffers and their names stay. By default there is one rank: nothing to do.
+        """
+
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
     ) -> Prepared:
@@ -232,6 +243,13 @@ class Strategy(ABC):
             module = module.to(self.device)
         wrapped = self.wrap(module)
         return Prepared(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
+
+    def setup_optimizer(self, prepared: Prepared, optimizer: Optimizer) -> Optimizer:
+        """Return an optimizer of a prepared model that was made afterwards, as it will be stepped.
+
+        Only a hand-written loop has one.
+        """
+        return optimizer
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return what training calls; before the optimizers are made. By default the module."""
@@ -296,6 +314,28 @@ class Strategy(ABC):
 
     def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
         """Return a context in which backward communicates nothing, or None: nothing to hold."""
+        return None
+
+    def join(self, prepared: Sequence[Prepared]) -> AbstractContextManager[Any] | None:
+        """Return a context in which ranks may train on different numbers of batches, or None.
+
+        None: there is one rank, and nothing to wait for.
+
+        Raises:
+            ConfigurationError: this strategy cannot.
+        """
+        if self.world_size == 1:
+            return None
+        raise ConfigurationError(
+            f"{type(self).__name__} has no way to let ranks train on different numbers of batches: "
+            "give every rank as many, or use strategy='ddp'"
+        )
+
+    def explain(self, prepared: Prepared, error: RuntimeError) -> StratagemError | None:
+        """Return a better error for one that came out of forward or backward, or None.
+
+        Called by both front ends after a step has failed, so that a good one does not pay for it.
+        """
         return None
 
     def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:

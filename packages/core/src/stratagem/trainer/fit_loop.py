@@ -85,7 +85,7 @@ def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
                 break
             progress.next_epoch()
     except RuntimeError as error:
-        explained = step.explain(error)
+        explained = step.explain(error) or run.strategy.explain(prepared, error)
         if explained is None:
             raise
         raise explained from error

@@ -130,7 +130,10 @@ class Run:
         checkpoint = None if ckpt_path is None else self._read(ckpt_path)
         train_loader = self.train_loader = self._training_loader(train)
         self.val_loaders = self._validation_loaders(val)
-        prepared = self.prepared = self.strategy.prepare(StepModule(module), self._make_optimizers)
+        step_module = StepModule(module)
+        if self.strategy.sync_batchnorm:
+            self.strategy.synchronize_batch_norm(step_module)
+        prepared = self.prepared = self.strategy.prepare(step_module, self._make_optimizers)
         self.optimizers = [wrap_optimizer(o, prepared, self.strategy) for o in prepared.optimizers]
         if not module.automatic_optimization:
             for optimizer in self.optimizers:
@@ -151,6 +154,17 @@ class Run:
 
     def _make_optimizers(self) -> list[Optimizer]:
         optimizers, self.schedulers = configure(self.module)
+        own = {id(parameter) for parameter in self.module.parameters()}
+        for optimizer in optimizers:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            gone = sum(id(p) not in own for p in held)
+            if gone:
+                raise UserCodeError(
+                    f"{type(self.module).__name__}.configure_optimizers() returned a "
+                    f"{type(optimizer).__name__} that holds {gone} of {len(held)} parameters that "
+                    "the model does not have (any more), so its steps would not train the model: "
+                    "make it in configure_optimizers(), from self.parameters()"
+                )
         return optimizers
 
     def _evaluate(self, given: Any, ckpt_path: str | Path | None) -> tuple[dict[str, float], int]:
