@@ -1,4 +1,4 @@
-"""ddp_sharded: the numbers of ddp, a part of the state on each rank, and checkpoints of all of it."""
+"""ddp_sharded: the numbers of ddp, a part of the state a rank, and checkpoints of all of it."""
 
 from __future__ import annotations
 

@@ -419,6 +419,21 @@ class Lite:
             with held:
                 yield
 
+    def join(self, *modules: LiteModule) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may train on different numbers of batches.
+
+        A rank that leaves it answers the others' gradient communication until all have left; then
+        every rank has the weights of the last one. Inside, communicate only by backward (and by
+        optimizers that do): no collective of this class, no save.
+
+        Args:
+            *modules: those that are trained inside, as `setup` returned them.
+
+        Raises:
+            ConfigurationError: the strategy has no way to do that.
+        """
+        return self._launched_strategy().join([m.prepared for m in modules]) or nullcontext()
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's forward context, for code outside of a model's forward."""
         return self.strategy.precision.forward_context() or nullcontext()

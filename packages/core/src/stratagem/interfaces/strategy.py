@@ -127,6 +127,9 @@ class Strategy(ABC):
     """Whether batch norm layers shall take their statistics over all ranks; front ends then call
     `synchronize_batch_norm` before `prepare`."""
 
+    join_uneven_inputs: bool = False
+    """Whether the Trainer lets a rank without batches keep step with those that have some."""
+
     accelerator: Accelerator
     precision: Precision
     checkpoint_io: CheckpointIO

@@ -17,7 +17,7 @@ from stratagem.interfaces.strategy import Prepared
 from stratagem.lite_wrappers import wrap_optimizer
 from stratagem.module import Module
 from stratagem.step_module import StepModule
-from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options
+from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
 from stratagem.trainer.events import Events
 from stratagem.trainer.loaders import LimitedLoader
 from stratagem.trainer.logged_values import LoggedValues
@@ -128,7 +128,8 @@ class Run:
         trainer, module = self.trainer, self.module
         self._check_engine()
         checkpoint = None if ckpt_path is None else self._read(ckpt_path)
-        train_loader = self.train_loader = self._training_loader(train)
+        train_loader, agreement = uneven.agree(self._training_loader(train), self.strategy)
+        self.train_loader = train_loader
         self.val_loaders = self._validation_loaders(val)
         step_module = StepModule(module)
         if self.strategy.sync_batchnorm:
@@ -149,7 +150,7 @@ class Run:
         self.events.tell("on_fit_start")
         if checkpoint is None:
             self._check_sanity()
-        fit_loop.fit(self, prepared, train_loader)
+        fit_loop.fit(self, prepared, train_loader, agreement)
         self.events.tell("on_fit_end")
 
     def _make_optimizers(self) -> list[Optimizer]:
@@ -209,6 +210,12 @@ class Run:
                 f"{type(self.module).__name__} has automatic_optimization = False, so "
                 "gradient_clip_val and accumulate_grad_batches do nothing: clip and accumulate in "
                 "training_step"
+            )
+        if self.strategy.join_uneven_inputs:
+            raise ConfigurationError(
+                f"{type(self.module).__name__} has automatic_optimization = False, so the Trainer "
+                "cannot weight its gradients as join_uneven_inputs=True needs: give every rank as "
+                "many batches"
             )
 
     # -- data
