@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from stratagem import Lite
-from stratagem.errors import ConfigurationError
-from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -163,12 +161,10 @@ class Loop(Lite):
             net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         )
         for _ in range(2):
-            with self.join(model):
-                for inputs, targets in own:
-                    optimizer.zero_grad()
-                    self.backward(mse_loss(model(inputs), targets))
-                    optimizer.step()
-            self.barrier()
+            for inputs, targets in self.join(iter(own)):
+                optimizer.zero_grad()
+                self.backward(mse_loss(model(inputs), targets))
+                optimizer.step()
         return net.state_dict()
 
 
@@ -330,19 +326,20 @@ made.fit(Net(), own if made.global_rank == 0 else Promises(own[:5]))
 def test_one_rank_joins_nothing() -> None:
     lite = Lite(accelerator="cpu")
     lite.launch()
-    model = lite.setup(torch.nn.Linear(2, 1))
-    with lite.join(model):
-        assert model(torch.ones(1, 2)).shape == (1, 1)
+    assert list(lite.join(iter(range(3)))) == [0, 1, 2]
 
 
-def test_a_strategy_without_join_says_so() -> None:
-    class Several(SingleDeviceStrategy):
-        world_size = 2
-
-    with pytest.raises(ConfigurationError) as caught:
-        Several().join([])
-    assert str(caught.value) == (
-        "Several has no way to let ranks train on different numbers of batches: give every rank as "
-        "many, or use strategy='ddp'"
+def test_a_rank_that_never_had_a_batch_cannot_be_joined(run_script: RunScript) -> None:
+    finished = run_script(
+        COMMON
+        + """
+made = trainer(DDPStrategy(join_uneven_inputs=True))
+made.fit(Net(), DataLoader(Stream(batches(0, 3 * made.global_rank)), batch_size=None))
+""",
+        expect=None,
     )
-    assert DDPStrategy(join_uneven_inputs=True).join_uneven_inputs is True
+    assert finished.returncode != 0
+    assert (
+        "UserCodeError: the training data loader yielded no batch on rank 0; expected at least one "
+        "on each, since the last one is repeated while other ranks have more"
+    ) in finished.stderr

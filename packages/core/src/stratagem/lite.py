@@ -6,8 +6,9 @@ import atexit
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from stratagem import data as loaders_of_ranks
 from stratagem._tree import map_tensors, move_to_device
+from stratagem.agreement import Agreement
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
@@ -135,6 +137,8 @@ class Lite:
         self._launched = False
         self._in_run = False
         self._prepared: list[Prepared] = []
+        self._weight = 1.0
+        """What the present batch counts; see `join`."""
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
 
@@ -348,6 +352,8 @@ class Lite:
             *args, **kwargs: those of `Tensor.backward`.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
+        if self._weight != 1.0:
+            loss = loss * self._weight
         try:
             self.strategy.backward(prepared, loss, *args, **kwargs)
         except RuntimeError as error:
@@ -419,20 +425,42 @@ class Lite:
             with held:
                 yield
 
-    def join(self, *modules: LiteModule) -> AbstractContextManager[Any]:
-        """Return a context in which ranks may train on different numbers of batches.
+    def join(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield this rank's batches; once they end, the last one again while others have more.
 
-        A rank that leaves it answers the others' gradient communication until all have left; then
-        every rank has the weights of the last one. Inside, communicate only by backward (and by
-        optimizers that do): no collective of this class, no save.
+        For ranks with different numbers of batches: all take as many steps. What is repeated counts
+        nothing and the others' batches for more, by a weight that `backward` multiplies the loss
+        with, so that gradients are the mean over the ranks that have a batch. The ranks exchange a
+        number before each batch; they must leave the loop together.
 
         Args:
-            *modules: those that are trained inside, as `setup` returned them.
+            loader: this rank's batches.
 
         Raises:
-            ConfigurationError: the strategy has no way to do that.
+            UserCodeError: it has no batch on this rank, and another rank has some.
+
+        Example:
+            >>> from stratagem import Lite
+            >>> lite = Lite(accelerator="cpu")
+            >>> lite.launch()
+            >>> [batch for batch in lite.join([1, 2, 3])]
+            [1, 2, 3]
         """
-        return self._launched_strategy().join([m.prepared for m in modules]) or nullcontext()
+        strategy = self._launched_strategy()
+        if strategy.world_size == 1:
+            yield from loader
+            return
+        agreement = Agreement("the data loader handed to join()", strategy, joins=True)
+        batches = iter(loader)
+        try:
+            while True:
+                step, weights = agreement.next_step(list(islice(batches, 1)), 0)
+                if not step:
+                    return
+                self._weight = 1.0 if weights is None else weights[0]
+                yield step[0]
+        finally:
+            self._weight = 1.0
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's forward context, for code outside of a model's forward."""

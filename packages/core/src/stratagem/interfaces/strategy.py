@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stratagem._tree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.errors import StratagemError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
@@ -318,21 +318,6 @@ class Strategy(ABC):
     def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
         """Return a context in which backward communicates nothing, or None: nothing to hold."""
         return None
-
-    def join(self, prepared: Sequence[Prepared]) -> AbstractContextManager[Any] | None:
-        """Return a context in which ranks may train on different numbers of batches, or None.
-
-        None: there is one rank, and nothing to wait for.
-
-        Raises:
-            ConfigurationError: this strategy cannot.
-        """
-        if self.world_size == 1:
-            return None
-        raise ConfigurationError(
-            f"{type(self).__name__} has no way to let ranks train on different numbers of batches: "
-            "give every rank as many, or use strategy='ddp'"
-        )
 
     def explain(self, prepared: Prepared, error: RuntimeError) -> StratagemError | None:
         """Return a better error for one that came out of forward or backward, or None.

@@ -18,11 +18,11 @@ from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.train_step import TrainStep
 
 if TYPE_CHECKING:
+    from stratagem.agreement import Agreement
     from stratagem.interfaces.strategy import Prepared
     from stratagem.trainer.loaders import LimitedLoader
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
-    from stratagem.trainer.uneven import Agreement
 
 
 def fit(

@@ -178,22 +178,6 @@ class DDPStrategy(ParallelStrategy):
         model = prepared.module
         return model.no_sync() if isinstance(model, DistributedDataParallel) else None
 
-    def join(self, prepared: Sequence[Prepared]) -> AbstractContextManager[Any] | None:
-        """Return torch's Join for the models, and for those of their optimizers that communicate.
-
-        A rank that leaves it answers the communication of the others until all have left; a
-        gradient is averaged over the ranks that are still inside.
-        """
-        if self.world_size == 1:
-            return None
-        from torch.distributed.algorithms.join import Join, Joinable
-
-        joined = [part for one in prepared for part in (one.module, *one.optimizers)]
-        return Join(
-            [part for part in joined if isinstance(part, Joinable)],
-            divide_by_initial_world_size=False,
-        )
-
     def explain(self, prepared: Prepared, error: RuntimeError) -> StratagemError | None:
         """Return DDP's own errors with the names of parameters; see `Strategy.explain`."""
         model = prepared.module
