@@ -207,7 +207,7 @@ def test_sigterm_to_any_rank_saves_after_the_same_step_of_all_and_ends_in_order(
 ) -> None:
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
-    command = [sys.executable, script, str(devices), strategy]
+    command = [sys.executable, str(script), str(devices), strategy]
     program = subprocess.Popen(
         command,
         env=script_environment,
