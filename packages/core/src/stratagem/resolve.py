@@ -73,6 +73,7 @@ class _Resolver:
             accelerator, availability, wanted, environment, external
         )
         strategy = named or self._auto_strategy(accelerator, devices, environment, external)
+        self.preset = _preset_parts(strategy)
         capabilities = _capabilities(strategy)
 
         num_nodes = self._num_nodes(len(devices), environment, external, capabilities)
