@@ -76,6 +76,7 @@ class _Resolver:
             accelerator, availability, wanted, environment, external
         )
         strategy = named or self._auto_strategy(accelerator, devices, environment, external)
+        self.preset = _preset_parts(strategy)
         capabilities = _capabilities(strategy)
         self.preset = _preset_parts(strategy)
 
