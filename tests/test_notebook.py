@@ -98,7 +98,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("FOLDER", str(tmp_path))
     # What pytest-in-the-kernel would inherit is no business of a notebook.
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    document = nbformat.v4.new_notebook()
+    document = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
     client = NotebookClient(
         document,
         timeout=90,
@@ -107,7 +107,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
     def run(source: str) -> str:
-        cell = nbformat.v4.new_code_cell(source)
+        cell = nbformat.v4.new_code_cell(source)  # type: ignore[no-untyped-call]
         document.cells.append(cell)
         client.execute_cell(cell, len(document.cells) - 1)
         return "".join(o.get("text", "") for o in cell.outputs)

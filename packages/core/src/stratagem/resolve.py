@@ -78,7 +78,6 @@ class _Resolver:
         strategy = named or self._auto_strategy(accelerator, devices, environment, external)
         self.preset = _preset_parts(strategy)
         capabilities = _capabilities(strategy)
-        self.preset = _preset_parts(strategy)
 
         num_nodes = self._num_nodes(len(devices), environment, external, capabilities)
         self._check_strategy(strategy, capabilities, accelerator, devices, num_nodes)

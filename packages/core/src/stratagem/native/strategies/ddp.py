@@ -111,7 +111,6 @@ class DDPStrategy(ParallelStrategy):
         self._owner_of_state: ref[nn.Parameter] | None = None
         self._hook_state: Any = None
         """The state of the hook of the model that was wrapped last."""
-        self._averagers: WeakKeyDictionary[Optimizer, PeriodicModelAverager] = WeakKeyDictionary()
 
     def bind(self, parts: Parts) -> None:
         """Take the parts of the plan; see `ParallelStrategy.bind`."""
@@ -127,6 +126,12 @@ class DDPStrategy(ParallelStrategy):
         prepared = super().prepare(module, optimizers, move_to_device=move_to_device)
         self._average_with(prepared.optimizers)
         return prepared
+
+    def setup_environment(self) -> None:
+        """Join the process group; see `ParallelStrategy.setup_environment`."""
+        super().setup_environment()
+        # Not in __init__: a strategy is pickled to the ranks that spawn starts.
+        self._averagers: WeakKeyDictionary[Optimizer, PeriodicModelAverager] = WeakKeyDictionary()
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in DDP.
