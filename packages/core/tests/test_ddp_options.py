@@ -435,7 +435,7 @@ def hook(state: Any, bucket: Any) -> Any:
         (
             {
                 "ddp_comm_hook": post_localSGD_hook,
-                "ddp_comm_state": PostLocalSGDState(None, None, 4),
+                "ddp_comm_state": PostLocalSGDState(None, None, 4),  # type: ignore[no-untyped-call]
             },
             "ddp_comm_state=PostLocalSGDState(...) lets the models of the ranks drift apart, and "
             "nothing brings them together: pass model_averaging_period",

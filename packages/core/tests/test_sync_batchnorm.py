@@ -240,7 +240,7 @@ def reference() -> dict[str, Any]:
         for part in range(0, 32, 8):
             loss = (net(inputs[part : part + 8]) - targets[part : part + 8]).square().mean()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
     return {
         **{f"norm.{name}": value for name, value in norm.state_dict().items()},
