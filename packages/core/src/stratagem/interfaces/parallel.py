@@ -41,9 +41,10 @@ class ParallelStrategy(Strategy):
             first one "script".
         sync_batchnorm: batch norm layers take their statistics over all ranks; the same as
             `Trainer(sync_batchnorm=True)`, and the way to ask for it under Lite.
-        join_uneven_inputs: under the Trainer, a rank whose batches run out keeps step with the
-            others (its gradients count nothing) until they have no more; otherwise ranks that do
-            not have as many batches are refused.
+        join_uneven_inputs: under the Trainer, a rank whose batches run out trains on its last one
+            again, with weight 0, until no rank has more; callbacks are told of it as of any batch,
+            and values logged for the epoch leave it out. Otherwise ranks that do not have as many
+            batches are refused. Lite has `Lite.join`.
         **parts: see `Strategy`.
 
     Raises:

@@ -115,7 +115,7 @@ class CommunicationHook:
 
     def averager(self, state: Any) -> PeriodicModelAverager | None:
         """Return what averages the models of all ranks in post-local SGD; None without it."""
-        if self.averaging_period is None:
+        if self.averaging_period is None or state is None:  # or the model has no gradients
             return None
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
