@@ -108,10 +108,15 @@ class Shifted(nn.BatchNorm1d):
 
 
 out["layers"]["subclass"] = check(Shifted, (), (4, 4))
-synced = nn.SyncBatchNorm(4)
+synced = nn.SyncBatchNorm(4, eps=0.0)
+try:
+    lite.setup(nn.Sequential(synced))
+except Exception as error:
+    out["torch's on the CPU"] = f"{type(error).__name__}: {error}"
 lite.strategy.synchronize_batch_norm(nn.Sequential(synced))
+side = 2.0 * lite.global_rank - 1.0  # -1 on rank 0, 1 on rank 1: mean 0, variance 1
 out["layers"]["torch's own SyncBatchNorm"] = {
-    "training": float((synced(x := torch.randn(3, 4)).mean(0)).abs().max() > 2)
+    "training": (synced(torch.full((3, 4, 2), side)) - side).abs().max().item()
 }
 half = layer(nn.BatchNorm1d)
 lite.strategy.synchronize_batch_norm(nn.Sequential(half))
@@ -224,6 +229,11 @@ def test_a_large_mean_does_not_cost_the_variance_its_digits(results: Results) ->
 def test_special_cases(results: Results) -> None:
     for out in results.out:
         assert out["half"] == "torch.bfloat16"
+        assert out["torch's on the CPU"] == (
+            "ConfigurationError: the model has torch.nn.SyncBatchNorm layers, which run on GPUs "
+            "only, and this is the CPU: pass sync_batchnorm=True, which gives them a forward that "
+            "runs here too"
+        )
         assert out["group of one"] is True
         assert out["one value"] == "Expected more than 1 value per channel when training"
 

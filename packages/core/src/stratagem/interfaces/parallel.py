@@ -44,7 +44,8 @@ class ParallelStrategy(Strategy):
         join_uneven_inputs: under the Trainer, a rank whose batches run out trains on its last one
             again, with weight 0, until no rank has more; callbacks are told of it as of any batch,
             and values logged for the epoch leave it out. Otherwise ranks that do not have as many
-            batches are refused. Lite has `Lite.join`.
+            batches are refused: before training where lengths are known, else by an exchange of
+            one number before each step. Lite has `Lite.join`.
         **parts: see `Strategy`.
 
     Raises:

@@ -151,7 +151,18 @@ class DDPStrategy(ParallelStrategy):
         self._owner_of_state = ref(first)
 
     def configure_ddp(self) -> None:
-        """Wrap `self.model`."""
+        """Wrap `self.model`.
+
+        Raises:
+            ConfigurationError: it has layers of torch's SyncBatchNorm, which need a GPU.
+        """
+        if self.device.type == "cpu" and any(
+            isinstance(layer, nn.SyncBatchNorm) for layer in self.model.modules()
+        ):
+            raise ConfigurationError(
+                "the model has torch.nn.SyncBatchNorm layers, which run on GPUs only, and this is "
+                "the CPU: pass sync_batchnorm=True, which gives them a forward that runs here too"
+            )
         device_ids = None if self.device.type == "cpu" else [self.device]
         self.model = DistributedDataParallel(
             self.model,
