@@ -379,7 +379,7 @@ def test_a_start_method_is_a_launcher(method: str, launcher: str) -> None:
 
 
 def test_a_strategy_can_be_sent_to_a_spawned_process() -> None:
-    strategy = DDPShardedStrategy(
+    strategy = DDPStrategy(
         ddp_comm_hook=post_localSGD_hook,
         ddp_comm_state=PostLocalSGDState(None, None, 4),  # type: ignore[no-untyped-call]
         ddp_comm_wrapper=default_hooks.fp16_compress_wrapper,
@@ -389,6 +389,27 @@ def test_a_strategy_can_be_sent_to_a_spawned_process() -> None:
     sent = pickle.loads(pickle.dumps(strategy))
     assert sent.communication_hook.hook is post_localSGD_hook
     assert sent.requested == {"launcher": "spawn"}
+
+
+def test_a_backend_for_each_kind_of_device_is_one_that_is_there() -> None:
+    strategy = DDPStrategy(process_group_backend="cpu:gloo,cuda:gloo")
+    lite = Lite(accelerator="cpu", devices=2, strategy=strategy)
+    assert lite.strategy is strategy
+    with pytest.raises(ConfigurationError, match="is not in this build of torch"):
+        DDPStrategy(process_group_backend="cpu:gloo,cuda:carrier_pigeon")
+
+
+def test_sharded_state_and_post_local_sgd_exclude_each_other() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DDPShardedStrategy(
+            ddp_comm_hook=post_localSGD_hook,
+            ddp_comm_state=PostLocalSGDState(None, None, 4),  # type: ignore[no-untyped-call]
+            model_averaging_period=4,
+        )
+    assert str(caught.value) == (
+        "model_averaging_period (post-local SGD) lets ranks step on gradients of their own, and "
+        "strategy='ddp_sharded' steps each parameter on one rank: use strategy='ddp'"
+    )
 
 
 def test_a_start_method_that_is_registered_chooses_the_launcher() -> None:

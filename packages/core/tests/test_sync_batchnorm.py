@@ -15,6 +15,7 @@ from torch import nn
 
 from stratagem import Lite
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.strategies import DataParallelStrategy, SingleDeviceStrategy
 from stratagem.sync_batchnorm import synchronize_batch_norm
 
 SCRIPT = """
@@ -318,9 +319,19 @@ def test_a_layer_that_cannot_be_converted_is_refused(layer: Any, expected: str) 
     assert str(caught.value) == expected
 
 
-def test_dp_refuses_it() -> None:
-    from stratagem.strategies import DataParallelStrategy
+def test_a_strategy_that_has_no_way_says_so() -> None:
+    class Several(SingleDeviceStrategy):
+        world_size = 2
 
+    with pytest.raises(ConfigurationError) as caught:
+        Several().synchronize_batch_norm(nn.BatchNorm1d(2))
+    assert str(caught.value) == (
+        "sync_batchnorm=True: Several has no way to take batch statistics over all ranks; leave it "
+        "out, or use strategy='ddp'"
+    )
+
+
+def test_dp_refuses_it() -> None:
     with pytest.warns(FutureWarning):
         strategy = DataParallelStrategy()
     strategy.parts = type("Parts", (), {"devices": (0, 1)})()

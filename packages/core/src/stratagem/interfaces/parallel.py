@@ -34,7 +34,8 @@ class ParallelStrategy(Strategy):
     a model is prepared.
 
     Args:
-        process_group_backend: "gloo", "nccl", ...; None takes the accelerator's.
+        process_group_backend: "gloo", "nccl", ..., or one for each kind of device as in
+            "cpu:gloo,cuda:nccl"; None takes the accelerator's.
         timeout: after how long (seconds, or a timedelta) a collective that a rank does not join
             ends in an error.
         start_method: "popen", "spawn" or "fork"; another spelling of `launcher`, which calls the
@@ -271,6 +272,8 @@ def _launcher(start_method: str, launcher: str | None) -> str:
 
 
 def _is_there(backend: str) -> bool:
+    if ":" in backend:  # one for each kind of device, as in "cpu:gloo,cuda:nccl"
+        return all(_is_there(part.partition(":")[2]) for part in backend.split(","))
     known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     known.update(mpi=dist.is_mpi_available, ucc=dist.is_ucc_available)
     if backend in known:

@@ -90,7 +90,7 @@ class CommunicationHook:
         """
         for given in (self.hook, self.wrapper):
             name = getattr(given, "__name__", "")
-            if name in _BF16 and backend not in _BF16_BACKENDS:
+            if name in _BF16 and not any(one in backend for one in _BF16_BACKENDS):
                 raise ConfigurationError(
                     f"ddp_comm_hook: torch's {name} needs the process group backend "
                     f"{' or '.join(map(repr, _BF16_BACKENDS))}, received {backend!r}: take "
