@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 
-from stratagem import Lite, Trainer
+from stratagem import Lite, StrategyRegistry, Trainer
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import DDPShardedStrategy, DDPStrategy
@@ -377,6 +378,49 @@ def test_a_start_method_is_a_launcher(method: str, launcher: str) -> None:
     assert DDPStrategy(start_method=method, launcher=launcher).requested["launcher"] == launcher
 
 
+def test_a_strategy_can_be_sent_to_a_spawned_process() -> None:
+    strategy = DDPStrategy(
+        ddp_comm_hook=post_localSGD_hook,
+        ddp_comm_state=PostLocalSGDState(None, None, 4),  # type: ignore[no-untyped-call]
+        ddp_comm_wrapper=default_hooks.fp16_compress_wrapper,
+        model_averaging_period=4,
+        start_method="spawn",
+    )
+    sent = pickle.loads(pickle.dumps(strategy))
+    assert sent.communication_hook.hook is post_localSGD_hook
+    assert sent.requested == {"launcher": "spawn"}
+
+
+def test_a_backend_for_each_kind_of_device_is_one_that_is_there() -> None:
+    strategy = DDPStrategy(process_group_backend="cpu:gloo,cuda:gloo")
+    lite = Lite(accelerator="cpu", devices=2, strategy=strategy)
+    assert lite.strategy is strategy
+    with pytest.raises(ConfigurationError, match="is not in this build of torch"):
+        DDPStrategy(process_group_backend="cpu:gloo,cuda:carrier_pigeon")
+
+
+def test_sharded_state_and_post_local_sgd_exclude_each_other() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DDPShardedStrategy(
+            ddp_comm_hook=post_localSGD_hook,
+            ddp_comm_state=PostLocalSGDState(None, None, 4),  # type: ignore[no-untyped-call]
+            model_averaging_period=4,
+        )
+    assert str(caught.value) == (
+        "model_averaging_period (post-local SGD) lets ranks step on gradients of their own, and "
+        "strategy='ddp_sharded' steps each parameter on one rank: use strategy='ddp'"
+    )
+
+
+def test_a_start_method_that_is_registered_chooses_the_launcher() -> None:
+    StrategyRegistry.register("ddp_popen", DDPStrategy, start_method="popen")
+    try:
+        lite = Lite(accelerator="cpu", devices=2, strategy="ddp_popen")
+        assert lite.plan.launcher.name == "script"
+    finally:
+        StrategyRegistry.remove("ddp_popen")
+
+
 def test_a_timeout_may_be_a_timedelta() -> None:
     assert DDPStrategy(timeout=timedelta(minutes=2)).timeout == 120.0
     assert DDPStrategy(timeout=30).timeout == 30.0
@@ -435,7 +479,7 @@ def hook(state: Any, bucket: Any) -> Any:
         (
             {
                 "ddp_comm_hook": post_localSGD_hook,
-                "ddp_comm_state": PostLocalSGDState(None, None, 4),
+                "ddp_comm_state": PostLocalSGDState(None, None, 4),  # type: ignore[no-untyped-call]
             },
             "ddp_comm_state=PostLocalSGDState(...) lets the models of the ranks drift apart, and "
             "nothing brings them together: pass model_averaging_period",

@@ -271,3 +271,20 @@ def test_parameters_of_several_number_formats_are_refused() -> None:
         "strategy='ddp_sharded' expected the parameters of an optimizer in one number format, "
         "received torch.float32, torch.float64: make an optimizer for each, or use strategy='ddp'"
     )
+
+
+def test_one_rank_holds_all_of_the_state(tmp_path: Path) -> None:
+    run_alone = (
+        COMMON
+        + """
+expected, _ = fit("ddp", 1, 2)
+net, trainer = fit("ddp_sharded", 1, 2)
+assert net.losses == expected.losses
+trainer.save_checkpoint("alone.ckpt")
+resumed, _ = fit("single_device", 1, 3, ckpt_path="alone.ckpt")
+expected, _ = fit("single_device", 1, 3)
+assert resumed.losses == expected.losses[10:]
+"""
+    )
+    (tmp_path / "script.py").write_text(run_alone)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=90)

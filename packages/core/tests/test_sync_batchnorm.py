@@ -15,6 +15,7 @@ from torch import nn
 
 from stratagem import Lite
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.strategies import DataParallelStrategy, SingleDeviceStrategy
 from stratagem.sync_batchnorm import synchronize_batch_norm
 
 SCRIPT = """
@@ -108,10 +109,15 @@ class Shifted(nn.BatchNorm1d):
 
 
 out["layers"]["subclass"] = check(Shifted, (), (4, 4))
-synced = nn.SyncBatchNorm(4)
+synced = nn.SyncBatchNorm(4, eps=0.0)
+try:
+    lite.setup(nn.Sequential(synced))
+except Exception as error:
+    out["torch's on the CPU"] = f"{type(error).__name__}: {error}"
 lite.strategy.synchronize_batch_norm(nn.Sequential(synced))
+side = 2.0 * lite.global_rank - 1.0  # -1 on rank 0, 1 on rank 1: mean 0, variance 1
 out["layers"]["torch's own SyncBatchNorm"] = {
-    "training": float((synced(x := torch.randn(3, 4)).mean(0)).abs().max() > 2)
+    "training": (synced(torch.full((3, 4, 2), side)) - side).abs().max().item()
 }
 half = layer(nn.BatchNorm1d)
 lite.strategy.synchronize_batch_norm(nn.Sequential(half))
@@ -224,6 +230,11 @@ def test_a_large_mean_does_not_cost_the_variance_its_digits(results: Results) ->
 def test_special_cases(results: Results) -> None:
     for out in results.out:
         assert out["half"] == "torch.bfloat16"
+        assert out["torch's on the CPU"] == (
+            "ConfigurationError: the model has torch.nn.SyncBatchNorm layers, which run on GPUs "
+            "only, and this is the CPU: pass sync_batchnorm=True, which gives them a forward that "
+            "runs here too"
+        )
         assert out["group of one"] is True
         assert out["one value"] == "Expected more than 1 value per channel when training"
 
@@ -240,7 +251,7 @@ def reference() -> dict[str, Any]:
         for part in range(0, 32, 8):
             loss = (net(inputs[part : part + 8]) - targets[part : part + 8]).square().mean()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
     return {
         **{f"norm.{name}": value for name, value in norm.state_dict().items()},
@@ -308,9 +319,19 @@ def test_a_layer_that_cannot_be_converted_is_refused(layer: Any, expected: str) 
     assert str(caught.value) == expected
 
 
-def test_dp_refuses_it() -> None:
-    from stratagem.strategies import DataParallelStrategy
+def test_a_strategy_that_has_no_way_says_so() -> None:
+    class Several(SingleDeviceStrategy):
+        world_size = 2
 
+    with pytest.raises(ConfigurationError) as caught:
+        Several().synchronize_batch_norm(nn.BatchNorm1d(2))
+    assert str(caught.value) == (
+        "sync_batchnorm=True: Several has no way to take batch statistics over all ranks; leave it "
+        "out, or use strategy='ddp'"
+    )
+
+
+def test_dp_refuses_it() -> None:
     with pytest.warns(FutureWarning):
         strategy = DataParallelStrategy()
     strategy.parts = type("Parts", (), {"devices": (0, 1)})()

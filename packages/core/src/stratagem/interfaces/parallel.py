@@ -48,16 +48,19 @@ class ParallelStrategy(Strategy):
     a model is prepared.
 
     Args:
-        process_group_backend: "gloo", "nccl", ...; None takes the accelerator's.
+        process_group_backend: "gloo", "nccl", ..., or one for each kind of device as in
+            "cpu:gloo,cuda:nccl"; None takes the accelerator's.
         timeout: after how long (seconds, or a timedelta) a collective that a rank does not join
             ends in an error.
         start_method: "popen", "spawn" or "fork"; another spelling of `launcher`, which calls the
             first one "script".
         sync_batchnorm: batch norm layers take their statistics over all ranks; the same as
             `Trainer(sync_batchnorm=True)`, and the way to ask for it under Lite.
-        join_uneven_inputs: under the Trainer, a rank whose batches run out keeps step with the
-            others (its gradients count nothing) until they have no more; otherwise ranks that do
-            not have as many batches are refused.
+        join_uneven_inputs: under the Trainer, a rank whose batches run out trains on its last one
+            again, with weight 0, until no rank has more; callbacks are told of it as of any batch,
+            and values logged for the epoch leave it out. Otherwise ranks that do not have as many
+            batches are refused: before training where lengths are known, else by an exchange of
+            one number before each step. Lite has `Lite.join`.
         **parts: see `Strategy`.
 
     Raises:
@@ -294,6 +297,8 @@ def _launcher(start_method: str, launcher: str | None) -> str:
 
 
 def _is_there(backend: str) -> bool:
+    if ":" in backend:  # one for each kind of device, as in "cpu:gloo,cuda:nccl"
+        return all(_is_there(part.partition(":")[2]) for part in backend.split(","))
     known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     known.update(mpi=dist.is_mpi_available, ucc=dist.is_ucc_available)
     if backend in known:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stratagem._tree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.errors import StratagemError
+from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
@@ -233,8 +233,16 @@ class Strategy(ABC):
     def synchronize_batch_norm(self, module: nn.Module) -> None:
         """Let a model's batch norm layers take their statistics over all ranks, in place.
 
-        Parameters, buffers and their names stay. By default there is one rank: nothing to do.
+        Parameters, buffers and their names stay. With one rank there is nothing to do.
+
+        Raises:
+            ConfigurationError: this strategy has several ranks, and no way to do it.
         """
+        if self.world_size > 1:
+            raise ConfigurationError(
+                f"sync_batchnorm=True: {type(self).__name__} has no way to take batch statistics "
+                "over all ranks; leave it out, or use strategy='ddp'"
+            )
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True

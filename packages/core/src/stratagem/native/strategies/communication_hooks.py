@@ -90,7 +90,7 @@ class CommunicationHook:
         """
         for given in (self.hook, self.wrapper):
             name = getattr(given, "__name__", "")
-            if name in _BF16 and backend not in _BF16_BACKENDS:
+            if name in _BF16 and not any(one in backend for one in _BF16_BACKENDS):
                 raise ConfigurationError(
                     f"ddp_comm_hook: torch's {name} needs the process group backend "
                     f"{' or '.join(map(repr, _BF16_BACKENDS))}, received {backend!r}: take "
@@ -115,7 +115,7 @@ class CommunicationHook:
 
     def averager(self, state: Any) -> PeriodicModelAverager | None:
         """Return what averages the models of all ranks in post-local SGD; None without it."""
-        if self.averaging_period is None:
+        if self.averaging_period is None or state is None:  # or the model has no gradients
             return None
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 

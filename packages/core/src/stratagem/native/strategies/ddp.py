@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.interfaces.parallel import ParallelStrategy
-from stratagem.interfaces.strategy import Optimizers, Parts, Prepared
+from stratagem.interfaces.strategy import Parts, Prepared
 from stratagem.native.strategies.communication_hooks import CommunicationHook, Hook, Wrapper
 from stratagem.native.strategies.ddp_errors import explain
 from stratagem.native.strategy_specs import DDP
@@ -111,6 +111,8 @@ class DDPStrategy(ParallelStrategy):
         self._owner_of_state: ref[nn.Parameter] | None = None
         self._hook_state: Any = None
         """The state of the hook of the model that was wrapped last."""
+        # Made on use: a strategy is pickled on its way to a spawned process, and this cannot be.
+        self._averagers: WeakKeyDictionary[Optimizer, PeriodicModelAverager] | None = None
 
     def bind(self, parts: Parts) -> None:
         """Take the parts of the plan; see `ParallelStrategy.bind`."""
@@ -118,20 +120,6 @@ class DDPStrategy(ParallelStrategy):
         self.communication_hook.check_backend(self.communication_backend)
 
     # -- the model
-
-    def prepare(
-        self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
-    ) -> Prepared:
-        """Return the model in DDP; see `Strategy.prepare`."""
-        prepared = super().prepare(module, optimizers, move_to_device=move_to_device)
-        self._average_with(prepared.optimizers)
-        return prepared
-
-    def setup_environment(self) -> None:
-        """Join the process group; see `ParallelStrategy.setup_environment`."""
-        super().setup_environment()
-        # Not in __init__: a strategy is pickled to the ranks that spawn starts.
-        self._averagers: WeakKeyDictionary[Optimizer, PeriodicModelAverager] = WeakKeyDictionary()
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in DDP.
@@ -163,7 +151,18 @@ class DDPStrategy(ParallelStrategy):
         self._owner_of_state = ref(first)
 
     def configure_ddp(self) -> None:
-        """Wrap `self.model`."""
+        """Wrap `self.model`.
+
+        Raises:
+            ConfigurationError: it has layers of torch's SyncBatchNorm, which need a GPU.
+        """
+        if self.device.type == "cpu" and any(
+            isinstance(layer, nn.SyncBatchNorm) for layer in self.model.modules()
+        ):
+            raise ConfigurationError(
+                "the model has torch.nn.SyncBatchNorm layers, which run on GPUs only, and this is "
+                "the CPU: pass sync_batchnorm=True, which gives them a forward that runs here too"
+            )
         device_ids = None if self.device.type == "cpu" else [self.device]
         self.model = DistributedDataParallel(
             self.model,
@@ -194,23 +193,27 @@ class DDPStrategy(ParallelStrategy):
         """Step one optimizer; in post-local SGD, average the ranks' weights when it is time."""
         result = super().optimizer_step(prepared, optimizer, closure)
         if self.communication_hook.averaging_period is not None:
-            if optimizer not in self._averagers:  # Lite's setup_optimizers brought it
-                self._average_with([optimizer])
-            self._averagers[optimizer].average_parameters(optimizer.param_groups)
+            averager = self._averager_of(optimizer)
+            if averager is not None:
+                averager.average_parameters(optimizer.param_groups)
         return result
 
-    def _average_with(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
-            averager = self.communication_hook.averager(self._hook_state)
-            if averager is not None:
-                self._averagers[optimizer] = averager
+    def _averager_of(self, optimizer: Optimizer) -> PeriodicModelAverager | None:
+        if self._averagers is None:
+            self._averagers = WeakKeyDictionary()
+        found = self._averagers.get(optimizer)
+        if found is None:
+            found = self.communication_hook.averager(self._hook_state)
+            if found is not None:
+                self._averagers[optimizer] = found
+        return found
 
     # -- state
 
     def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by names; in post-local SGD, with the steps so far."""
         state = super().optimizer_state(prepared, optimizer)
-        averager = self._averagers.get(optimizer)
+        averager = self._averager_of(optimizer)
         return state if averager is None else {**state, _AVERAGING_STEP: averager.step}
 
     def load_optimizer_state(
@@ -218,6 +221,6 @@ class DDPStrategy(ParallelStrategy):
     ) -> None:
         """Load what `optimizer_state` returned."""
         super().load_optimizer_state(prepared, optimizer, state)
-        averager = self._averagers.get(optimizer)
+        averager = self._averager_of(optimizer)
         if averager is not None and _AVERAGING_STEP in state:
             averager.step = self._hook_state.iter = state[_AVERAGING_STEP]

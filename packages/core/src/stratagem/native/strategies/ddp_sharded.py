@@ -33,7 +33,10 @@ class DDPShardedStrategy(DDPStrategy):
     Args:
         parameters_as_bucket_view: let parameters share memory with the buckets in which they are
             sent after a step; fewer and larger messages.
-        **options: see `DDPStrategy`.
+        **options: see `DDPStrategy`; all but `model_averaging_period`.
+
+    Raises:
+        ConfigurationError: `model_averaging_period` was given.
 
     Example:
         >>> from stratagem.strategies import DDPShardedStrategy
@@ -43,6 +46,12 @@ class DDPShardedStrategy(DDPStrategy):
 
     def __init__(self, *, parameters_as_bucket_view: bool = False, **options: Any) -> None:
         super().__init__(**options)
+        if self.communication_hook.averaging_period is not None:
+            raise ConfigurationError(
+                "model_averaging_period (post-local SGD) lets ranks step on gradients of their "
+                "own, and strategy='ddp_sharded' steps each parameter on one rank: use "
+                "strategy='ddp'"
+            )
         self.parameters_as_bucket_view = parameters_as_bucket_view
 
     def prepare(
