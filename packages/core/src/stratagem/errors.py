@@ -14,7 +14,9 @@
     │   ├── CheckpointCorruptError  the file is not a whole, safe checkpoint
     │   ├── CheckpointMismatchError it belongs to another model
     │   └── CheckpointContentError  something in it is not plain data, so it is refused at the save
-    └── RankFailedError             another rank ended; holds its rank, exit code and traceback
+    ├── RankFailedError             another rank ended; holds its rank, exit code and traceback
+    ├── CommunicationError          a collective failed; names the ranks that are missing or diverge
+    └── DivergenceError             ranks that ought to be alike are not; says which, and in what
 
 Every message says what was expected, what was received, and what to do next.
 """
@@ -86,3 +88,21 @@ class RankFailedError(StratagemError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+
+
+class CommunicationError(StratagemError, RuntimeError):
+    """A collective failed: a rank is missing, cannot be reached, or runs something else.
+
+    Attributes:
+        missing: the ranks that did not answer when asked where they are, or that failed.
+        where: the operation and the line of this rank.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = (), where: str = "") -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.where = where
+
+
+class DivergenceError(StratagemError):
+    """`detect_divergence` has found ranks that differ where they ought to be alike."""

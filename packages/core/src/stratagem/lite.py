@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import weakref
@@ -26,6 +25,7 @@ from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.lite_wrappers import LiteDataLoader, LiteModule, LiteOptimizer, wrap_optimizer
 from stratagem.plan import RunPlan, RunRequest
+from stratagem.rank import at_end_of_rank
 from stratagem.resolve import resolve
 from stratagem.seed import seed_everything
 from stratagem.step_module import StepModule
@@ -151,10 +151,17 @@ class Lite:
             What the function returns on this rank.
 
         Raises:
+            ConfigurationError: the launcher needs a function, and none was given.
             RankFailedError: another rank failed; shows its traceback.
         """
         launcher = self.plan.launcher.build()
         if function is None:
+            if self.plan.runs_elsewhere:
+                raise ConfigurationError(
+                    f"the launcher {self.plan.launcher.name!r} runs a function in new processes, "
+                    "so launch() needs one: pass it (lite.launch(main), with main(lite)), or put "
+                    "the code into run() of a subclass"
+                )
             return launcher.launch(self.plan, self._setup_environment)
         return launcher.launch(self.plan, self._run_on_rank, function, self, *args, **kwargs)
 
@@ -166,7 +173,12 @@ class Lite:
         if not self._launched:
             self.strategy.setup_environment()
             self._launched = True
-            atexit.register(_teardown, weakref.ref(self.strategy))
+            at_end_of_rank(functools.partial(_teardown, weakref.ref(self.strategy)))
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether this process is a rank, with its environment set up."""
+        return self._launched
 
     def _launched_strategy(self) -> Strategy:
         if not self._launched:
@@ -598,11 +610,16 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(self, *args, **kwargs)
         self._in_run = True
         try:
-            return self.launch(run, *args, **kwargs)
+            return self.launch(_run, *args, **kwargs)
         finally:
             self._in_run = False
 
     return launch_and_run
+
+
+def _run(lite: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a subclass's `run`; a function of this module, so that it can be pickled."""
+    return lite.run(*args, **kwargs)
 
 
 def _sort_plugins(plugins: Any, precision: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.discovery.specs import ComponentSpec
+from stratagem.discovery.specs import ComponentSpec, LauncherSpec
 
 
 def is_interactive() -> bool:
@@ -97,6 +97,12 @@ class RunPlan:
     def world_size(self) -> int:
         """How many ranks run in all."""
         return self.processes_per_node * (1 if self.capabilities.one_process else self.num_nodes)
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether ranks are new processes and the one that launches them is none of them."""
+        spec = self.launcher.spec
+        return isinstance(spec, LauncherSpec) and spec.new_processes
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return (what, choice, provider, why) for each choice."""

@@ -462,7 +462,7 @@ class _Resolver:
             notebook = "ddp_notebook" in self.registry.names("strategy")
             raise ConfigurationError(
                 f"the strategy {strategy.name!r} starts its processes by the launcher {name!r}, "
-                "which runs a script again and cannot do that in a notebook or an interactive "
+                "which needs a script and cannot work in a notebook or an interactive "
                 "interpreter: move the code to a script, or pass devices=1"
                 + (", or strategy='ddp_notebook'" if notebook else "")
             )

@@ -4,8 +4,7 @@ Used by the launcher that re-runs a script (the watching process is rank 0 itsel
 `stratagem run` (which watches all of them and never imports torch, so that all ranks start at
 once). Restarts are left to torch.distributed.elastic.
 
-A rank that fails writes its exception into the file named by TORCHELASTIC_ERROR_FILE, in the format
-of torch.distributed.elastic, so that the same code serves under torchrun.
+`rank.py` is the other side.
 """
 
 from __future__ import annotations
@@ -19,22 +18,21 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from stratagem.errors import RankFailedError
-
-LISTEN_FD_VARIABLE = "STRATAGEM_LISTEN_FD"
-"""For rank 0: the file descriptor of the socket that listens on MASTER_PORT already."""
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-PARENT_VARIABLE = "STRATAGEM_PARENT_PID"
-LAUNCH_VARIABLE = "STRATAGEM_LAUNCH_ORDINAL"
-"""For ranks that run a script again: which request of the script has launched them."""
+from stratagem.rank import (
+    ERROR_FILE_VARIABLE,
+    LAUNCH_VARIABLE,
+    PARENT_VARIABLE,
+    crash_file,
+    parent_death_signal,
+)
 
 _TERM_GRACE = 5.0
 """Seconds that a rank has between SIGTERM and SIGKILL."""
@@ -64,6 +62,16 @@ def listening_socket() -> socket.socket:
     listener.bind(("127.0.0.1", 0))
     listener.listen(4096)
     return listener
+
+
+def log_dir_of(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder that STRATAGEM_LOG_DIR names, made if need be; None: the terminal."""
+    named = environ.get("STRATAGEM_LOG_DIR")
+    if not named:
+        return None
+    folder = Path(named)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def threads_per_rank(local_world_size: int) -> str:
@@ -131,8 +139,13 @@ class Failure:
     time: float
     log_file: Path | None = None
 
-    def error(self, world_size: int) -> RankFailedError:
-        """Return the one error that stands for it."""
+    def error(self, world_size: int, where: str = "") -> RankFailedError:
+        """Return the one error that stands for it.
+
+        Args:
+            world_size: of the launch.
+            where: where another rank was when it lost this one.
+        """
         if self.exit_code < 0:
             how = f"was ended by {_signal_name(-self.exit_code)}"
             if self.exit_code == -signal.SIGKILL:
@@ -145,7 +158,7 @@ class Failure:
             output = "above" if self.log_file is None else f"in {self.log_file}"
             what = f"; it left no traceback: see its output {output}"
         return RankFailedError(
-            f"rank {self.rank} of {world_size} {how}{what}",
+            f"{where}rank {self.rank} of {world_size} {how}{what}",
             rank=self.rank,
             exit_code=self.exit_code,
         )
@@ -159,46 +172,132 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+class RankProcess(Protocol):
+    """A child process, as `subprocess.Popen` is one."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit code (a negated signal number), or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; raises subprocess.TimeoutExpired."""
+
+
+StartRank = Callable[[int, Mapping[str, str], "Path | None"], RankProcess]
+"""Starts a rank's process: (rank, its further variables, the file for its output or None)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Starts ranks by a command line, the same for each.
+
+    Attributes:
+        command: the program and its arguments.
+        pass_fds: by rank, file descriptors that the child inherits.
+        new_sessions: give each child a session of its own.
+        cwd: the folder that the children start in; None: this process's.
+        die_with_this: let the kernel end a child when this process ends, whatever the child runs.
+            Only for a process without other threads.
+    """
+
+    command: Sequence[str]
+    pass_fds: Mapping[int, Sequence[int]] | None = None
+    new_sessions: bool = False
+    cwd: str | None = None
+    die_with_this: bool = False
+
+    def __call__(
+        self, rank: int, environment: Mapping[str, str], output: Path | None
+    ) -> RankProcess:
+        """Start the process of one rank."""
+        inherited = () if self.pass_fds is None else tuple(self.pass_fds.get(rank, ()))
+        opened: Any = nullcontext() if output is None else output.open("wb")
+        with opened as file:
+            return subprocess.Popen(
+                self.command,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                cwd=self.cwd,
+                stdout=file,
+                stderr=file,
+                pass_fds=inherited,
+                start_new_session=self.new_sessions,
+                preexec_fn=parent_death_signal() if self.die_with_this else None,
+            )
+
+
 class Ranks:
     """Child processes, one a rank, and a thread that watches them.
 
     Use as a context: leaving it ends whatever still runs.
 
     Args:
-        command: the program and its arguments, the same for every child.
+        start: starts one of them.
         environments: by rank, the variables that a child has beyond this process's own.
         on_failure: called once, in the watching thread, when the first child fails; the others
             have been told to end by then.
-        pass_fds: by rank, file descriptors that the child inherits.
-        new_sessions: give each child a session of its own, so that Ctrl-C on the terminal reaches
-            this process alone, and signals sent to a child reach those that it has started too.
-        log_files: by rank, where a child's output goes; the others write where this process does.
-        cwd: the folder that the children start in; None: this process's.
+        own_sessions: each child leads a session, so that Ctrl-C on the terminal reaches this
+            process alone, and signals sent to a child reach those that it has started too.
+        log_dir: where each child's output goes, to rank<n>.log; None: where this process writes.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        start: StartRank,
         environments: Mapping[int, Mapping[str, str]],
         *,
         on_failure: Callable[[Failure], None],
-        pass_fds: Mapping[int, Sequence[int]] | None = None,
-        new_sessions: bool = False,
-        log_files: Mapping[int, Path] | None = None,
-        cwd: str | None = None,
+        own_sessions: bool = False,
+        log_dir: Path | None = None,
     ) -> None:
         self.failure: Failure | None = None
         self._on_failure = on_failure
+        self._own_sessions = own_sessions
+        self._log_files = (
+            {} if log_dir is None else {rank: log_dir / f"rank{rank}.log" for rank in environments}
+        )
         self._error_files = tempfile.TemporaryDirectory(prefix="stratagem-ranks-")
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, RankProcess] = {}
         self._ending = threading.Event()
-        self._new_sessions = new_sessions
-        self._log_files = log_files or {}
-        self._cwd = cwd
+        if threading.current_thread() is threading.main_thread():
+            self._start_all(start, environments)
+            self._watcher = self._watch_by(self._watch)
+            return
+        # A child ends with the thread that has started it (see `die_with_parent`), and this thread
+        # may end before they do: the watching one starts them.
+        problems: list[BaseException] = []
+        begun = threading.Event()
+
+        def start_and_watch() -> None:
+            try:
+                self._start_all(start, environments)
+            except BaseException as error:
+                problems.append(error)
+                return
+            finally:
+                begun.set()
+            self._watch()
+
+        self._watcher = self._watch_by(start_and_watch)
+        begun.wait()
+        if problems:
+            raise problems[0]
+
+    def _watch_by(self, function: Callable[[], None]) -> threading.Thread:
+        watcher = threading.Thread(target=function, name="stratagem-ranks", daemon=True)
+        watcher.start()
+        return watcher
+
+    def _start_all(self, start: StartRank, environments: Mapping[int, Mapping[str, str]]) -> None:
         try:
             for rank, environment in environments.items():
-                inherited = () if pass_fds is None else tuple(pass_fds.get(rank, ()))
-                self._processes[rank] = self._start(rank, command, environment, inherited)
+                own = {
+                    **environment,
+                    ERROR_FILE_VARIABLE: str(self._error_file(rank)),
+                    PARENT_VARIABLE: str(os.getpid()),
+                }
+                self._processes[rank] = start(rank, own, self._log_files.get(rank))
         except BaseException:
             # No more processes allowed, perhaps: those that started must not stay.
             self.kill()
@@ -206,32 +305,6 @@ class Ranks:
                 process.wait()
             self._error_files.cleanup()
             raise
-        self._watcher = threading.Thread(target=self._watch, name="stratagem-ranks", daemon=True)
-        self._watcher.start()
-
-    def _start(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        pass_fds: tuple[int, ...],
-    ) -> subprocess.Popen[bytes]:
-        extra = {
-            ERROR_FILE_VARIABLE: str(self._error_file(rank)),
-            PARENT_VARIABLE: str(os.getpid()),
-        }
-        log_file = self._log_files.get(rank)
-        with nullcontext() if log_file is None else log_file.open("wb") as output:
-            return subprocess.Popen(
-                command,
-                env={**os.environ, **environment, **extra},
-                stdin=subprocess.DEVNULL,
-                cwd=self._cwd,
-                stdout=output,
-                stderr=output,
-                pass_fds=pass_fds,
-                start_new_session=self._new_sessions,
-            )
 
     def _error_file(self, rank: int) -> Path:
         return Path(self._error_files.name) / f"rank{rank}.json"
@@ -262,18 +335,23 @@ class Ranks:
             report = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
             return Failure(rank, exit_code, str(report), file.stat().st_mtime, log_file)
         except (OSError, ValueError, KeyError, TypeError):
-            return Failure(rank, exit_code, "", time.time(), log_file)
+            pass  # it had no time to write one
+        try:
+            report = crash_file(str(file)).read_text()
+        except OSError:
+            report = ""
+        return Failure(rank, exit_code, report, time.time(), log_file)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes.values():
             if process.poll() is not None:
                 continue
-            if not self._new_sessions:
-                process.send_signal(number)
-                continue
             try:
-                # Each child leads a process group, which has its process id.
-                os.killpg(process.pid, number)
+                if self._own_sessions:
+                    # Each child leads a process group, which has its process id.
+                    os.killpg(process.pid, number)
+                else:
+                    os.kill(process.pid, number)
             except ProcessLookupError:
                 pass  # ended since the look at it
 
@@ -321,43 +399,3 @@ class Ranks:
         trace: TracebackType | None,
     ) -> None:
         self.end()
-
-
-def record_failure(error: BaseException) -> bool:
-    """Write this process's exception for whoever watches it; return whether anybody does."""
-    path = os.environ.get(ERROR_FILE_VARIABLE)
-    if not path:
-        return False
-    report = "".join(traceback.format_exception(error))
-    message = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))},
-    }
-    temporary = Path(f"{path}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps({"message": message}))
-        temporary.replace(path)
-    except OSError as problem:
-        print(f"stratagem: cannot write {path}: {problem}", file=sys.stderr)
-        return False
-    return True
-
-
-def has_parent() -> bool:
-    """Whether this rank was started by a launcher of ours, which shows what it reports."""
-    return PARENT_VARIABLE in os.environ
-
-
-def die_with_parent() -> None:
-    """Let the kernel end this process when the one that started it ends, however it ends."""
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    import ctypes  # here, because the process that starts the ranks never needs it
-
-    pr_set_pdeathsig = 1
-    libc: Any = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    # It may have ended before the call.
-    if os.getppid() != int(parent):
-        os._exit(1)

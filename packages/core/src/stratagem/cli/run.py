@@ -12,15 +12,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stratagem import supervision
-from stratagem.supervision import Failure, Ranks
+from stratagem import rank, supervision
+from stratagem.supervision import Command, Failure, Ranks
 
 SUMMARY = "Run a script in several processes, one for each device."
 
@@ -262,15 +262,16 @@ def _start_and_watch(launch: Launch) -> int:
         environments = _environments(launch, port)
         if listener is not None:
             pass_fds[0] = [listener.fileno()]
-            environments[0][supervision.LISTEN_FD_VARIABLE] = str(listener.fileno())
+            environments[0][rank.LISTEN_FD_VARIABLE] = str(listener.fileno())
         ranks = Ranks(
-            launch.command,
+            # In sessions of their own, only this program hears Ctrl-C, and the ranks hear it once.
+            Command(
+                command=launch.command, pass_fds=pass_fds, new_sessions=True, die_with_this=True
+            ),
             environments,
             on_failure=_said_at_the_end,
-            pass_fds=pass_fds,
-            # Only this program hears Ctrl-C then, and the ranks hear it once.
-            new_sessions=True,
-            log_files=_log_files(launch, environments),
+            own_sessions=True,
+            log_dir=launch.log_dir,
         )
     with ranks:
         signals.pass_on_to(ranks)
@@ -298,12 +299,6 @@ def _environments(launch: Launch, port: int) -> dict[int, dict[str, str]]:
         }
         for local_rank in range(launch.devices)
     }
-
-
-def _log_files(launch: Launch, ranks: Mapping[int, object]) -> dict[int, Path]:
-    if launch.log_dir is None:
-        return {}
-    return {rank: launch.log_dir / f"rank{rank}.log" for rank in ranks}
 
 
 def _said_at_the_end(failure: Failure) -> None:

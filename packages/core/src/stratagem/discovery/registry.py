@@ -317,6 +317,15 @@ class Registry:
             if len(holders) > 1 and holders[0].distribution not in (RUN_TIME, CORE)
         }
 
+    def registered(self) -> list[ComponentSpec]:
+        """Return what was registered at run time in this process, the earliest first."""
+        specs: list[ComponentSpec] = []
+        for holders in self._candidates.values():
+            for holder in reversed(holders):
+                if holder.distribution == RUN_TIME and holder.spec not in specs:
+                    specs.append(holder.spec)
+        return specs
+
     def add(self, spec: ComponentSpec, *, override: bool = False) -> None:
         """Register a component for this process.
 

@@ -211,8 +211,9 @@ class LauncherSpec(ComponentSpec):
     kind: ClassVar[str] = "launcher"
     interactive: bool = False
     """It works in a notebook or an interactive interpreter."""
-    needs_pickling: bool = False
-    """What is launched must be picklable."""
+    new_processes: bool = False
+    """The function runs in new processes, and the calling one is no rank: only what the function
+    returns comes back."""
 
 
 def load_target(target: Target, *, what: str) -> Any:

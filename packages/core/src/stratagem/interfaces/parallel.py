@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-import atexit
 import os
+import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stratagem import _plain_data, network
-from stratagem.errors import ConfigurationError
+from stratagem.errors import CommunicationError, ConfigurationError
+from stratagem.interfaces.positions import COLLECTIVES, Position, Positions
 from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
-from stratagem.supervision import available_cores
+from stratagem.rank import (
+    STORE_VARIABLE,
+    at_end_of_rank,
+    explain_errors,
+    has_failed,
+    has_lost_peer,
+    record_failure,
+)
+from stratagem.supervision import threads_per_rank
+
+_PATIENCE = 10.0
+"""Seconds that rank 0, at its end, waits for the others before it asks where they are."""
 
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,
@@ -105,8 +119,7 @@ class ParallelStrategy(Strategy):
         self._read_ranks()
         # Every rank of a node shares its cores: with all of them each, two ranks on two cores ran
         # 20 times slower.
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, available_cores() // len(self.parts.devices)))
+        torch.set_num_threads(int(threads_per_rank(len(self.parts.devices)).partition(",")[0]))
         super().setup_environment()
         if dist.is_initialized():
             self._check_existing_group()
@@ -119,22 +132,25 @@ class ParallelStrategy(Strategy):
         environment = self.cluster_environment
         if self.parts.num_nodes > 1:
             network.choose_gloo_interface(environment.main_address)
+        store: Any
         if (
             "TORCHELASTIC_USE_AGENT_STORE" in os.environ
             and environment.creates_processes_externally
         ):
             # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
             dist.init_process_group(backend, timeout=timeout)
+            store = dist.distributed_c10d._get_default_store()
         else:
             main_port = environment.main_port
             # Rank 0 may have a socket that listens already, so that no other program can take the
             # port between its choice and its use.
             listen_fd = environment.take_listener()
+            holder = "rank 0" if self.global_rank == 0 else ""
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 environment.main_address,
                 main_port,
                 self.world_size,
-                is_master=self.global_rank == 0,
+                is_master=os.environ.get(STORE_VARIABLE, holder) == "rank 0",
                 timeout=timeout,
                 wait_for_workers=False,
                 master_listen_fd=listen_fd,
@@ -147,8 +163,10 @@ class ParallelStrategy(Strategy):
                 world_size=self.world_size,
                 timeout=timeout,
             )
+        self.positions = Positions(store, self.global_rank, self.world_size, timeout=self.timeout)
+        explain_errors(self.positions.explain, self.positions.report_failure)
         # Threads of a live process group can abort the interpreter's shutdown.
-        atexit.register(_leave_process_group)
+        at_end_of_rank(partial(_leave_process_group, self.positions))
 
     def _check_existing_group(self) -> None:
         there = dist.get_world_size(), dist.get_rank()
@@ -207,6 +225,10 @@ class ParallelStrategy(Strategy):
         """Wait for every rank; see `Strategy.barrier`."""
         dist.barrier()
 
+    def tell_position(self, doing: Callable[[], str]) -> None:
+        """Let this rank's position in errors say what a front end is doing."""
+        self.positions.doing = doing
+
 
 def _is_there(backend: str) -> bool:
     known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
@@ -216,10 +238,62 @@ def _is_there(backend: str) -> bool:
     return backend in dist.Backend.backend_list
 
 
-def _leave_process_group() -> None:
+def _leave_process_group(positions: Positions) -> None:
+    try:
+        if not has_failed():
+            _leave_together(positions)
+    except RuntimeError:
+        pass  # the store has gone with the rank that held it: there is nobody to wait for
+    positions.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
         _wait_for_communication_threads()
+
+
+def _leave_together(positions: Positions) -> None:
+    """Say farewell; rank 0 waits for the others, which may need the store that it holds.
+
+    A rank that waits in a collective waits for this one, in vain: then the run has failed.
+    """
+    positions.say_farewell()
+    if positions.rank != 0:
+        return
+    asked_at = time.monotonic() + _PATIENCE
+    before: dict[int, Position] = {}
+    said = False
+    while staying := [r for r in range(1, positions.world_size) if not positions.has_left(r)]:
+        if has_lost_peer():
+            return  # whoever has started it tells
+        time.sleep(0.002 if time.monotonic() < asked_at - _PATIENCE + 1 else 0.1)
+        if time.monotonic() < asked_at:
+            continue
+        asked_at = time.monotonic() + _PATIENCE
+        now = positions.ask()
+        stuck = [r for r in staying if r in now and now[r] == before.get(r)]
+        if any(now[r].operation in COLLECTIVES for r in stuck):
+            raise_at_end(
+                "this rank (0) has ended, and others wait for it in a collective:\n"
+                + "\n".join(f"  {now[r]}" for r in stuck)
+                + "\nEvery rank must call the same collectives and take the same number of steps"
+            )
+        before = now
+        if not said:
+            said = True
+            where = "; ".join(str(now[r]) if r in now else f"rank {r}: no answer" for r in staying)
+            print(
+                f"stratagem: rank 0 is done; it waits for the others. {where}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def raise_at_end(message: str) -> NoReturn:
+    """End this process with an error while it is ending already, when nobody can catch one."""
+    error = CommunicationError(message)
+    record_failure(error)
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _wait_for_communication_threads(timeout: float = 1.0) -> None:

@@ -198,6 +198,12 @@ class Strategy(ABC):
         self.accelerator.setup()
         self.accelerator.setup_device(self.device)
 
+    def tell_position(self, doing: Callable[[], str]) -> None:
+        """Let errors of communication say what a front end is doing ("fit, epoch 0, step 12").
+
+        Called on every rank after `setup_environment`; nothing to do where one process trains.
+        """
+
     def setup(self, trainer: Any) -> None:
         """Do more before a Trainer prepares the model; a hook for subclasses."""
 

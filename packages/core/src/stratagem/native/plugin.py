@@ -112,4 +112,21 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="This process is the first rank and runs its own command again for the others",
         ),
+        LauncherSpec(
+            name="spawn",
+            target="stratagem.native.launchers.processes:ProcessesLauncher",
+            api_version=1,
+            summary="New interpreters, to which the function is pickled; weights come back",
+            init_args={"start_method": "spawn"},
+            new_processes=True,
+        ),
+        LauncherSpec(
+            name="fork",
+            target="stratagem.native.launchers.processes:ProcessesLauncher",
+            api_version=1,
+            summary="Copies of this process, also in a notebook; weights come back",
+            init_args={"start_method": "fork"},
+            interactive=True,
+            new_processes=True,
+        ),
     )

@@ -28,7 +28,8 @@ def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
     trainer, module, progress, events = run.trainer, run.module, run.progress, run.events
     step = Step(run, prepared)
     one_step = run.strategy.train_step if module.automatic_optimization else step.manual
-    times_out = trainer.max_time is not None
+    look = run.interruption.look
+    check = run.divergence_check(prepared)
     steps_schedulers = module.automatic_optimization
 
     # Submodules of a model in training mode keep theirs: they may be frozen.
@@ -63,7 +64,11 @@ def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
                 if validation_is_due and left > 0:
                     run.validate_during_fit(prepared)
                     validation_is_due = False
-                if times_out and run.time_is_up():
+                if check is not None:
+                    check.look(progress.global_step, step.loss is not None)
+                if look():
+                    if run.interruption.signal is not None:
+                        run.interruption.end(run.save_interrupted)
                     trainer.should_stop = True
                 if trainer.should_stop and run.should_stop():
                     break
@@ -98,7 +103,7 @@ def _is_finished(run: Run) -> bool:
         return True
     if trainer.max_epochs != -1 and progress.epoch >= trainer.max_epochs:
         return True
-    return run.time_is_up() or run.should_stop()
+    return run.should_stop()
 
 
 def _rest_of_epoch(loader: LimitedLoader, done: int) -> Iterator[Any]:

@@ -11,6 +11,7 @@ import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.train_step import GradientClip
+from stratagem.trainer.divergence import DEFAULT_INTERVAL
 
 
 def check_limit(name: str, limit: int | float | None) -> int | float:
@@ -46,6 +47,17 @@ def check_fast_dev_run(value: bool | int) -> int:
     if not isinstance(value, int) or value < 0:
         raise ConfigurationError(
             f"fast_dev_run={value!r}: expected True, False, or a number of batches"
+        )
+    return int(value)
+
+
+def check_divergence(value: bool | int) -> int:
+    """Return after how many steps ranks are compared; 0: never."""
+    if value is True:
+        return DEFAULT_INTERVAL
+    if not isinstance(value, int) or value < 0:
+        raise ConfigurationError(
+            f"detect_divergence={value!r}: expected True, False, or a number of steps"
         )
     return int(value)
 

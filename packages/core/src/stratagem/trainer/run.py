@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,9 @@ from stratagem.lite_wrappers import wrap_optimizer
 from stratagem.module import Module
 from stratagem.step_module import StepModule
 from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options
+from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.events import Events
+from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import LimitedLoader
 from stratagem.trainer.logged_values import LoggedValues
 from stratagem.trainer.optimization import SchedulerConfig, configure
@@ -79,7 +80,7 @@ class Run:
         self.restarts: Restarts | None = None
         """In a fit: what a restart by the cluster goes on from."""
         self._names_of_validation: set[str] = set()
-        self._began = monotonic()
+        self.interruption = Interruption(self.strategy, trainer.max_time)
 
     def execute(self, *args: Any) -> Any:
         """Set up what all four stages share, run the stage, and take it down."""
@@ -97,6 +98,7 @@ class Run:
         }
         restore_modes = options.set_determinism(trainer.deterministic, trainer.benchmark)
         status = "failed"
+        self.strategy.tell_position(self._position)
         try:
             if datamodule is not None:
                 if self.strategy.local_rank == 0:
@@ -125,6 +127,11 @@ class Run:
             module.__dict__["_logged"] = None
             restore_modes()
 
+    def _position(self) -> str:
+        if self.stage != "fit":
+            return f"{self.stage}, batch {self.evaluated_batches}"
+        return f"fit, epoch {self.progress.epoch}, step {self.progress.global_step}"
+
     # -- the stages
 
     def _fit(self, train: Any, val: Any, ckpt_path: str | Path | None) -> None:
@@ -151,7 +158,8 @@ class Run:
         self.events.tell("on_fit_start")
         if checkpoint is None:
             self._check_sanity()
-        fit_loop.fit(self, prepared, train_loader)
+        with self.interruption:
+            fit_loop.fit(self, prepared, train_loader)
         self.events.tell("on_fit_end")
 
     def _make_optimizers(self) -> list[Optimizer]:
@@ -281,13 +289,21 @@ class Run:
             and progress.epoch + progress.epoch_is_done >= trainer.min_epochs
         )
 
-    def time_is_up(self) -> bool:
-        """Whether max_time has gone by; rank 0's clock counts, so that all ranks stop together."""
-        limit = self.trainer.max_time
-        if limit is None:
-            return False
-        up: bool = self.strategy.broadcast(monotonic() - self._began >= limit)
-        return up
+    def divergence_check(self, prepared: Prepared) -> DivergenceCheck | None:
+        """Return what compares the ranks every few steps, if that was asked for."""
+        every = self.trainer.detect_divergence
+        if not every or self.strategy.world_size == 1:
+            return None
+        return DivergenceCheck(self.strategy, prepared.original, every)
+
+    def save_interrupted(self) -> str:
+        """Save the run where checkpoints go, before a signal ends it; return the path, or ""."""
+        saver = self.trainer.checkpoint_callback
+        if saver is None or saver.dirpath is None:
+            return ""
+        path = saver.dirpath / f"interrupted-step={self.progress.global_step}.ckpt"
+        self.trainer.save_checkpoint(path)
+        return str(path)
 
     def step_schedulers(self, interval: str, count: int) -> None:
         """Step the schedulers that are due after the `count`-th epoch or step."""

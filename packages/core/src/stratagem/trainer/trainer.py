@@ -73,6 +73,8 @@ class Trainer:
         inference_mode: evaluate under inference_mode, not no_grad.
         use_distributed_sampler: divide data between ranks.
         detect_anomaly: check each loss and backward for NaN; slow.
+        detect_divergence: compare step and parameters of the ranks after so many optimizer steps
+            (True: 100).
         enable_checkpointing: add a ModelCheckpoint if there is none.
         enable_progress_bar: add a ProgressBar if there is none.
         default_root_dir: where logs and checkpoints go; None: the current folder.
@@ -121,6 +123,7 @@ class Trainer:
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         detect_anomaly: bool = False,
+        detect_divergence: bool | int = False,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
         default_root_dir: str | Path | None = None,
@@ -189,6 +192,7 @@ class Trainer:
         self._accumulation = options.check_accumulation(accumulate_grad_batches)
         self.gradient_clip = options.gradient_clip(gradient_clip_val, gradient_clip_algorithm)
         self.detect_anomaly = detect_anomaly
+        self.detect_divergence = options.check_divergence(detect_divergence)
         self.inference_mode = inference_mode
         self.deterministic = options.check_deterministic(deterministic)
         self.benchmark = benchmark
@@ -202,6 +206,8 @@ class Trainer:
         self.state = RunState()
         self.run: Run | None = None
         """The present run, or the one before."""
+        self._trained_elsewhere: Module | None = None
+        """The model of the last run, where that was in processes of its own."""
         self.should_stop = False
         """Set to True, on every rank alike, to end training after the present step."""
         self._callback_metrics: dict[str, Tensor] = {}
@@ -370,6 +376,12 @@ class Trainer:
         Raises:
             ConfigurationError: there was none.
         """
+        if self.run is None and self._trained_elsewhere is not None:
+            raise ConfigurationError(
+                f"the run was in processes of its own (launcher {self.plan.launcher.name!r}), of "
+                "which only the model's weights, logged values and callbacks' states come back: "
+                "read this in a callback or in the Module, or train with strategy='ddp' in a script"
+            )
         if self.run is None:
             raise ConfigurationError(
                 "this needs a model that was fitted, validated, tested or predicted with this "
@@ -497,6 +509,8 @@ class Trainer:
     def _model_or_last(self, model: Module | None) -> Module:
         if model is not None:
             return model
+        if self.run is None and self._trained_elsewhere is not None:
+            return self._trained_elsewhere
         if self.run is None:
             raise ConfigurationError(
                 "there is no model: pass one, or fit one with this Trainer before"
@@ -507,12 +521,48 @@ class Trainer:
         """Launch, and run on every rank."""
         self.state = RunState(stage, "running")
         try:
-            result = self.lite.launch(self._run_on_rank, stage, model, datamodule, *args)
+            if self.plan.runs_elsewhere and not self.lite.is_launched:
+                result = self._execute_elsewhere(stage, model, datamodule, *args)
+            else:
+                result = self.lite.launch(self._run_on_rank, stage, model, datamodule, *args)
         except BaseException:
             self.state.status = "interrupted"
             raise
         self.state = RunState("", "finished")
         return result
+
+    def _execute_elsewhere(
+        self, stage: str, model: Module, datamodule: DataModule | None, *args: Any
+    ) -> Any:
+        """Run in new processes, then take over what comes back: weights and logged values."""
+        outcome = self.lite.launch(self._run_and_report, stage, model, datamodule, *args)
+        if outcome is None:
+            return None  # rank 0 has ended itself, by sys.exit()
+        if not set(model.state_dict()) >= set(outcome["weights"]):
+            model.configure_model()
+        model.load_state_dict(outcome["weights"])
+        self._callback_metrics.update(outcome["callback_metrics"])
+        self.logged_metrics.update(outcome["logged_metrics"])
+        states = outcome["callbacks"]
+        for callback in self.callbacks:
+            if callback.state_key in states:
+                callback.load_state_dict(states[callback.state_key])
+        self.progress.load_state_dict(outcome["progress"])
+        self._trained_elsewhere = model
+        return outcome["result"]
+
+    def _run_and_report(self, lite: Lite, stage: str, model: Module, *args: Any) -> dict[str, Any]:
+        """In a process of its own: run, and return what the launching process takes over."""
+        result = self._run_on_rank(lite, stage, model, *args)
+        states = {c.state_key: c.state_dict() for c in self.callbacks}
+        return {
+            "result": result,
+            "weights": self.strategy.model_state(self._prepared),
+            "callback_metrics": dict(self.callback_metrics),
+            "logged_metrics": dict(self.logged_metrics),
+            "callbacks": {key: state for key, state in states.items() if state},
+            "progress": self.progress.state_dict(),
+        }
 
     def _run_on_rank(
         self, lite: Lite, stage: str, model: Module, datamodule: DataModule | None, *args: Any

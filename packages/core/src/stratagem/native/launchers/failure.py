@@ -9,19 +9,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from stratagem import supervision
-from stratagem.supervision import Failure, Ranks
+from stratagem import rank
+from stratagem.errors import CommunicationError, RankFailedError
+from stratagem.supervision import Failure, Ranks, StartRank, log_dir_of
 
 Result = TypeVar("Result")
 
 _PEER_GRACE = 3.0
 """Seconds that an error of communication waits for the news that a peer has failed."""
-_PATIENCE = 10.0
-"""Seconds that the first rank, at its end, waits for the others before it says so."""
+_KNOWN_GRACE = 0.5
+"""The same, where the ranks have been asked already where they are."""
 _REACTION_GRACE = 5.0
 """Seconds that the main thread has to notice that a peer has failed."""
 
@@ -30,22 +31,27 @@ def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> R
     """Run a function on this rank and return what it returns.
 
     What it raises is reported to whoever started this rank. Where a peer's failure is the cause of
-    an error of communication here, that failure is raised in its place.
+    an error of communication here, that failure is raised in its place; otherwise the error says
+    where each rank is.
     """
-    _prepare_this_rank()
+    prepare_this_rank()
     try:
         return function(*args, **kwargs)
     except BaseException as error:
-        watch = Watch.current
-        if watch is None:
-            supervision.record_failure(error)
+        told = _settled(error)
+        if Watch.current is None:
+            rank.record_failure(told)
+        # With a watch: the caller may handle it, on every rank alike; if nobody does, the hook
+        # below ends the ranks.
+        if told is error:
             raise
-        failure = watch.cause_of(error)
-        if failure is None:
-            # The caller may handle it, on every rank alike; if nobody does, the hook below ends
-            # the ranks.
-            raise
-        raise failure.error(watch.world_size) from None
+        raise told from (None if isinstance(told, RankFailedError) else error)
+
+
+def _settled(error: BaseException) -> BaseException:
+    """Return what is raised in the place of an error that ends this rank, once that is known."""
+    watch = Watch.current
+    return rank.explained(error) if watch is None else watch.settle(error)
 
 
 class Watch:
@@ -55,19 +61,13 @@ class Watch:
 
     @classmethod
     def start(
-        cls,
-        command: Sequence[str],
-        environments: Mapping[int, Mapping[str, str]],
-        world_size: int,
+        cls, start: StartRank, environments: Mapping[int, Mapping[str, str]], world_size: int
     ) -> None:
         """Start the ranks and watch them until this process ends."""
-        cls.current = cls(command, environments, world_size)
+        cls.current = cls(start, environments, world_size)
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environments: Mapping[int, Mapping[str, str]],
-        world_size: int,
+        self, start: StartRank, environments: Mapping[int, Mapping[str, str]], world_size: int
     ) -> None:
         self.world_size = world_size
         self.crashed = False
@@ -75,28 +75,43 @@ class Watch:
         if threading.current_thread() is threading.main_thread():
             # SIGURG, because it is ignored where nobody handles it, and hardly anybody does.
             signal.signal(signal.SIGURG, self._raise_in_main_thread)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                # Whoever ignores or handles one wants it so.
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    signal.signal(number, rank.own_handler(self._end_by_signal))
         self.ranks = Ranks(
-            command, environments, on_failure=self._interrupt, cwd=supervision.STARTED_IN
+            start, environments, on_failure=self._interrupt, log_dir=log_dir_of(os.environ)
         )
         # Last in, first out: what is registered later (leaving the process group) comes before.
         atexit.register(self._finish)
 
-    def cause_of(self, error: BaseException) -> Failure | None:
-        """Return the failure of a peer that an error here results from, or None: it is our own."""
+    def settle(self, error: BaseException) -> BaseException:
+        """Return the failure of a peer that an error here results from, or the error, explained."""
         self._noticed.set()
         began = time.time()
+        told = rank.explained(error, lambda: self.ranks.failure is not None)
+        lost = isinstance(told, CommunicationError)
         # A lost connection is a RuntimeError, whatever the backend.
         if isinstance(error, RuntimeError) and self.ranks.failure is None:
-            self.ranks.wait(_PEER_GRACE)
+            self.ranks.wait(_KNOWN_GRACE if lost else _PEER_GRACE)
         failure = self.ranks.failure
-        if failure is None or (failure.report and failure.time > began):
+        if failure is None:
+            its_own = True
+        elif lost:
+            # A peer that lost its connections as well is no cause.
+            its_own = CommunicationError.__name__ in failure.report
+        else:
+            its_own = bool(failure.report) and failure.time > began
+        if failure is None or its_own:
             self._noticed.clear()
-            return None
-        return failure
+            return told
+        where = f"{told.where}\n" if isinstance(told, CommunicationError) else ""
+        return failure.error(self.world_size, where)
 
     def _interrupt(self, failure: Failure) -> None:
         """In the watching thread: bring the main thread out of whatever it waits for."""
-        if self._noticed.is_set():
+        rank.lose_peer()
+        if self._noticed.is_set() or rank.is_ending() or rank.is_interrupted():
             return
         main = threading.main_thread().ident
         if main is not None:
@@ -114,21 +129,21 @@ class Watch:
             self._noticed.set()
             raise failure.error(self.world_size)
 
+    def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
+        """End the ranks with this process, in order, so that nothing temporary stays."""
+        self._noticed.set()
+        self.crashed = True
+        self.ranks.forward_signal(signal.Signals(number))
+        raise SystemExit(128 + number)
+
     def _finish(self) -> None:
         """At the end of the script: wait for the ranks, which are at its end too."""
-        told = self.crashed or self._noticed.is_set()
+        told = self.crashed or self._noticed.is_set() or rank.is_interrupted()
         # From here on nothing is raised in this thread, where an exception would be ignored.
         self._noticed.set()
         if not self.crashed:
             try:
-                if not self.ranks.wait(_PATIENCE):
-                    print(
-                        "stratagem: this rank is done; it waits for the others, which still run "
-                        "or wait in a collective that this rank never joined",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    self.ranks.wait()
+                self.ranks.wait()
             except KeyboardInterrupt:
                 pass
         failure = self.ranks.failure
@@ -142,13 +157,14 @@ class Watch:
 _prepared = False
 
 
-def _prepare_this_rank() -> None:
+def prepare_this_rank() -> None:
     """Once in each rank: end with the parent, and report what nobody catches."""
     global _prepared
     if _prepared:
         return
     _prepared = True
-    supervision.die_with_parent()
+    rank.die_with_parent()
+    rank.record_crashes()
     # Without it the interpreter takes half a second longer to end once torch is loaded.
     atexit.register(gc.freeze)
     print_exception = sys.excepthook
@@ -156,17 +172,31 @@ def _prepare_this_rank() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        rank.failed()
         watch = Watch.current
         if watch is not None:
-            failure = watch.cause_of(error)
-            if failure is not None:
-                print(failure.error(watch.world_size), file=sys.stderr, flush=True)
+            told = watch.settle(error)
+            if isinstance(told, RankFailedError):
+                print(told, file=sys.stderr, flush=True)
             else:
-                print_exception(kind, error, trace)
+                print_exception(type(told), told, told.__traceback__)
             watch.crashed = True
             watch.ranks.end()
-        elif not (supervision.record_failure(error) and supervision.has_parent()):
+            return
+        told = rank.explained(error)
+        if rank.has_parent() and isinstance(error, KeyboardInterrupt):
+            return  # Ctrl-C reaches every rank; the first one shows it
+        if not (rank.record_failure(told) and rank.has_parent()):
             # A parent of ours shows the recorded traceback; anybody else may not.
-            print_exception(kind, error, trace)
+            print_exception(type(told), told, told.__traceback__)
 
     sys.excepthook = report
+
+
+def forget_parents_ranks() -> None:
+    """In a forked process: the ranks that its parent has started are not this process's."""
+    global _prepared
+    _prepared = False
+    Watch.current = None
+    sys.excepthook = sys.__excepthook__
+    rank.forget_parent()

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from stratagem import supervision
+from stratagem import rank, supervision
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.native.launchers.failure import Watch, run_as_rank
 from stratagem.plan import RunPlan
+from stratagem.supervision import Command
 
 
 class ScriptLauncher(Launcher):
@@ -33,7 +34,7 @@ class ScriptLauncher(Launcher):
             ConfigurationError: there is no script to run again.
             RankFailedError: another rank failed.
         """
-        if not ScriptLauncher._started and not supervision.has_parent():
+        if not ScriptLauncher._started and not rank.has_parent():
             ScriptLauncher._started = True
             self._start_ranks(plan)
         return run_as_rank(function, *args, **kwargs)
@@ -45,7 +46,7 @@ class ScriptLauncher(Launcher):
                 "read from standard input: save it in a file and run that"
             )
         environ = plan.request.environ
-        os.environ[supervision.LAUNCH_VARIABLE] = str(plan.request.ordinal)
+        os.environ[rank.LAUNCH_VARIABLE] = str(plan.request.ordinal)
         count = plan.processes_per_node
         node_rank = int(environ.get("NODE_RANK", "0"))
         listener = None
@@ -71,6 +72,9 @@ class ScriptLauncher(Launcher):
         own = environments.pop(node_rank * count)
         os.environ.update({k: v for k, v in own.items() if k != "OMP_NUM_THREADS"})
         if listener is not None:
-            os.environ[supervision.LISTEN_FD_VARIABLE] = str(listener.detach())
+            os.environ[rank.LISTEN_FD_VARIABLE] = str(listener.detach())
         if environments:
-            Watch.start([sys.executable, *sys.orig_argv[1:]], environments, plan.world_size)
+            command = Command(
+                command=[sys.executable, *sys.orig_argv[1:]], cwd=supervision.STARTED_IN
+            )
+            Watch.start(command, environments, plan.world_size)

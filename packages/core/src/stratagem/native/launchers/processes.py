@@ -1,0 +1,345 @@
+"""ProcessesLauncher: runs a function in new processes, by spawn or fork."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from stratagem import _plain_data, rank, supervision
+from stratagem.discovery.registry import get_registry
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.launcher import Launcher, Result
+from stratagem.native.launchers.failure import forget_parents_ranks, run_as_rank
+from stratagem.plan import RunPlan
+from stratagem.supervision import Failure, Ranks
+
+_END_GRACE = 20.0
+"""Seconds that ranks have to end by themselves after Ctrl-C or a signal."""
+
+
+class ProcessesLauncher(Launcher):
+    """Runs the function in new processes, one a rank; this process waits and is no rank itself.
+
+    What the function returns on rank 0 comes back, if it is plain data; nothing else does: objects
+    that the ranks change are copies.
+
+    Args:
+        start_method: "spawn" starts new interpreters, to which the function and its arguments are
+            pickled; "fork" copies this process, which works in a notebook too, but not once CUDA
+            is in use here.
+    """
+
+    def __init__(self, start_method: str) -> None:
+        self.start_method = start_method
+
+    def launch(
+        self, plan: RunPlan, function: Callable[..., Result], *args: Any, **kwargs: Any
+    ) -> Result:
+        """Run the function on every rank of this node; return what rank 0 of it returns.
+
+        Raises:
+            ConfigurationError: something cannot be pickled (says what), or this process has used
+                CUDA and cannot be forked.
+            RankFailedError: a rank failed.
+        """
+        if rank.has_parent():
+            # This process is a rank already: of a launch that this call is a part of.
+            return run_as_rank(function, *args, **kwargs)
+        call = _Call(function, args, kwargs, tuple(get_registry().registered()))
+        with tempfile.TemporaryDirectory(prefix="stratagem-launch-") as folder:
+            start: supervision.StartRank
+            if self.start_method == "spawn":
+                start = _Spawn(Path(folder), call)
+            else:
+                _check_fork()
+                start = _Fork(Path(folder), call)
+            return self._run(plan, start, Path(folder))  # type: ignore[no-any-return]
+
+    def _run(self, plan: RunPlan, start: supervision.StartRank, folder: Path) -> Any:
+        environments = _environments(plan)
+        # The store that the ranks meet at is held here, so that its port is known and taken before
+        # any of them starts.
+        store = None
+        if plan.num_nodes == 1:
+            store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False
+            )
+            for environment in environments.values():
+                environment["MASTER_PORT"] = str(store.port)
+                environment[rank.STORE_VARIABLE] = "parent"
+        failures: list[Failure] = []
+        ranks = Ranks(
+            start,
+            environments,
+            on_failure=failures.append,
+            own_sessions=True,
+            log_dir=supervision.log_dir_of(os.environ),
+        )
+        with ranks, _forwarding_signals(ranks) as received:
+            try:
+                while not ranks.wait(0.2) and not received:
+                    pass
+            except KeyboardInterrupt:
+                # In a notebook it reaches this process alone.
+                ranks.forward_signal(signal.SIGINT)
+                ranks.wait(_END_GRACE)
+                raise
+            if received:
+                ranks.wait(_END_GRACE)
+                ranks.end()
+                raise SystemExit(128 + received[0])
+        if ranks.failure is not None:
+            raise ranks.failure.error(plan.world_size)
+        results = folder / "result"
+        if not results.exists():
+            return None  # rank 0 left early, in order, by sys.exit()
+        return torch.load(results, weights_only=True)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a rank runs."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    registered: tuple[Any, ...]
+    """Specs of what was registered at run time in the parent."""
+
+
+class _Process:
+    """A process of multiprocessing, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, process: Any) -> None:
+        process.start()
+        self.process = process
+        self.pid: int = process.pid
+
+    def poll(self) -> int | None:
+        exit_code: int | None = self.process.exitcode
+        return exit_code
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.process.name), timeout or 0.0)
+        exit_code: int = self.process.exitcode
+        return exit_code
+
+
+class _Fork:
+    """Starts a rank as a copy of this process."""
+
+    def __init__(self, folder: Path, call: _Call) -> None:
+        self._folder, self._call = folder, call
+        self._threads_are_gone = _has_compute_threads()
+
+    def __call__(
+        self, number: int, environment: Mapping[str, str], output: Path | None
+    ) -> supervision.RankProcess:
+        arguments = (dict(environment), output, self._folder, self._call, self._threads_are_gone)
+        return _Process(
+            multiprocessing.get_context("fork").Process(
+                target=_forked_rank, args=arguments, name=f"stratagem-rank{number}"
+            )
+        )
+
+
+class _Spawn:
+    """Starts a rank as a new interpreter, which reads the call from a file of this user alone.
+
+    Pickled once, by pickle itself: multiprocessing's own would share the tensors' memory, so that
+    the ranks would overwrite one another's parameters.
+    """
+
+    def __init__(self, folder: Path, call: _Call) -> None:
+        self._folder = folder
+        try:
+            (folder / "call").write_bytes(pickle.dumps(call))
+        except Exception as error:
+            culprit = _unpicklable(call.args, "") or _unpicklable(call.kwargs, "")
+            what = culprit or f"{call.function!r}"
+            raise ConfigurationError(
+                f"the launcher 'spawn' pickles what the ranks need, and {what} cannot be pickled "
+                f"({type(error).__name__}: {error}): define functions and classes at the top of a "
+                "module, leave out open files and locks, or use strategy='ddp' (or 'ddp_fork'), "
+                "which pickles nothing"
+            ) from None
+
+    def __call__(
+        self, number: int, environment: Mapping[str, str], output: Path | None
+    ) -> supervision.RankProcess:
+        arguments = (dict(environment), output, self._folder)
+        return _Process(
+            multiprocessing.get_context("spawn").Process(
+                target=_spawned_rank, args=arguments, name=f"stratagem-rank{number}"
+            )
+        )
+
+
+def _spawned_rank(environment: dict[str, str], output: Path | None, folder: Path) -> None:
+    _become_rank(environment, output)
+    call = pickle.loads((folder / "call").read_bytes())
+    registry = get_registry()
+    for spec in call.registered:
+        registry.add(spec, override=True)
+    _run_call(call, folder)
+
+
+def _forked_rank(
+    environment: dict[str, str],
+    output: Path | None,
+    folder: Path,
+    call: _Call,
+    threads_are_gone: bool,
+) -> None:
+    forget_parents_ranks()
+    _become_rank(environment, output)
+    if threads_are_gone:
+        # The parent's pool of threads was not copied, and whoever waits for it waits forever.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+    _run_call(call, folder)
+
+
+def _become_rank(environment: Mapping[str, str], output: Path | None) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    if output is not None:
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _run_call(call: _Call, folder: Path) -> None:
+    try:
+        result = run_as_rank(call.function, *call.args, **call.kwargs)
+        if os.environ["LOCAL_RANK"] == "0":
+            _write(folder / "result", result)
+        rank.end_rank()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # The parent shows what was recorded.
+        rank.failed()
+        rank.record_failure(error)
+        rank.end_rank()
+        sys.exit(1)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _write(path: Path, result: Any) -> None:
+    if culprit := _plain_data.find_culprit(result):
+        raise ConfigurationError(
+            f"what the launched function returns comes back from another process, as plain data "
+            f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but {culprit}"
+            ": return model.state_dict() in the place of a model, or save a checkpoint"
+        )
+    torch.save(result, path)
+
+
+def _environments(plan: RunPlan) -> dict[int, dict[str, str]]:
+    environ = plan.request.environ
+    node_rank = int(environ.get("NODE_RANK", "0"))
+    count = plan.processes_per_node
+    several = plan.num_nodes > 1
+    return {
+        node_rank * count + local_rank: supervision.rank_environment(
+            local_rank=local_rank,
+            local_world_size=count,
+            node_rank=node_rank,
+            num_nodes=plan.num_nodes,
+            main_address=environ["MASTER_ADDR"] if several else "127.0.0.1",
+            main_port=int(environ["MASTER_PORT"]) if several else 0,
+        )
+        for local_rank in range(count)
+    }
+
+
+@contextmanager
+def _forwarding_signals(ranks: Ranks) -> Iterator[list[int]]:
+    """Pass on to the ranks what asks this process to end or tells it something."""
+    received: list[int] = []
+    ending = (signal.SIGTERM, signal.SIGHUP)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        ranks.forward_signal(signal.Signals(number))
+        if number in ending:
+            received.append(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (*ending, signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, forward)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_fork() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigurationError(
+            "the launcher 'fork' copies this process, which has used CUDA already, and CUDA does "
+            "not work in a copy: do not touch the GPU before (no tensor.cuda(), no "
+            "torch.cuda.* call that needs a device), restart the notebook's kernel, or use "
+            "strategy='ddp' in a script"
+        )
+
+
+def _has_compute_threads() -> bool:
+    """Whether this process has threads that compute for torch, which a fork does not copy."""
+    if torch.get_num_threads() == 1:
+        return False
+    try:
+        native = len(list(Path("/proc/self/task").iterdir()))
+    except OSError:
+        return True
+    return native > threading.active_count()
+
+
+def _unpicklable(thing: Any, path: str, depth: int = 0) -> str | None:
+    """Return which part of an object cannot be pickled, or None if all of it can."""
+    try:
+        pickle.dumps(thing)
+        return None
+    except Exception:
+        pass
+    if depth < 12:
+        if isinstance(thing, Mapping):
+            parts = [(f"{path}[{key!r}]", value) for key, value in thing.items()]
+        elif isinstance(thing, (list, tuple, set, frozenset)):
+            parts = [(f"{path}[{index}]", value) for index, value in enumerate(thing)]
+        else:
+            parts = [
+                (f"{path or type(thing).__name__}.{name}", value)
+                for name, value in getattr(thing, "__dict__", {}).items()
+            ]
+            if not path:
+                path = type(thing).__name__
+        for name, value in parts:
+            if found := _unpicklable(value, name, depth + 1):
+                return found
+    return f"{path or 'it'} ({thing!r})"

@@ -1,0 +1,224 @@
+"""A rank's side of a launch: what it does for whoever has started it. Standard library only.
+
+A rank that fails writes its exception into the file named by TORCHELASTIC_ERROR_FILE, in the format
+of torch.distributed.elastic, so that the same code serves under torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LISTEN_FD_VARIABLE = "STRATAGEM_LISTEN_FD"
+"""For rank 0: the file descriptor of the socket that listens on MASTER_PORT already."""
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+STORE_VARIABLE = "STRATAGEM_STORE"
+""""parent": the process that started this rank holds the store at MASTER_PORT."""
+PARENT_VARIABLE = "STRATAGEM_PARENT_PID"
+LAUNCH_VARIABLE = "STRATAGEM_LAUNCH_ORDINAL"
+"""For ranks that run a script again: which request of the script has launched them."""
+
+
+def record_failure(error: BaseException) -> bool:
+    """Write this process's exception for whoever watches it; return whether anybody does."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path or isinstance(error, SystemExit):
+        return False
+    report = "".join(traceback.format_exception(error))
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))},
+    }
+    temporary = Path(f"{path}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps({"message": message}))
+        temporary.replace(path)
+    except OSError as problem:
+        print(f"stratagem: cannot write {path}: {problem}", file=sys.stderr)
+        return False
+    return True
+
+
+def record_crashes() -> None:
+    """Let a signal that ends this process from within (SIGABRT, SIGSEGV) leave the stack.
+
+    torch aborts a process whose collective does not match its peers'; without this, nothing would
+    tell which one it was.
+    """
+    if faulthandler.is_enabled():
+        return
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path:
+        faulthandler.enable(all_threads=False)
+        return
+    try:
+        # Open until the process ends: the handler of a signal can open nothing.
+        file = crash_file(path).open("w")
+    except OSError:
+        return
+    faulthandler.enable(file, all_threads=False)
+
+
+def crash_file(error_file: str) -> Path:
+    """Return where a rank with this error file leaves its stack when a signal ends it."""
+    return Path(f"{error_file}.crash")
+
+
+def has_parent() -> bool:
+    """Whether this rank was started by a launcher of ours, which shows what it reports."""
+    return PARENT_VARIABLE in os.environ
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process when the one that started it ends, however it ends."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    parent_death_signal()()
+    # It may have ended before the call.
+    if os.getppid() != int(parent):
+        os._exit(1)
+
+
+def parent_death_signal() -> Callable[[], None]:
+    """Return what makes the kernel kill a process when the thread that started it ends."""
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    import ctypes  # here, because a process that starts no ranks never needs it
+
+    pr_set_pdeathsig = 1
+    prctl: Any = ctypes.CDLL(None, use_errno=True).prctl
+    return lambda: prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
+Explain = Callable[[BaseException, Callable[[], bool]], "BaseException | None"]
+_explain: list[Explain] = []
+_report: list[Callable[[BaseException], None]] = []
+
+
+def explain_errors(explain: Explain, report: Callable[[BaseException], None]) -> None:
+    """Let errors that end this rank be explained, and the other ranks be told of them.
+
+    Args:
+        explain: returns a better error for one, or None; it may ask the other ranks, until its
+            second argument returns True.
+        report: tells the others.
+    """
+    _explain[:] = [explain]
+    _report[:] = [report]
+
+
+def explained(error: BaseException, enough: Callable[[], bool] = bool) -> BaseException:
+    """Return what is to be raised in the place of an error that ends this rank.
+
+    Args:
+        error: what a call raised.
+        enough: whether the cause is known by other means.
+    """
+    if isinstance(error, SystemExit):
+        return error  # it ends in order
+    for explain in _explain:
+        better = explain(error, enough)
+        if better is not None:
+            return better
+    for report in _report:
+        report(error)
+    return error
+
+
+_own_handlers: set[Any] = set()
+_interrupted = False
+
+
+def own_handler(handler: Any) -> Any:
+    """Remember that a handler of signals is ours, so that a front end may take its place."""
+    _own_handlers.add(handler)
+    return handler
+
+
+def is_own_handler(handler: Any) -> bool:
+    """Whether a handler of signals is ours."""
+    return handler in _own_handlers
+
+
+def be_interrupted() -> None:
+    """Remember that this rank, and all others with it, end because a signal asks for it."""
+    global _interrupted
+    _interrupted = True
+
+
+def is_interrupted() -> bool:
+    """Whether all ranks end because a signal asks for it."""
+    return _interrupted
+
+
+_failed = False
+
+
+def failed() -> None:
+    """Remember that this rank ends with an error."""
+    global _failed
+    _failed = True
+
+
+def has_failed() -> bool:
+    """Whether this rank ends with an error."""
+    return _failed
+
+
+_peer_failed = False
+
+
+def lose_peer() -> None:
+    """Remember that a rank which this process has started has failed."""
+    global _peer_failed
+    _peer_failed = True
+
+
+def has_lost_peer() -> bool:
+    """Whether a rank which this process has started has failed."""
+    return _peer_failed
+
+
+_ending = False
+
+
+def is_ending() -> bool:
+    """Whether this rank is at its end, where nobody catches an exception."""
+    return _ending
+
+
+_at_end: list[Callable[[], None]] = []
+
+
+def at_end_of_rank(function: Callable[[], None]) -> None:
+    """Call a function when this rank ends, the latest first.
+
+    In the place of `atexit`, whose functions a process of multiprocessing does not run.
+    """
+    if not _at_end:
+        atexit.register(end_rank)
+    _at_end.append(function)
+
+
+def end_rank() -> None:
+    """Call what `at_end_of_rank` was given; each once."""
+    global _ending
+    _ending = True
+    while _at_end:
+        _at_end.pop()()
+
+
+def forget_parent() -> None:
+    """In a forked process: what the parent does at its end is not this process's business."""
+    for kept in (_at_end, _explain, _report):
+        kept.clear()

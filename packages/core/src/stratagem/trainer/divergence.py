@@ -1,0 +1,97 @@
+"""Divergence: whether ranks that ought to be alike still are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.strategy import Strategy
+
+DEFAULT_INTERVAL = 100
+
+
+class DivergenceCheck:
+    """Compares the ranks every few steps: the step, whether there is a loss, and the parameters.
+
+    A check reads each parameter once (about 0.1 s for 100 million on one core) and gathers three
+    numbers of every rank; the names of what differs are looked for only once something does.
+    Sharded parameters differ by design and are left out.
+
+    Args:
+        strategy: whose ranks.
+        module: whose parameters, by their canonical names.
+        every_n_steps: after how many optimizer steps it compares.
+    """
+
+    def __init__(self, strategy: Strategy, module: nn.Module, every_n_steps: int) -> None:
+        self._strategy = strategy
+        self._every = every_n_steps
+        self._parameters = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if type(parameter.data) is Tensor
+        ]
+
+    def look(self, step: int, has_loss: bool) -> None:
+        """After an optimizer step: compare, if it is time.
+
+        Raises:
+            DivergenceError: ranks differ; says which and in what.
+        """
+        if step % self._every:
+            return
+        hashes = torch.stack([_hash(p) for _, p in self._parameters]) if self._parameters else None
+        # Position counts: the same numbers in another parameter are something else.
+        together = 0 if hashes is None else int((hashes * _weights(len(hashes))).sum())
+        own = torch.tensor([step, int(has_loss), together], dtype=torch.int64)
+        of_all = self._strategy.all_gather(own)
+        if bool((of_all == of_all[0]).all()):
+            return
+        raise DivergenceError(self._difference(of_all, hashes))
+
+    def _difference(self, of_all: Tensor, hashes: Tensor | None) -> str:
+        advice = (
+            "Ranks must take the same steps from the same start: look for randomness that shapes "
+            "the model, for changes to parameters outside of the optimizer, and for branches that "
+            "depend on the rank"
+        )
+        for column, what in ((0, "the optimizer step"), (1, "whether training_step has a loss")):
+            if len(set(of_all[:, column].tolist())) > 1:
+                values = ", ".join(
+                    f"rank {r}: {v}" for r, v in enumerate(of_all[:, column].tolist())
+                )
+                return f"ranks differ in {what} ({values}). {advice}"
+        assert hashes is not None
+        all_hashes = self._strategy.all_gather(hashes)
+        differing = {
+            rank: [
+                self._parameters[index][0]
+                for index in (all_hashes[rank] != all_hashes[0]).nonzero().flatten().tolist()
+            ]
+            for rank in range(1, len(all_hashes))
+        }
+        parts = [
+            f"rank {rank} in {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
+            for rank, names in differing.items()
+            if names
+        ]
+        return (
+            f"after step {int(of_all[0, 0])} parameters differ from those of rank 0: "
+            f"{'; '.join(parts)}. {advice}"
+        )
+
+
+def _hash(parameter: nn.Parameter) -> Tensor:
+    """Return a hash of a parameter's bits, of shape () and type int64."""
+    return torch.hash_tensor(parameter.detach()).view(torch.int64).cpu()
+
+
+def _weights(count: int) -> Tensor:
+    # Odd numbers of 62 bits, so that a product keeps what it is made of; it may overflow.
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(1, 2**62, (count,), generator=generator) | 1

@@ -1,0 +1,103 @@
+"""What asks a fit to end before its end: a signal or max_time, on one rank and soon on all."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+import torch
+
+from stratagem import rank
+from stratagem.interfaces.strategy import Strategy
+
+_EVERY = 0.5
+"""Seconds between two looks at the other ranks, as far as steps allow."""
+
+
+class Interruption(AbstractContextManager["Interruption"]):
+    """Makes all ranks end a fit after the same step.
+
+    As a context it takes over SIGTERM, and the signals by which the cluster announces preemption,
+    where nobody else handles them. Ranks hear a signal at different moments, or only one hears it,
+    so they tell one another by an all-reduce of two numbers, about twice a second: how many steps
+    that is follows from the slowest rank's last steps, so that all ranks look after the same one.
+    One process looks after every step.
+
+    Args:
+        strategy: whose ranks.
+        max_time: seconds after which the fit ends; None: no limit.
+    """
+
+    def __init__(self, strategy: Strategy, max_time: float | None) -> None:
+        self.signal: signal.Signals | None = None
+        """What asks this run to end, once all ranks know."""
+        self._strategy = strategy
+        self._received = 0
+        self._began = monotonic()
+        self._deadline = float("inf") if max_time is None else self._began + max_time
+        self._alone = strategy.world_size == 1
+        self._steps = 0
+        self._interval = 1
+        self._looked_at = self._began
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            wanted = {signal.SIGTERM, *self._strategy.cluster_environment.preemption_signals}
+            for number in wanted:
+                handler = signal.getsignal(number)
+                if handler == signal.SIG_DFL or rank.is_own_handler(handler):
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+
+    def look(self) -> bool:
+        """After each step: whether this fit is to end here, on every rank alike."""
+        self._steps += 1
+        if self._steps < self._interval:
+            return False
+        now = monotonic()
+        received, is_up = self._received, now >= self._deadline
+        if not self._alone:
+            elapsed = now - self._looked_at
+            told = self._strategy.all_reduce(
+                torch.tensor([received, is_up, elapsed], dtype=torch.float64), "max"
+            )
+            received, is_up, elapsed = int(told[0]), bool(told[1]), float(told[2])
+            fitting = int(self._interval * _EVERY / max(elapsed, 1e-6))
+            # Grows slowly: the next steps may take longer than these.
+            self._interval = max(1, min(fitting, 4 * self._interval))
+            self._looked_at, self._steps = now, 0
+        if received:
+            self.signal = signal.Signals(received)
+        return bool(received) or is_up
+
+    def end(self, save: Callable[[], str]) -> None:
+        """End this process in order, after a signal: save, let the cluster start it again, exit.
+
+        Raises:
+            SystemExit: always, with 128 and the signal's number.
+        """
+        assert self.signal is not None
+        environment = self._strategy.cluster_environment
+        saved = save()
+        told = f"stratagem: {self.signal.name}: training ends here"
+        if self._strategy.is_global_zero:
+            if saved:
+                told += f", saved as {saved}"
+            if self.signal in environment.preemption_signals and environment.requeue():
+                told += "; the job is queued again"
+            print(told, flush=True)
+        rank.be_interrupted()
+        raise SystemExit(128 + self.signal)
