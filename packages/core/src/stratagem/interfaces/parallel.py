@@ -130,9 +130,9 @@ class ParallelStrategy(Strategy):
         backend = self.process_group_backend or self.accelerator.process_group_backend
         timeout = timedelta(seconds=self.timeout)
         environment = self.cluster_environment
+        store: Any
         if self.parts.num_nodes > 1:
             network.choose_gloo_interface(environment.main_address)
-        store: Any
         if (
             "TORCHELASTIC_USE_AGENT_STORE" in os.environ
             and environment.creates_processes_externally
@@ -141,11 +141,11 @@ class ParallelStrategy(Strategy):
             dist.init_process_group(backend, timeout=timeout)
             store = dist.distributed_c10d._get_default_store()
         else:
+            holder = "rank 0" if self.global_rank == 0 else ""
             main_port = environment.main_port
             # Rank 0 may have a socket that listens already, so that no other program can take the
             # port between its choice and its use.
             listen_fd = environment.take_listener()
-            holder = "rank 0" if self.global_rank == 0 else ""
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 environment.main_address,
                 main_port,
