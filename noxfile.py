@@ -26,7 +26,9 @@ BUILD_TOOLS = ["build==1.6.1", "editables==0.6", "hatchling==1.33.0"]
 # Pinned, so that CI does not break by itself.
 TEST_TOOLS = [
     "import-linter==2.16",
+    "ipykernel==7.4.0",
     "mypy==2.4.1",
+    "nbclient==0.11.0",
     "nox==2026.10.20",
     "numpy==2.4.6",
     "pytest==9.2.0",

@@ -567,7 +567,7 @@ def test_ddp_refuses_a_backend_that_is_not_built_in_and_a_timeout_of_nothing() -
     )
     assert "mpi," not in text.partition("expected one of")[2]
     assert configuration(lambda: DDPStrategy(timeout=0)) == (
-        "timeout=0: expected seconds, more than 0"
+        "timeout=0: expected seconds or a timedelta, more than 0"
     )
 
 
@@ -621,3 +621,24 @@ def test_lbfgs_needs_manual_optimization() -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(UserCodeError, match="returned LBFGS, whose step computes the loss several"):
         trainer.fit(Line(), [torch.ones(2, 1)])
+
+
+def test_an_optimizer_of_parameters_that_are_gone_is_refused_before_training() -> None:
+    class Replaced(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = SGD(self.parameters(), lr=0.1)
+
+        def configure_model(self) -> None:
+            self.layer = nn.Linear(2, 1)
+
+        def configure_optimizers(self) -> Any:
+            return self.optimizer
+
+    with pytest.raises(UserCodeError) as caught:
+        trainer().fit(Replaced(), loader())
+    assert str(caught.value) == (
+        "Replaced.configure_optimizers() returned a SGD that holds 2 of 2 parameters that the "
+        "model does not have (any more), so its steps would not train the model: make it in "
+        "configure_optimizers(), from self.parameters()"
+    )

@@ -870,14 +870,12 @@ def test_other_optimizers_or_schedulers_are_refused(saved: Path, tmp_path: Path)
 
 
 def test_an_optimizer_of_other_parameters_cannot_be_saved_by_name(tmp_path: Path) -> None:
-    stranger = nn.Linear(2, 2)
-
-    class Strange(Net):
-        def configure_optimizers(self) -> Any:
-            return Adam([*self.parameters(), *stranger.parameters()])
-
+    net, stranger = nn.Linear(2, 2), nn.Linear(2, 2)
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    _, optimizer = lite.setup(net, Adam([*net.parameters(), *stranger.parameters()]))
     with pytest.raises(CheckpointMismatchError) as caught:
-        trainer_in(tmp_path, max_epochs=1).fit(Strange(), loader())
+        lite.save(tmp_path / "lite.ckpt", {"optimizer": optimizer})
     assert str(caught.value) == (
         "the optimizer holds 2 parameter(s) that the model does not have, so its state cannot be "
         "saved by name: build it from model.parameters() of the model that you hand over"

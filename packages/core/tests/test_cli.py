@@ -267,7 +267,7 @@ def test_explain_takes_every_part_of_a_request(program: Program) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--strategy", "dpd"], "unknown strategy 'dpd'. Did you mean 'ddp'?"),
+        (["--strategy", "ddpp"], "unknown strategy 'ddpp'. Did you mean 'ddp'?"),
         (
             ["--strategy", "single_device", "--devices", "2"],
             "the strategy 'single_device' uses one device, received devices='2' (2 devices): pass "

@@ -461,7 +461,9 @@ def test_a_name_that_two_claim_is_ambiguous_when_it_is_selected() -> None:
 
 
 def test_both_claimants_are_listed() -> None:
-    listed = [c.qualified_name for c in two_claimants().candidates("strategy")]
+    names = ("ddp", "only_first", "single_device", "wanted", "x")
+    candidates = two_claimants().candidates("strategy")
+    listed = [c.qualified_name for c in candidates if c.spec.name in names]
     assert listed == [
         "second:ddp",
         "stratagem-core:ddp",
@@ -495,10 +497,11 @@ def unknown(registry: Registry, name: str, kind: str = "strategy") -> str:
 
 
 def test_an_unknown_name_gives_the_nearest_and_all_that_there_are() -> None:
-    text = unknown(discover(CORE), "single_devise")
+    registry = discover(CORE)
+    text = unknown(registry, "single_devise")
     assert text == (
         "unknown strategy 'single_devise'. Did you mean 'single_device'? "
-        "Available here: ddp, single_device."
+        f"Available here: {', '.join(registry.names('strategy'))}."
     )
 
 
@@ -595,7 +598,7 @@ class TestStrategyRegistry:
         StrategyRegistry.register(
             "ddp_static", DDPStrategy, description="DDP, static graph", static_graph=True
         )
-        assert StrategyRegistry.available_strategies() == ["ddp", "ddp_static", "single_device"]
+        assert {"ddp", "ddp_static", "single_device"} <= {*StrategyRegistry.available_strategies()}
         assert "ddp_static" in StrategyRegistry
         assert list(StrategyRegistry) == StrategyRegistry.available_strategies()
 
@@ -636,7 +639,7 @@ class TestStrategyRegistry:
     def test_an_override_replaces_until_it_is_removed(self) -> None:
         StrategyRegistry.register("ddp", SingleDeviceStrategy, override=True)
         assert type(StrategyRegistry.get("ddp")) is SingleDeviceStrategy
-        assert StrategyRegistry.available_strategies() == ["ddp", "single_device"]
+        assert StrategyRegistry.available_strategies().count("ddp") == 1
         assert registries.get_registry().ambiguous() == {}
         StrategyRegistry.remove("DDP")
         assert type(StrategyRegistry.get("ddp")) is DDPStrategy
@@ -699,7 +702,7 @@ def test_an_unknown_class_gives_what_there_is() -> None:
     from stratagem import strategies
 
     assert not hasattr(strategies, "NoSuchStrategy")
-    with pytest.raises(AttributeError, match="It has: CheckpointIO, DDPStrategy"):
+    with pytest.raises(AttributeError, match=r"It has: CheckpointIO, .*DDPStrategy, "):
         _ = strategies.NoSuchStrategy  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="has no attribute '_private'"):
         _ = strategies._private  # type: ignore[attr-defined]

@@ -328,7 +328,7 @@ def test_max_time_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 2.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("stratagem.trainer.run.monotonic", lambda: now)
+    monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: now)
     trainer = quiet(max_time=9)
     trainer.fit(Slow(), loader())
     assert trainer.global_step == 5

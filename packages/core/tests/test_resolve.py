@@ -576,13 +576,12 @@ def test_a_script_cannot_be_run_again_in_a_notebook(refused: Callable[..., str])
     assert "the strategy 'ddp' starts its processes by the launcher 'script'" in text
     assert "in a notebook" in text
     assert "move the code to a script, or pass devices=1" in text
-    assert "ddp_notebook" not in text
+    assert text.endswith("or strategy='ddp_notebook'")
 
 
 def test_in_a_notebook_the_strategy_for_notebooks_is_taken_and_named() -> None:
-    notebook = strategy("ddp_notebook", dataclasses.replace(PARALLEL, launchers=("fork",)))
     fork = LauncherSpec(name="fork", target="nowhere:Nothing", api_version=1, interactive=True)
-    registry = registry_of(("notebooks", plugin_of([notebook, fork])))
+    registry = registry_of(("notebooks", plugin_of([fork])))
 
     def plan(strategy: str) -> RunPlan:
         request = RunRequest(
@@ -737,7 +736,9 @@ def test_a_plugin_chooses_for_auto_and_the_plan_says_so() -> None:
     assert made.strategy.name == "one_node"
     assert made.strategy.why == "chosen by the plugin advice:entry"
     assert seen["request"].devices == 2
-    assert seen["candidates"] == ("by_fork", "ddp", "one_node", "spmd")  # for two CPU devices
+    # For two CPU devices.
+    assert {"by_fork", "ddp", "one_node", "spmd"} <= {*seen["candidates"]}
+    assert {"on_tpu", "single_device"}.isdisjoint(seen["candidates"])
     seen.clear()
     assert planned_with(registry, devices=2, strategy="ddp").strategy.name == "ddp"
     assert seen == {}, "the plugin was asked although a strategy was named"
@@ -765,7 +766,8 @@ def test_a_choice_that_does_not_fit_names_the_plugin(answer: Any) -> None:
         planned_with(registry, devices=2)
     text = str(caught.value)
     assert f"the plugin advice:entry chose the strategy {answer!r}" in text
-    assert "expected one of 'by_fork' or 'ddp' or 'one_node' or 'spmd'" in text
+    assert "expected one of 'by_fork' or 'ddp' or " in text
+    assert "'one_node' or 'spmd'" in text
     assert "STRATAGEM_DISABLE_PLUGINS" in text
 
 
@@ -805,7 +807,7 @@ def test_an_unknown_strategy_names_the_distribution_to_install(refused: Callable
     text = refused(UnknownNameError, strategy="deepspeed_stage_3_offload")
     assert "unknown strategy 'deepspeed_stage_3_offload'" in text
     assert "pip install stratagem-backend-deepspeed" in text
-    assert "Available here: by_fork, ddp, on_tpu" in text
+    assert "Available here: by_fork, ddp, " in text
 
 
 # -- the plan

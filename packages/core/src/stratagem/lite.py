@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from stratagem import data as loaders_of_ranks
 from stratagem._tree import map_tensors, move_to_device
+from stratagem.agreement import Agreement
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
@@ -135,6 +137,8 @@ class Lite:
         self._launched = False
         self._in_run = False
         self._prepared: list[Prepared] = []
+        self._weight = 1.0
+        """What the present batch counts; see `join`."""
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
 
@@ -254,7 +258,10 @@ class Lite:
                 "its parameters, then setup_optimizers(optimizer)"
             )
         _check_parameters(module, optimizers)
-        prepared = strategy.prepare(StepModule(module), optimizers, move_to_device=move_to_device)
+        step_module = StepModule(module)
+        if strategy.sync_batchnorm:
+            strategy.synchronize_batch_norm(step_module)
+        prepared = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         if not optimizers:
@@ -277,6 +284,7 @@ class Lite:
         for optimizer in optimizers:
             prepared = self._prepared_of(optimizer)
             if optimizer not in prepared.optimizers:
+                optimizer = self.strategy.setup_optimizer(prepared, optimizer)
                 prepared.optimizers.append(optimizer)
             wrapped.append(wrap_optimizer(optimizer, prepared, self.strategy))
         return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
@@ -356,7 +364,15 @@ class Lite:
             *args, **kwargs: those of `Tensor.backward`.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
-        self.strategy.backward(prepared, loss, *args, **kwargs)
+        if self._weight != 1.0:
+            loss = loss * self._weight
+        try:
+            self.strategy.backward(prepared, loss, *args, **kwargs)
+        except RuntimeError as error:
+            explained = self.strategy.explain(prepared, error)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _only_prepared(self) -> Prepared:
         if not self._prepared:
@@ -420,6 +436,43 @@ class Lite:
         else:
             with held:
                 yield
+
+    def join(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield this rank's batches; once they end, the last one again while others have more.
+
+        For ranks with different numbers of batches: all take as many steps. What is repeated counts
+        nothing and the others' batches for more, by a weight that `backward` multiplies the loss
+        with, so that gradients are the mean over the ranks that have a batch. The ranks exchange a
+        number before each batch; they must leave the loop together.
+
+        Args:
+            loader: this rank's batches.
+
+        Raises:
+            UserCodeError: it has no batch on this rank, and another rank has some.
+
+        Example:
+            >>> from stratagem import Lite
+            >>> lite = Lite(accelerator="cpu")
+            >>> lite.launch()
+            >>> [batch for batch in lite.join([1, 2, 3])]
+            [1, 2, 3]
+        """
+        strategy = self._launched_strategy()
+        if strategy.world_size == 1:
+            yield from loader
+            return
+        agreement = Agreement("the data loader handed to join()", strategy, joins=True)
+        batches = iter(loader)
+        try:
+            while True:
+                step, weights = agreement.next_step(list(islice(batches, 1)), 0)
+                if not step:
+                    return
+                self._weight = 1.0 if weights is None else weights[0]
+                yield step[0]
+        finally:
+            self._weight = 1.0
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's forward context, for code outside of a model's forward."""

@@ -59,11 +59,17 @@ class LiteModule(nn.Module):
         own = self.__dict__
         if own["_convert_input"] is not None:
             args, kwargs = own["_convert_input"](args), own["_convert_input"](kwargs)
-        if own["_context"] is None:
-            output = self._module_to_call()(method, *args, **kwargs)
-        else:
-            with own["_context"]:
+        try:
+            if own["_context"] is None:
                 output = self._module_to_call()(method, *args, **kwargs)
+            else:
+                with own["_context"]:
+                    output = self._module_to_call()(method, *args, **kwargs)
+        except RuntimeError as error:
+            explained = own["_strategy"].explain(own["prepared"], error)
+            if explained is None:
+                raise
+            raise explained from error
         return output if own["_convert_output"] is None else own["_convert_output"](output)
 
     def mark_forward_method(self, method: str) -> None:

@@ -51,21 +51,21 @@ def record_failure(error: BaseException) -> bool:
 def record_crashes() -> None:
     """Let a signal that ends this process from within (SIGABRT, SIGSEGV) leave the stack.
 
-    torch aborts a process whose collective does not match its peers'; without this, nothing would
-    tell which one it was.
+    torch aborts a process whose collective does not match its peers', from a thread of its own;
+    without this, nothing would tell where the process was.
     """
     if faulthandler.is_enabled():
         return
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
-        faulthandler.enable(all_threads=False)
+        faulthandler.enable()
         return
     try:
         # Open until the process ends: the handler of a signal can open nothing.
         file = crash_file(path).open("w")
     except OSError:
         return
-    faulthandler.enable(file, all_threads=False)
+    faulthandler.enable(file)
 
 
 def crash_file(error_file: str) -> Path:

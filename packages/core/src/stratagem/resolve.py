@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stratagem.devices import is_index, is_zero, parse_devices
-from stratagem.discovery.capabilities import Capabilities
+from stratagem.discovery.capabilities import START_METHODS, Capabilities
 from stratagem.discovery.registry import Candidate, Registry
 from stratagem.discovery.specs import (
     AcceleratorSpec,
@@ -76,7 +76,9 @@ class _Resolver:
             accelerator, availability, wanted, environment, external
         )
         strategy = named or self._auto_strategy(accelerator, devices, environment, external)
+        self.preset = _preset_parts(strategy)
         capabilities = _capabilities(strategy)
+        self.preset = _preset_parts(strategy)
 
         num_nodes = self._num_nodes(len(devices), environment, external, capabilities)
         self._check_strategy(strategy, capabilities, accelerator, devices, num_nodes)
@@ -560,6 +562,8 @@ def _preset_parts(strategy: Selected) -> dict[str, Any]:
     renamed = {"precision": "precision_plugin"}
     parts = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher")
     presets = {part: arguments.get(renamed.get(part, part)) for part in parts}
+    if presets["launcher"] is None and "start_method" in arguments:
+        presets["launcher"] = START_METHODS.get(arguments["start_method"])
     return {part: value for part, value in presets.items() if value is not None}
 
 

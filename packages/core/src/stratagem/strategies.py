@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from stratagem.interfaces.strategy import make_optimizers as make_optimizers
     from stratagem.interfaces.train_step import TrainStep as TrainStep
     from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
+    from stratagem.native.strategies.ddp_sharded import DDPShardedStrategy as DDPShardedStrategy
+    from stratagem.native.strategies.dp import DataParallelStrategy as DataParallelStrategy
 else:
     __getattr__, __dir__ = exporter(
         __name__,

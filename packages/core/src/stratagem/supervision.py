@@ -64,14 +64,27 @@ def listening_socket() -> socket.socket:
     return listener
 
 
-def log_dir_of(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder that STRATAGEM_LOG_DIR names, made if need be; None: the terminal."""
-    named = environ.get("STRATAGEM_LOG_DIR")
-    if not named:
-        return None
-    folder = Path(named)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+@dataclass(frozen=True)
+class Output:
+    """Where ranks write what they print.
+
+    Attributes:
+        log_dir: a folder, with rank<n>.log for each; None: where this process writes.
+        prefix: put "[rank n] " before each line on the terminal.
+    """
+
+    log_dir: Path | None = None
+    prefix: bool = False
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Output:
+        """Return what STRATAGEM_LOG_DIR and STRATAGEM_PREFIX_OUTPUT (1) ask for."""
+        named = environ.get("STRATAGEM_LOG_DIR")
+        return cls(Path(named) if named else None, environ.get("STRATAGEM_PREFIX_OUTPUT") == "1")
+
+    def variables(self) -> dict[str, str]:
+        """Return what lets a rank's output come as it is written, not by the block."""
+        return {"PYTHONUNBUFFERED": "1"} if self.log_dir or self.prefix else {}
 
 
 def threads_per_rank(local_world_size: int) -> str:
@@ -239,7 +252,7 @@ class Ranks:
             have been told to end by then.
         own_sessions: each child leads a session, so that Ctrl-C on the terminal reaches this
             process alone, and signals sent to a child reach those that it has started too.
-        log_dir: where each child's output goes, to rank<n>.log; None: where this process writes.
+        output: where they write.
     """
 
     def __init__(
@@ -249,15 +262,18 @@ class Ranks:
         *,
         on_failure: Callable[[Failure], None],
         own_sessions: bool = False,
-        log_dir: Path | None = None,
+        output: Output = Output(),
     ) -> None:
         self.failure: Failure | None = None
         self._on_failure = on_failure
         self._own_sessions = own_sessions
-        self._log_files = (
-            {} if log_dir is None else {rank: log_dir / f"rank{rank}.log" for rank in environments}
-        )
         self._error_files = tempfile.TemporaryDirectory(prefix="stratagem-ranks-")
+        self._output = output
+        self._log_files: dict[int, Path] = {}
+        if output.log_dir is not None:
+            output.log_dir.mkdir(parents=True, exist_ok=True)
+            self._log_files = {rank: output.log_dir / f"rank{rank}.log" for rank in environments}
+        self._prefixers: list[threading.Thread] = []
         self._processes: dict[int, RankProcess] = {}
         self._ending = threading.Event()
         if threading.current_thread() is threading.main_thread():
@@ -293,11 +309,12 @@ class Ranks:
         try:
             for rank, environment in environments.items():
                 own = {
+                    **self._output.variables(),
                     **environment,
                     ERROR_FILE_VARIABLE: str(self._error_file(rank)),
                     PARENT_VARIABLE: str(os.getpid()),
                 }
-                self._processes[rank] = start(rank, own, self._log_files.get(rank))
+                self._processes[rank] = start(rank, own, self._output_file(rank))
         except BaseException:
             # No more processes allowed, perhaps: those that started must not stay.
             self.kill()
@@ -305,6 +322,17 @@ class Ranks:
                 process.wait()
             self._error_files.cleanup()
             raise
+
+    def _output_file(self, rank: int) -> Path | None:
+        if self._output.log_dir is not None or not self._output.prefix:
+            return self._log_files.get(rank)
+        # A named pipe, so that a rank opens it like a log, whatever starts it.
+        pipe = Path(self._error_files.name) / f"rank{rank}.pipe"
+        os.mkfifo(pipe)
+        prefixer = threading.Thread(target=_prefix_lines, args=(pipe, rank), daemon=True)
+        prefixer.start()
+        self._prefixers.append(prefixer)
+        return pipe
 
     def _error_file(self, rank: int) -> Path:
         return Path(self._error_files.name) / f"rank{rank}.json"
@@ -387,6 +415,8 @@ class Ranks:
         self._ending.set()
         self._watcher.join()
         self._end_all()
+        for prefixer in self._prefixers:
+            prefixer.join(1.0)  # one whose rank never wrote waits for it in vain
         self._error_files.cleanup()
 
     def __enter__(self) -> Ranks:
@@ -399,3 +429,12 @@ class Ranks:
         trace: TracebackType | None,
     ) -> None:
         self.end()
+
+
+def _prefix_lines(pipe: Path, rank: int) -> None:
+    """Copy a rank's lines to this process's output, each with the rank before it."""
+    prefix = f"[rank {rank}] ".encode()
+    with pipe.open("rb") as lines:
+        for line in lines:
+            # In one piece, so that the lines of two ranks do not mix.
+            os.write(1, prefix + line)

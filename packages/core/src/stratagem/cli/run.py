@@ -20,7 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from stratagem import rank, supervision
-from stratagem.supervision import Command, Failure, Ranks
+from stratagem.supervision import Command, Failure, Output, Ranks
 
 SUMMARY = "Run a script in several processes, one for each device."
 
@@ -63,6 +63,7 @@ class Launch:
     """None: any that is free; on one node only."""
     max_restarts: int
     log_dir: Path | None
+    prefix: bool
 
     @property
     def command(self) -> list[str]:
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="write each rank's output to a file there (rank0.log, ...), not to the terminal",
     )
+    add("--prefix", action="store_true", help="put [rank n] before each line of output")
     add("--help", action="help", help="show this and exit")
     return parser
 
@@ -181,6 +183,7 @@ def parse(arguments: Sequence[str]) -> Launch:
         main_port=options.main_port,
         max_restarts=options.max_restarts,
         log_dir=options.log_dir,
+        prefix=options.prefix,
     )
 
 
@@ -271,7 +274,7 @@ def _start_and_watch(launch: Launch) -> int:
             environments,
             on_failure=_said_at_the_end,
             own_sessions=True,
-            log_dir=launch.log_dir,
+            output=Output(launch.log_dir, launch.prefix),
         )
     with ranks:
         signals.pass_on_to(ranks)
@@ -284,7 +287,6 @@ def _start_and_watch(launch: Launch) -> int:
 
 def _environments(launch: Launch, port: int) -> dict[int, dict[str, str]]:
     """Return each local rank's variables, by its rank among all."""
-    extra = {} if launch.log_dir is None else {"PYTHONUNBUFFERED": "1"}
     return {
         launch.node_rank * launch.devices + local_rank: {
             **supervision.rank_environment(
@@ -295,7 +297,6 @@ def _environments(launch: Launch, port: int) -> dict[int, dict[str, str]]:
                 main_address=launch.main_address,
                 main_port=port,
             ),
-            **extra,
         }
         for local_rank in range(launch.devices)
     }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+START_METHODS = {"popen": "script", "script": "script", "spawn": "spawn", "fork": "fork"}
+"""What `start_method` may be, and the launcher that each stands for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem import _plain_data, network
+from stratagem.discovery.capabilities import START_METHODS
 from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.interfaces.positions import COLLECTIVES, Position, Positions
 from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
@@ -48,11 +49,20 @@ class ParallelStrategy(Strategy):
 
     Args:
         process_group_backend: "gloo", "nccl", ...; None takes the accelerator's.
-        timeout: after how many seconds a collective that a rank does not join ends in an error.
+        timeout: after how long (seconds, or a timedelta) a collective that a rank does not join
+            ends in an error.
+        start_method: "popen", "spawn" or "fork"; another spelling of `launcher`, which calls the
+            first one "script".
+        sync_batchnorm: batch norm layers take their statistics over all ranks; the same as
+            `Trainer(sync_batchnorm=True)`, and the way to ask for it under Lite.
+        join_uneven_inputs: under the Trainer, a rank whose batches run out keeps step with the
+            others (its gradients count nothing) until they have no more; otherwise ranks that do
+            not have as many batches are refused.
         **parts: see `Strategy`.
 
     Raises:
-        ConfigurationError: the backend is not in this build of torch.
+        ConfigurationError: the backend is not in this build of torch, or an argument is not what
+            is said here.
 
     Example:
         >>> from stratagem.strategies import DDPStrategy, ParallelStrategy
@@ -66,19 +76,29 @@ class ParallelStrategy(Strategy):
         self,
         *,
         process_group_backend: str | None = None,
-        timeout: float = 600.0,
+        timeout: float | timedelta = 600.0,
+        start_method: str | None = None,
+        sync_batchnorm: bool = False,
+        join_uneven_inputs: bool = False,
         **parts: Any,
     ) -> None:
+        if start_method is not None:
+            parts["launcher"] = _launcher(start_method, parts.get("launcher"))
         super().__init__(**parts)
         if process_group_backend is not None and not _is_there(process_group_backend):
             raise ConfigurationError(
                 f"process_group_backend={process_group_backend!r} is not in this build of torch; "
                 f"expected one of {', '.join(filter(_is_there, dist.Backend.backend_list))}"
             )
-        if not timeout > 0:
-            raise ConfigurationError(f"timeout={timeout!r}: expected seconds, more than 0")
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        if not seconds > 0:
+            raise ConfigurationError(
+                f"timeout={timeout!r}: expected seconds or a timedelta, more than 0"
+            )
         self.process_group_backend = process_group_backend
-        self.timeout = float(timeout)
+        self.timeout = seconds
+        self.sync_batchnorm = sync_batchnorm
+        self.join_uneven_inputs = join_uneven_inputs
 
     @property
     def global_rank(self) -> int:
@@ -101,9 +121,30 @@ class ParallelStrategy(Strategy):
         return len(self.parts.devices) * self.parts.num_nodes
 
     def bind(self, parts: Parts) -> None:
-        """Take the parts of the plan; see `Strategy.bind`."""
+        """Take the parts of the plan; see `Strategy.bind`.
+
+        Raises:
+            ConfigurationError: the process group's backend cannot move the accelerator's tensors.
+        """
         super().bind(parts)
+        self._check_backend()
         self._read_ranks()
+
+    @property
+    def communication_backend(self) -> str:
+        """The process group's backend: what was asked for, or the accelerator's."""
+        return self.process_group_backend or self.accelerator.process_group_backend
+
+    def _check_backend(self) -> None:
+        backend = self.communication_backend
+        takes = dist.Backend.backend_capability.get(backend)
+        kind = self.accelerator.device(self.parts.devices[0]).type
+        if takes is not None and kind not in takes:
+            raise ConfigurationError(
+                f"process_group_backend={backend!r} communicates tensors on "
+                f"{' or '.join(takes)}, and the accelerator {self.accelerator.name!r} has them on "
+                f"{kind}: leave it out to take {self.accelerator.process_group_backend!r}"
+            )
 
     def _read_ranks(self) -> None:
         environment = self.cluster_environment
@@ -127,7 +168,7 @@ class ParallelStrategy(Strategy):
             self._join_process_group()
 
     def _join_process_group(self) -> None:
-        backend = self.process_group_backend or self.accelerator.process_group_backend
+        backend = self.communication_backend
         timeout = timedelta(seconds=self.timeout)
         environment = self.cluster_environment
         store: Any
@@ -176,6 +217,13 @@ class ParallelStrategy(Strategy):
                 f"group, but the plan makes it rank {self.global_rank} of {self.world_size}: use "
                 "as many devices as the first launch in this process did"
             )
+
+    def synchronize_batch_norm(self, module: nn.Module) -> None:
+        """Let batch norm layers take their statistics over all ranks; see the base class."""
+        if self.world_size > 1:
+            from stratagem.sync_batchnorm import synchronize_batch_norm
+
+            synchronize_batch_norm(module, self.device)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         """Return the reduction over ranks; see `Strategy.all_reduce`."""
@@ -228,6 +276,21 @@ class ParallelStrategy(Strategy):
     def tell_position(self, doing: Callable[[], str]) -> None:
         """Let this rank's position in errors say what a front end is doing."""
         self.positions.doing = doing
+
+
+def _launcher(start_method: str, launcher: str | None) -> str:
+    """Return the launcher that a start method stands for."""
+    if start_method not in START_METHODS:
+        raise ConfigurationError(
+            f"start_method={start_method!r}: expected one of {', '.join(map(repr, START_METHODS))}"
+        )
+    meant = START_METHODS[start_method]
+    if launcher not in (None, meant):
+        raise ConfigurationError(
+            f"start_method={start_method!r} stands for launcher={meant!r}, received launcher="
+            f"{launcher!r} as well: give one of the two"
+        )
+    return meant
 
 
 def _is_there(backend: str) -> bool:

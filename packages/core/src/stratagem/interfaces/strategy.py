@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from stratagem._tree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
+from stratagem.errors import StratagemError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
@@ -122,6 +123,13 @@ class Strategy(ABC):
 
     capabilities: ClassVar[Capabilities]
 
+    sync_batchnorm: bool = False
+    """Whether batch norm layers shall take their statistics over all ranks; front ends then call
+    `synchronize_batch_norm` before `prepare`."""
+
+    join_uneven_inputs: bool = False
+    """Whether the Trainer lets a rank without batches keep step with those that have some."""
+
     accelerator: Accelerator
     precision: Precision
     checkpoint_io: CheckpointIO
@@ -222,6 +230,12 @@ class Strategy(ABC):
         """
         return nullcontext()
 
+    def synchronize_batch_norm(self, module: nn.Module) -> None:
+        """Let a model's batch norm layers take their statistics over all ranks, in place.
+
+        Parameters, buffers and their names stay. By default there is one rank: nothing to do.
+        """
+
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
     ) -> Prepared:
@@ -238,6 +252,13 @@ class Strategy(ABC):
             module = module.to(self.device)
         wrapped = self.wrap(module)
         return Prepared(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
+
+    def setup_optimizer(self, prepared: Prepared, optimizer: Optimizer) -> Optimizer:
+        """Return an optimizer of a prepared model that was made afterwards, as it will be stepped.
+
+        Only a hand-written loop has one.
+        """
+        return optimizer
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return what training calls; before the optimizers are made. By default the module."""
@@ -302,6 +323,13 @@ class Strategy(ABC):
 
     def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
         """Return a context in which backward communicates nothing, or None: nothing to hold."""
+        return None
+
+    def explain(self, prepared: Prepared, error: RuntimeError) -> StratagemError | None:
+        """Return a better error for one that came out of forward or backward, or None.
+
+        Called by both front ends after a step has failed, so that a good one does not pay for it.
+        """
         return None
 
     def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec
 
 DDP = Capabilities(
@@ -11,6 +13,12 @@ DDP = Capabilities(
     multi_node=True,
 )
 """What DistributedDataParallel can do."""
+
+DP = Capabilities(one_process=True, many_devices=True)
+"""What DataParallel can do."""
+
+_DDP = "stratagem.native.strategies.ddp:DDPStrategy"
+_SHARDED = "stratagem.native.strategies.ddp_sharded:DDPShardedStrategy"
 
 
 def strategies() -> tuple[ComponentSpec, ...]:
@@ -22,11 +30,51 @@ def strategies() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="One process, one device",
         ),
+        *_ddp_family(),
         StrategySpec(
-            name="ddp",
-            target="stratagem.native.strategies.ddp:DDPStrategy",
+            name="dp",
+            target="stratagem.native.strategies.dp:DataParallelStrategy",
             api_version=1,
-            summary="DistributedDataParallel, one process a device; runs the script again for each",
-            capabilities=DDP,
+            summary="DataParallel, one process for several GPUs; deprecated, use ddp",
+            capabilities=DP,
         ),
     )
+
+
+_STARTS = {
+    "ddp": ("script", "runs the script again for each"),
+    "ddp_spawn": ("spawn", "each a new interpreter that imports the script"),
+    "ddp_fork": ("fork", "each a copy of this one"),
+    "ddp_notebook": ("fork", "each a copy of this one, in a notebook too"),
+    "ddp_sharded": ("script", "runs the script again for each"),
+    "ddp_sharded_spawn": ("spawn", "each a new interpreter that imports the script"),
+}
+"""Names of the family: the launcher that starts the processes, and how that is said."""
+
+_UNUSED: dict[str, dict[str, bool]] = {
+    "": {},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+}
+
+
+def _ddp_family() -> Iterator[StrategySpec]:
+    for base, (launcher, how) in _STARTS.items():
+        is_sharded = "sharded" in base
+        what = "DDP with sharded optimizer state" if is_sharded else "DistributedDataParallel"
+        for suffix, arguments in _UNUSED.items():
+            yield StrategySpec(
+                name=base + suffix,
+                target=_SHARDED if is_sharded else _DDP,
+                api_version=1,
+                summary=(
+                    f"{what}, one process a device; {how}"
+                    if not suffix
+                    else f"{base} with find_unused_parameters={arguments['find_unused_parameters']}"
+                ),
+                # The default needs no preset, so that an instance and the name resolve alike.
+                init_args=arguments
+                if launcher == "script"
+                else {**arguments, "launcher": launcher},
+                capabilities=DDP,
+            )

@@ -18,19 +18,31 @@ from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.train_step import TrainStep
 
 if TYPE_CHECKING:
+    from stratagem.agreement import Agreement
     from stratagem.interfaces.strategy import Prepared
     from stratagem.trainer.loaders import LimitedLoader
+    from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
 
 
-def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
-    """Train until a limit is reached or `Trainer.should_stop` is set."""
+def fit(
+    run: Run, prepared: Prepared, loader: LimitedLoader, agreement: Agreement | None = None
+) -> None:
+    """Train until a limit is reached or `Trainer.should_stop` is set.
+
+    Args:
+        run: this one.
+        prepared: the model.
+        loader: this rank's training batches.
+        agreement: what ranks ask before each step, where their numbers of batches may differ.
+    """
     trainer, module, progress, events = run.trainer, run.module, run.progress, run.events
     step = Step(run, prepared)
     one_step = run.strategy.train_step if module.automatic_optimization else step.manual
     look = run.interruption.look
     check = run.divergence_check(prepared)
     steps_schedulers = module.automatic_optimization
+    ranks = run.strategy.data_shard[1]
 
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
@@ -47,15 +59,23 @@ def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
             events.tell("on_train_epoch_start")
             run.train_values.in_step = True
 
-            batches = _rest_of_epoch(loader, progress.batches)
+            batches, passed_over = _rest_of_epoch(loader, progress.batches)
+            if agreement is not None:
+                agreement.remember(passed_over)
             left = loader.batches - progress.batches
             # Resumed after the last batch, from a checkpoint saved before its validation.
             validation_is_due = left <= 0 and progress.batches % validate_every < accumulate
             while left > 0:
-                micro_batches = list(islice(batches, int(min(accumulate, left))))
+                wanted = int(min(accumulate, left))
+                micro_batches = list(islice(batches, wanted))
+                weights = None
+                if agreement is not None:
+                    micro_batches, weights = agreement.next_step(micro_batches, progress.batches)
+                elif len(micro_batches) < wanted and ranks > 1:
+                    raise UserCodeError(_broken_promise(loader, progress, len(micro_batches)))
                 if not micro_batches:
                     break
-                step.begin(len(micro_batches))
+                step.begin(len(micro_batches), weights)
                 one_step(prepared, step, micro_batches)
                 step.end()
                 left -= len(micro_batches)
@@ -90,7 +110,7 @@ def fit(run: Run, prepared: Prepared, loader: LimitedLoader) -> None:
                 break
             progress.next_epoch()
     except RuntimeError as error:
-        explained = step.explain(error)
+        explained = step.explain(error) or run.strategy.explain(prepared, error)
         if explained is None:
             raise
         raise explained from error
@@ -106,7 +126,16 @@ def _is_finished(run: Run) -> bool:
     return run.should_stop()
 
 
-def _rest_of_epoch(loader: LimitedLoader, done: int) -> Iterator[Any]:
+def _broken_promise(loader: LimitedLoader, progress: Progress, more: int) -> str:
+    return (
+        f"{loader.name} yielded {progress.batches + more} batches on this rank, but its length "
+        f"promised {int(loader.batches)}, and the other ranks would wait for the rest: let __len__ "
+        "return what __iter__ yields, or leave __len__ out, so that ranks agree before each step"
+    )
+
+
+def _rest_of_epoch(loader: LimitedLoader, done: int) -> tuple[Iterator[Any], list[Any]]:
+    """Return the batches after the first `done`, and the last one that was passed over."""
     if done and draws_anew(loader.loader):
         warnings.warn(
             f"resumed after batch {done} of an epoch, but {loader.name} draws a new random order "
@@ -116,9 +145,10 @@ def _rest_of_epoch(loader: LimitedLoader, done: int) -> Iterator[Any]:
         )
     batches: Iterator[Any] = iter(loader.loader)
     # Resumed in the middle of an epoch: the batches that were trained on are read and left.
-    for _ in islice(batches, done):
-        pass
-    return batches
+    last: list[Any] = []
+    for batch in islice(batches, done):
+        last = [batch]
+    return batches, last
 
 
 class Step(TrainStep):
@@ -129,6 +159,7 @@ class Step(TrainStep):
         self.clip = run.trainer.gradient_clip
         self.batch_idx = 0
         self._micro_batches = 0
+        self._weights: list[float] | None = None
         self.loss: Tensor | None = None
         self._run = run
         self._module = module
@@ -148,10 +179,12 @@ class Step(TrainStep):
         self._on_before_optimizer_step = events.of("on_before_optimizer_step")
         self._on_before_zero_grad = events.of("on_before_zero_grad")
 
-    def begin(self, micro_batches: int) -> None:
-        """Begin a step over so many batches."""
+    def begin(self, micro_batches: int, weights: list[float] | None = None) -> None:
+        """Begin a step over so many batches, each with a weight; None: all count 1."""
         self.batch_idx = self._progress.batches
         self._micro_batches = micro_batches
+        self._weights = weights
+        self._logged.counts = True
 
     def end(self) -> None:
         """Count the batches of a step that was not taken."""
@@ -161,6 +194,11 @@ class Step(TrainStep):
     def forward(self, micro_batch: Any) -> Tensor | None:
         """Return the loss of a batch."""
         batch = micro_batch if self._convert is None else self._convert(micro_batch)
+        weight = None
+        if self._weights is not None:
+            weight = self._weights[self.batch_idx - self._progress.batches]
+            # A batch that is repeated to keep step with other ranks was counted before.
+            self._logged.counts = weight != 0.0
         self._logged.batch = batch
         for listener in self._on_batch_start:
             listener(batch, self.batch_idx)
@@ -175,7 +213,7 @@ class Step(TrainStep):
         self.loss = loss
         if self._detect and loss is not None:
             self._check_finite(loss)
-        return loss
+        return loss if weight is None or loss is None else loss * weight
 
     def before_backward(self, loss: Tensor) -> None:
         """Tell the listeners."""

@@ -57,9 +57,9 @@ def attach(
         # Ranks must run as many steps in training, and in evaluation where forward communicates.
         even = training or not strategy.capabilities.uneven_evaluation
         loader = shard_loader(source, index, count, even=even, name=name)
-    length = _length(loader)
+    length = length_of(loader)
     # A rank may have none of an evaluation's few samples, where others have some.
-    nothing_for_this_rank = not training and _length(source) > 0
+    nothing_for_this_rank = not training and length_of(source) > 0
     if length == 0 and limit != 0 and not nothing_for_this_rank:
         raise UserCodeError(
             f"{name} is empty: expected at least one batch"
@@ -135,7 +135,8 @@ def _all_loaders(items: Any) -> bool:
     return bool(items) and all(isinstance(item, DataLoader) for item in items)
 
 
-def _length(loader: Any) -> float:
+def length_of(loader: Any) -> float:
+    """Return a loader's number of batches; infinity if it has no length."""
     try:
         return float(len(loader))
     except (TypeError, NotImplementedError):

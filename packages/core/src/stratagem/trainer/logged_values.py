@@ -147,6 +147,8 @@ class LoggedValues:
         """Within a training step: values of a step are the default; elsewhere, of an epoch."""
         self.batch: Any = None
         """The present batch; its size weights a mean."""
+        self.counts = True
+        """Whether what is logged counts for the epoch; a batch that is repeated does not."""
         self.dataloader_idx: int | None = None
         """Which of several evaluation loaders, or None if there is one."""
         self.row: dict[str, Any] = {}
@@ -175,7 +177,7 @@ class LoggedValues:
                 self.row[entry.step_name] = now
             if entry.prog_bar:
                 self.bar[entry.step_name] = now
-        if entry.on_epoch and entry.metric is None:
+        if entry.on_epoch and entry.metric is None and self.counts:
             entry.add(value, batch_size or _batch_size(self.batch))
 
     def _read(self, name: str, value: Tensor) -> Any:

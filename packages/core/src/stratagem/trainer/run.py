@@ -16,7 +16,7 @@ from stratagem.interfaces.strategy import Prepared
 from stratagem.lite_wrappers import wrap_optimizer
 from stratagem.module import Module
 from stratagem.step_module import StepModule
-from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options
+from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.events import Events
 from stratagem.trainer.interruption import Interruption
@@ -140,9 +140,13 @@ class Run:
         self.restarts = Restarts(self.strategy, trainer.default_root_dir)
         ckpt_path = self.restarts.begin(ckpt_path)
         checkpoint = None if ckpt_path is None else self._read(ckpt_path)
-        train_loader = self.train_loader = self._training_loader(train)
+        train_loader, agreement = uneven.agree(self._training_loader(train), self.strategy)
+        self.train_loader = train_loader
         self.val_loaders = self._validation_loaders(val)
-        prepared = self.prepared = self.strategy.prepare(StepModule(module), self._make_optimizers)
+        step_module = StepModule(module)
+        if self.strategy.sync_batchnorm:
+            self.strategy.synchronize_batch_norm(step_module)
+        prepared = self.prepared = self.strategy.prepare(step_module, self._make_optimizers)
         self.optimizers = [wrap_optimizer(o, prepared, self.strategy) for o in prepared.optimizers]
         if not module.automatic_optimization:
             for optimizer in self.optimizers:
@@ -159,11 +163,22 @@ class Run:
         if checkpoint is None:
             self._check_sanity()
         with self.interruption:
-            fit_loop.fit(self, prepared, train_loader)
+            fit_loop.fit(self, prepared, train_loader, agreement)
         self.events.tell("on_fit_end")
 
     def _make_optimizers(self) -> list[Optimizer]:
         optimizers, self.schedulers = configure(self.module)
+        own = {id(parameter) for parameter in self.module.parameters()}
+        for optimizer in optimizers:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            gone = sum(id(p) not in own for p in held)
+            if gone:
+                raise UserCodeError(
+                    f"{type(self.module).__name__}.configure_optimizers() returned a "
+                    f"{type(optimizer).__name__} that holds {gone} of {len(held)} parameters that "
+                    "the model does not have (any more), so its steps would not train the model: "
+                    "make it in configure_optimizers(), from self.parameters()"
+                )
         return optimizers
 
     def _evaluate(self, given: Any, ckpt_path: str | Path | None) -> tuple[dict[str, float], int]:
@@ -208,6 +223,12 @@ class Run:
                 f"{type(self.module).__name__} has automatic_optimization = False, so "
                 "gradient_clip_val and accumulate_grad_batches do nothing: clip and accumulate in "
                 "training_step"
+            )
+        if self.strategy.join_uneven_inputs:
+            raise ConfigurationError(
+                f"{type(self.module).__name__} has automatic_optimization = False, so the Trainer "
+                "cannot weight its gradients as join_uneven_inputs=True needs: give every rank as "
+                "many batches"
             )
 
     # -- data

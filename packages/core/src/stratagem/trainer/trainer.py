@@ -72,6 +72,7 @@ class Trainer:
         benchmark: let cuDNN choose by trying.
         inference_mode: evaluate under inference_mode, not no_grad.
         use_distributed_sampler: divide data between ranks.
+        sync_batchnorm: batch norm layers take their statistics over all ranks.
         detect_anomaly: check each loss and backward for NaN; slow.
         detect_divergence: compare step and parameters of the ranks after so many optimizer steps
             (True: 100).
@@ -122,6 +123,7 @@ class Trainer:
         benchmark: bool = False,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
         detect_anomaly: bool = False,
         detect_divergence: bool | int = False,
         enable_checkpointing: bool = True,
@@ -140,6 +142,8 @@ class Trainer:
             gpus=gpus,
             tpu_cores=tpu_cores,
         )
+        if sync_batchnorm:
+            self.strategy.sync_batchnorm = True
         self.default_root_dir = Path.cwd() if default_root_dir is None else Path(default_root_dir)
 
         # How long, and how much of the data.

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from stratagem import rank
 from stratagem.errors import CommunicationError, RankFailedError
-from stratagem.supervision import Failure, Ranks, StartRank, log_dir_of
+from stratagem.supervision import Failure, Output, Ranks, StartRank
 
 Result = TypeVar("Result")
 
@@ -80,7 +80,7 @@ class Watch:
                 if signal.getsignal(number) == signal.SIG_DFL:
                     signal.signal(number, rank.own_handler(self._end_by_signal))
         self.ranks = Ranks(
-            start, environments, on_failure=self._interrupt, log_dir=log_dir_of(os.environ)
+            start, environments, on_failure=self._interrupt, output=Output.of(os.environ)
         )
         # Last in, first out: what is registered later (leaving the process group) comes before.
         atexit.register(self._finish)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import multiprocessing
 import os
 import pickle
@@ -25,7 +27,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.native.launchers.failure import forget_parents_ranks, run_as_rank
 from stratagem.plan import RunPlan
-from stratagem.supervision import Failure, Ranks
+from stratagem.supervision import Failure, Output, Ranks
 
 _END_GRACE = 20.0
 """Seconds that ranks have to end by themselves after Ctrl-C or a signal."""
@@ -87,7 +89,7 @@ class ProcessesLauncher(Launcher):
             environments,
             on_failure=failures.append,
             own_sessions=True,
-            log_dir=supervision.log_dir_of(os.environ),
+            output=Output.of(os.environ),
         )
         with ranks, _forwarding_signals(ranks) as received:
             try:
@@ -171,8 +173,9 @@ class _Spawn:
         try:
             (folder / "call").write_bytes(pickle.dumps(call))
         except Exception as error:
-            culprit = _unpicklable(call.args, "") or _unpicklable(call.kwargs, "")
-            what = culprit or f"{call.function!r}"
+            given = (call.function, *call.args, *call.kwargs.values())
+            culprits = (_unpicklable(one, type(one).__name__) for one in given)
+            what = next(filter(None, culprits), "what it was given")
             raise ConfigurationError(
                 f"the launcher 'spawn' pickles what the ranks need, and {what} cannot be pickled "
                 f"({type(error).__name__}: {error}): define functions and classes at the top of a "
@@ -223,6 +226,9 @@ def _become_rank(environment: Mapping[str, str], output: Path | None) -> None:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -332,14 +338,12 @@ def _unpicklable(thing: Any, path: str, depth: int = 0) -> str | None:
             parts = [(f"{path}[{key!r}]", value) for key, value in thing.items()]
         elif isinstance(thing, (list, tuple, set, frozenset)):
             parts = [(f"{path}[{index}]", value) for index, value in enumerate(thing)]
+        elif inspect.ismethod(thing):
+            parts = [(type(thing.__self__).__name__, thing.__self__)]
         else:
-            parts = [
-                (f"{path or type(thing).__name__}.{name}", value)
-                for name, value in getattr(thing, "__dict__", {}).items()
-            ]
-            if not path:
-                path = type(thing).__name__
+            held = getattr(thing, "__dict__", {})
+            parts = [(f"{path}.{name}", value) for name, value in held.items()]
         for name, value in parts:
             if found := _unpicklable(value, name, depth + 1):
                 return found
-    return f"{path or 'it'} ({thing!r})"
+    return f"{path} ({thing!r})"

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.interfaces.parallel import ParallelStrategy
-from stratagem.interfaces.strategy import Prepared
+from stratagem.interfaces.strategy import Optimizers, Parts, Prepared
+from stratagem.native.strategies.communication_hooks import CommunicationHook, Hook, Wrapper
+from stratagem.native.strategies.ddp_errors import explain
 from stratagem.native.strategy_specs import DDP
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+_AVERAGING_STEP = "model_averaging_step"
+_SYNC_BUFFERS = (  # torch 2.13 has deprecated its earlier name
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 class DDPStrategy(ParallelStrategy):
@@ -22,15 +39,36 @@ class DDPStrategy(ParallelStrategy):
     Args:
         find_unused_parameters: allow parameters that a forward pass does not use; costs a
             traversal of the graph at each step.
-        static_graph: the graph is the same at every step.
+        static_graph: every step uses the same parameters, which DDP finds out in the first one.
         gradient_as_bucket_view: let gradients share memory with the communication buckets.
         bucket_cap_mb: bucket size in MiB; None: torch's default.
+        broadcast_buffers: give every rank the buffers of rank 0 before each forward.
+        init_sync: give every rank the weights of rank 0 when the model is wrapped; without it,
+            ranks must have made the same ones.
+        ddp_comm_hook: communicates gradients in place of an all_reduce of them as they are, such
+            as `fp16_compress_hook`; see torch.distributed.algorithms.ddp_comm_hooks.
+        ddp_comm_state: the hook's state, such as `PowerSGDState(process_group=None)`, which
+            belongs to one model; or a function without arguments that makes one, called for each
+            model when process groups are there. A checkpoint does not hold it (after a resume
+            PowerSGD begins again without the error that it had kept).
+        ddp_comm_wrapper: goes around the hook, such as `fp16_compress_wrapper`.
+        model_averaging_period: for `post_localSGD_hook`: average the weights of all ranks every so
+            many optimizer steps. Between two averagings ranks differ, and rank 0's weights and
+            optimizer state are those that are saved.
         **parts: see `ParallelStrategy`.
 
+    Raises:
+        ConfigurationError: arguments do not fit together, or (when it is bound) the hook does not
+            fit the process group's backend.
+
     Example:
+        >>> from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         >>> from stratagem.strategies import DDPStrategy
         >>> DDPStrategy(static_graph=True).capabilities.multi_node
         True
+        >>> half = DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook, start_method="spawn")
+        >>> half.requested["launcher"]
+        'spawn'
     """
 
     capabilities = DDP
@@ -42,15 +80,53 @@ class DDPStrategy(ParallelStrategy):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        ddp_comm_hook: Hook | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Wrapper | None = None,
+        model_averaging_period: int | None = None,
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
+        if static_graph and find_unused_parameters:
+            raise ConfigurationError(
+                "static_graph=True and find_unused_parameters=True: a static graph finds its "
+                "unused parameters in the first step, so leave find_unused_parameters out; if "
+                "steps use different parameters, leave static_graph out"
+            )
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise ConfigurationError(f"bucket_cap_mb={bucket_cap_mb!r}: expected MiB, more than 0")
         self.ddp_arguments = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
+            "init_sync": init_sync,
+            **({} if broadcast_buffers else {_SYNC_BUFFERS: False}),
         }
+        self.communication_hook = CommunicationHook(
+            ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period
+        )
+        self._owner_of_state: ref[nn.Parameter] | None = None
+        self._hook_state: Any = None
+        """The state of the hook of the model that was wrapped last."""
+        self._averagers: WeakKeyDictionary[Optimizer, PeriodicModelAverager] = WeakKeyDictionary()
+
+    def bind(self, parts: Parts) -> None:
+        """Take the parts of the plan; see `ParallelStrategy.bind`."""
+        super().bind(parts)
+        self.communication_hook.check_backend(self.communication_backend)
+
+    # -- the model
+
+    def prepare(
+        self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
+    ) -> Prepared:
+        """Return the model in DDP; see `Strategy.prepare`."""
+        prepared = super().prepare(module, optimizers, move_to_device=move_to_device)
+        self._average_with(prepared.optimizers)
+        return prepared
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in DDP.
@@ -63,7 +139,23 @@ class DDPStrategy(ParallelStrategy):
         # no communication.
         if any(parameter.requires_grad for parameter in module.parameters()):
             self.configure_ddp()
+            if isinstance(self.model, DistributedDataParallel):
+                self._check_owner_of_state(module)
+                self._hook_state = self.communication_hook.register(self.model)
         return self.model
+
+    def _check_owner_of_state(self, module: nn.Module) -> None:
+        """Refuse a hook's state that another model has filled: it holds that one's gradients."""
+        if not self.communication_hook.has_own_state:
+            return
+        first = next(module.parameters())
+        if self._owner_of_state is not None and self._owner_of_state() is not first:
+            raise ConfigurationError(
+                f"ddp_comm_state={type(self.communication_hook.state).__name__}(...) belongs to "
+                "the model that was prepared before: pass a function that makes one for each "
+                "model, as in ddp_comm_state=lambda: PowerSGDState(process_group=None)"
+            )
+        self._owner_of_state = ref(first)
 
     def configure_ddp(self) -> None:
         """Wrap `self.model`."""
@@ -79,7 +171,48 @@ class DDPStrategy(ParallelStrategy):
         for buffer in prepared.original.buffers():
             dist.broadcast(buffer, 0)
 
+    # -- a step
+
     def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
         """Return DDP's context without gradient communication."""
         model = prepared.module
         return model.no_sync() if isinstance(model, DistributedDataParallel) else None
+
+    def explain(self, prepared: Prepared, error: RuntimeError) -> StratagemError | None:
+        """Return DDP's own errors with the names of parameters; see `Strategy.explain`."""
+        model = prepared.module
+        return explain(error, model) if isinstance(model, DistributedDataParallel) else None
+
+    def optimizer_step(
+        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Step one optimizer; in post-local SGD, average the ranks' weights when it is time."""
+        result = super().optimizer_step(prepared, optimizer, closure)
+        if self.communication_hook.averaging_period is not None:
+            if optimizer not in self._averagers:  # Lite's setup_optimizers brought it
+                self._average_with([optimizer])
+            self._averagers[optimizer].average_parameters(optimizer.param_groups)
+        return result
+
+    def _average_with(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            averager = self.communication_hook.averager(self._hook_state)
+            if averager is not None:
+                self._averagers[optimizer] = averager
+
+    # -- state
+
+    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state by names; in post-local SGD, with the steps so far."""
+        state = super().optimizer_state(prepared, optimizer)
+        averager = self._averagers.get(optimizer)
+        return state if averager is None else {**state, _AVERAGING_STEP: averager.step}
+
+    def load_optimizer_state(
+        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load what `optimizer_state` returned."""
+        super().load_optimizer_state(prepared, optimizer, state)
+        averager = self._averagers.get(optimizer)
+        if averager is not None and _AVERAGING_STEP in state:
+            averager.step = self._hook_state.iter = state[_AVERAGING_STEP]

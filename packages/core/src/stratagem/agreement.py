@@ -1,0 +1,89 @@
+"""Agreement: ranks with different numbers of batches keep step with one another, or say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stratagem.errors import UserCodeError
+from stratagem.interfaces.strategy import Strategy
+
+
+class Agreement:
+    """Tells the ranks before each optimizer step whether everybody has batches for it.
+
+    One exchange of a number for each step; some 50 us between two processes of one machine.
+
+    Args:
+        name: stands for the loader in errors.
+        strategy: whose ranks they are.
+        joins: a rank without batches is given its last one again, with weight 0, and the others
+            count for more; otherwise it is an error.
+    """
+
+    def __init__(self, name: str, strategy: Strategy, *, joins: bool) -> None:
+        self._name = name
+        self._strategy = strategy
+        self._joins = joins
+        self._last: list[Any] = []
+
+    def remember(self, batches: Sequence[Any]) -> None:
+        """Keep the last of some batches, to be repeated."""
+        if self._joins and batches:
+            self._last = [batches[-1]]
+
+    def next_step(
+        self, micro_batches: list[Any], done: int
+    ) -> tuple[list[Any], list[float] | None]:
+        """Return the micro-batches of the next step, and their weights; None: all count 1.
+
+        Args:
+            micro_batches: those that this rank has.
+            done: batches of this epoch before them, on every rank.
+
+        Raises:
+            UserCodeError: some ranks have fewer; says which, and after how many batches.
+        """
+        self.remember(micro_batches)
+        counts = self._strategy.all_gather(torch.tensor(len(micro_batches))).tolist()
+        most = max(counts)
+        if min(counts) == most:
+            return micro_batches, None
+        if not self._joins:
+            raise UserCodeError(self._differ(counts, done))
+        if not self._last:
+            raise UserCodeError(
+                f"{self._name} yielded no batch on rank {self._strategy.global_rank}; expected at "
+                "least one on each, since the last one is repeated while other ranks have more"
+            )
+        missing = most - len(micro_batches)
+        # Gradients are averaged over all ranks; this makes it an average over those with a batch.
+        weights = [
+            len(counts) / sum(count > position for count in counts)
+            for position in range(len(micro_batches))
+        ]
+        return micro_batches + self._last * missing, weights + [0.0] * missing
+
+    def _differ(self, counts: list[int], done: int) -> str:
+        most = max(counts)
+        ended = ", ".join(
+            f"rank {rank} ended after {done + count} batch(es)"
+            for rank, count in enumerate(counts)
+            if count < most
+        )
+        return (
+            f"{self._name} has different numbers of batches on the ranks: {ended}, and others had "
+            "more, while every optimizer step needs one from each: "
+            + remedy_for(done + min(counts), self._strategy)
+        )
+
+
+def remedy_for(fewest: int, strategy: Strategy) -> str:
+    """Return what to do about ranks of which the poorest has so many batches."""
+    limit = f"pass limit_train_batches={fewest}, or " if fewest else ""
+    return (
+        f"{limit}let every rank's data have as many batches, or train on with those that have some "
+        f"by {type(strategy).__name__}(join_uneven_inputs=True)"
+    )

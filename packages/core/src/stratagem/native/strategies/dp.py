@@ -1,0 +1,91 @@
+"""DataParallelStrategy: DataParallel, one process for several GPUs; kept for older code."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.single_device import SingleDeviceStrategy
+from stratagem.interfaces.strategy import Parts
+from stratagem.native.strategy_specs import DP
+
+
+class DataParallelStrategy(SingleDeviceStrategy):
+    """Splits each batch over several GPUs of one process, which copies the model at every step.
+
+    Deprecated: ddp does the same faster. On one device it is the plain module. What a method
+    returns for the parts of a batch is joined along the first dim; scalars, such as the loss, are
+    averaged. Several devices were never tried on hardware.
+
+    Args:
+        **parts: see `Strategy`.
+
+    Raises:
+        ConfigurationError: several devices were asked for that are no GPUs.
+
+    Example:
+        >>> import warnings
+        >>> from stratagem.strategies import DataParallelStrategy
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")
+        ...     strategy = DataParallelStrategy()
+        >>> strategy.capabilities.one_process
+        True
+    """
+
+    capabilities = DP
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        warnings.warn(
+            "strategy='dp' (DataParallel) is deprecated: it copies the model at every step. Use "
+            "strategy='ddp', which trains alike with one process a device",
+            FutureWarning,
+            stacklevel=2,
+        )
+
+    def bind(self, parts: Parts) -> None:
+        """Take the parts of the plan; see `Strategy.bind`."""
+        super().bind(parts)
+        kind = parts.accelerator.device(parts.devices[0]).type
+        if len(parts.devices) > 1 and kind != "cuda":
+            raise ConfigurationError(
+                f"strategy='dp' splits a batch over GPUs, received {len(parts.devices)} devices of "
+                f"the accelerator {parts.accelerator.name!r}: use strategy='ddp', or devices=1"
+            )
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return the module in DataParallel, if there are several devices."""
+        if len(self.parts.devices) == 1:
+            return module
+        return _DataParallel(module, device_ids=list(self.parts.devices))
+
+    def synchronize_batch_norm(self, module: nn.Module) -> None:
+        """Refuse several devices: DataParallel takes statistics on each."""
+        if len(self.parts.devices) > 1:
+            raise ConfigurationError(
+                "sync_batchnorm=True with strategy='dp': DataParallel takes batch statistics on "
+                "each device alone; use strategy='ddp'"
+            )
+
+
+class _DataParallel(nn.DataParallel[nn.Module]):
+    """DataParallel whose replicas may return scalars, in dicts and sequences too."""
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Return one output for those of the replicas."""
+        first = outputs[0]
+        if isinstance(first, Tensor) and first.dim() == 0:
+            return torch.stack([output.to(output_device) for output in outputs]).mean()
+        if isinstance(first, dict):
+            return {key: self.gather([o[key] for o in outputs], output_device) for key in first}
+        if isinstance(first, (list, tuple)):
+            parts = zip(*outputs, strict=True)
+            return type(first)([self.gather(list(part), output_device) for part in parts])
+        if not isinstance(first, Tensor):
+            return first
+        return super().gather(outputs, output_device)

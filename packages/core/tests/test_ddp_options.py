@@ -1,0 +1,523 @@
+"""DDP's options: the numbers of plain DDP where they promise them, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+
+from stratagem import Lite, Trainer
+from stratagem.discovery.registry import get_registry
+from stratagem.errors import ConfigurationError
+from stratagem.strategies import DDPShardedStrategy, DDPStrategy
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+
+SCRIPT = """
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed import new_subgroups
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks as default,
+    post_localSGD_hook as post_localSGD,
+    powerSGD_hook as powerSGD,
+)
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Lite, Module, Trainer
+from stratagem.strategies import DDPStrategy
+
+inputs = torch.randn(32, 5, generator=torch.Generator().manual_seed(1))
+data = TensorDataset(inputs, inputs.prod(1, keepdim=True))
+out = {}
+
+
+class Net(Module):
+    momentum = 0.9
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+        self.spare = nn.Linear(5, 1)
+        self.uses_spare = lambda batch_idx: True
+
+    def training_step(self, batch, batch_idx):
+        loss = mse_loss(self.net(batch[0]), batch[1])
+        if self.uses_spare(batch_idx):
+            loss = loss + 0.1 * self.spare(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
+
+
+def trainer(strategy, **arguments):
+    return Trainer(**{
+        "accelerator": "cpu", "strategy": strategy, "devices": 2, "max_epochs": 2,
+        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **arguments,
+    })
+
+
+def fit(strategy, uses_spare=lambda batch_idx: True, ckpt_path=None, **arguments):
+    net = Net()
+    net.uses_spare = uses_spare
+    made = trainer(strategy, **arguments)
+    made.fit(net, DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
+    return net, made
+
+
+def weights(net):
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def attempt(name, action):
+    try:
+        action()
+        out[name] = "trained"
+    except Exception as error:
+        out[name] = f"{type(error).__name__}: {error}"
+
+
+plain = weights(fit("ddp")[0])
+lite = trainer("ddp").lite
+lite.launch()
+
+
+def distance(strategy, **arguments):
+    net, _ = fit(strategy, **arguments)
+    return float((weights(net) - plain).abs().max())
+
+
+# -- the same numbers
+out["equal"] = {
+    "static_graph": distance(DDPStrategy(static_graph=True)),
+    "gradient_as_bucket_view": distance(DDPStrategy(gradient_as_bucket_view=True)),
+    "bucket_cap_mb": distance(DDPStrategy(bucket_cap_mb=1e-4)),
+    "init_sync": distance(DDPStrategy(init_sync=False)),
+    "broadcast_buffers": distance(DDPStrategy(broadcast_buffers=False)),
+    "found": distance("ddp_find_unused_parameters_true"),
+    "not searched": distance("ddp_find_unused_parameters_false"),
+    "allreduce_hook": distance(DDPStrategy(ddp_comm_hook=default.allreduce_hook)),
+}
+net, _ = fit(DDPStrategy(broadcast_buffers=False))
+rows = lite.strategy.all_gather(net.net[1].running_mean)
+out["buffers differ"] = not torch.equal(rows[0], rows[1])
+
+# -- compressed
+out["close"] = {
+    "fp16": distance(DDPStrategy(ddp_comm_hook=default.fp16_compress_hook)),
+    "powerSGD": distance(DDPStrategy(
+        ddp_comm_state=powerSGD.PowerSGDState(
+            process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=4,
+        ),
+        ddp_comm_hook=powerSGD.powerSGD_hook,
+    )),
+    "wrapped": distance(DDPStrategy(
+        ddp_comm_state=powerSGD.PowerSGDState(
+            process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=4,
+        ),
+        ddp_comm_hook=powerSGD.powerSGD_hook,
+        ddp_comm_wrapper=default.fp16_compress_wrapper,
+    )),
+}
+
+# -- a state of one model, and one for each
+def state():
+    return powerSGD.PowerSGDState(process_group=None, start_powerSGD_iter=2)
+
+shared = DDPStrategy(ddp_comm_state=state(), ddp_comm_hook=powerSGD.powerSGD_hook)
+first, made = fit(shared, max_epochs=1)
+made.fit(first, DataLoader(data, batch_size=4))
+attempt("another model", lambda: made.fit(Net(), DataLoader(data, batch_size=4)))
+each = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD.powerSGD_hook)
+_, made = fit(each, max_epochs=1)
+attempt("a state for each", lambda: made.fit(Net(), DataLoader(data, batch_size=4)))
+
+
+# -- post-local SGD: each rank alone, and together every 4 steps from the 4th on
+def post_local():
+    return DDPStrategy(
+        ddp_comm_state=lambda: post_localSGD.PostLocalSGDState(
+            process_group=None, subgroup=new_subgroups(group_size=1)[0], start_localSGD_iter=4,
+        ),
+        ddp_comm_hook=post_localSGD.post_localSGD_hook,
+        model_averaging_period=4,
+    )
+
+
+def spread(net):
+    rows = lite.strategy.all_gather(weights(net))
+    return float((rows[0] - rows[1]).abs().max())
+
+
+spreads = []
+Net.momentum = 0.0  # the momentum of rank 0 alone would be saved
+for steps in (4, 5, 6, 9, 10, 13):
+    net, made = fit(post_local(), max_epochs=-1, max_steps=steps)
+    spreads.append(spread(net))
+    if steps == 9:  # they have just been averaged
+        made.save_checkpoint("averaged.ckpt")
+    whole = net
+out["spreads"] = spreads
+resumed, _ = fit(post_local(), max_epochs=-1, max_steps=13, ckpt_path="averaged.ckpt")
+out["resumed"] = float((weights(resumed) - weights(whole)).abs().max())
+attempt("a state without period", lambda: fit(DDPStrategy(
+    ddp_comm_state=lambda: post_localSGD.PostLocalSGDState(None, None, 2),
+    ddp_comm_hook=post_localSGD.post_localSGD_hook,
+)))
+
+Net.momentum = 0.9
+
+# -- parameters that are not used
+never = lambda batch_idx: False
+attempt("unused", lambda: fit("ddp", never))
+attempt("unused, found", lambda: fit("ddp_find_unused_parameters_true", never))
+attempt("unused, static", lambda: fit(DDPStrategy(static_graph=True), never))
+attempt("static graph that changes", lambda: fit(
+    DDPStrategy(static_graph=True), lambda batch_idx: batch_idx < 2
+))
+
+
+class Loop(Lite):
+    def run(self):
+        net = Net()
+        model, optimizer = self.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            self.backward(model.training_step(data[:4], 9))
+            optimizer.step()
+
+
+attempt("lite", lambda: Loop(accelerator="cpu", strategy="ddp", devices=2).run())
+
+
+class Unused(Loop):
+    def setup(self, module, *optimizers):
+        module.uses_spare = never
+        return super().setup(module, *optimizers)
+
+
+attempt("lite, unused", lambda: Unused(accelerator="cpu", strategy="ddp", devices=2).run())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+class Twice(Loop):
+    def run(self):
+        net = Checkpointed()
+        model, optimizer = self.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        self.backward(model(inputs).sum())
+
+
+attempt("lite, twice", lambda: Twice(accelerator="cpu", strategy="ddp", devices=2).run())
+Path(f"out{made.global_rank}.json").write_text(json.dumps(out))
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the two ranks of the script found; they agree."""
+    import os
+    import sys
+
+    folder = tmp_path_factory.mktemp("options")
+    (folder / "script.py").write_text(SCRIPT)
+    dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC")
+    environment = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "script.py"],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    first, second = (json.loads((folder / f"out{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    return first  # type: ignore[no-any-return]
+
+
+def test_options_of_speed_change_no_number(results: dict[str, Any]) -> None:
+    for name, distance in results["equal"].items():
+        assert distance < 1e-6, name
+    assert len(results["equal"]) == 8
+
+
+def test_without_broadcasts_each_rank_keeps_its_own_buffers(results: dict[str, Any]) -> None:
+    assert results["buffers differ"] is True
+
+
+def test_compressing_hooks_train_nearly_alike(results: dict[str, Any]) -> None:
+    close = results["close"]
+    assert 0 < close["fp16"] < 5e-3
+    assert 0 < close["powerSGD"] < 0.2
+    assert 0 < close["wrapped"] < 0.2
+    assert close["wrapped"] != close["powerSGD"]
+
+
+def test_a_hooks_state_serves_one_model(results: dict[str, Any]) -> None:
+    assert results["another model"] == (
+        "ConfigurationError: ddp_comm_state=PowerSGDState(...) belongs to the model that was "
+        "prepared before: pass a function that makes one for each model, as in "
+        "ddp_comm_state=lambda: PowerSGDState(process_group=None)"
+    )
+    assert results["a state for each"] == "trained"
+
+
+def test_post_local_sgd_averages_the_ranks_every_few_steps(results: dict[str, Any]) -> None:
+    at_4, at_5, at_6, at_9, at_10, at_13 = results["spreads"]
+    # Averaged after the 5th, the 9th and the 13th step; before the 5th, gradients are.
+    assert at_4 < 1e-6
+    assert at_5 < 1e-6
+    assert at_9 < 1e-6
+    assert at_13 < 1e-6
+    assert at_6 > 1e-4
+    assert at_10 > 1e-4
+    assert "ConfigurationError" in results["a state without period"]
+
+
+def test_post_local_sgd_resumes_where_it_was(results: dict[str, Any]) -> None:
+    assert results["resumed"] < 1e-6
+
+
+def test_unused_parameters_are_named_with_what_to_pass(results: dict[str, Any]) -> None:
+    error = (
+        "UserCodeError: the loss of the step before did not depend on every parameter, so DDP "
+        "still waits for gradients: unused: spare.weight, spare.bias. Let the loss use them, "
+        "freeze them with requires_grad_(False), or pass find_unused_parameters=True, as in "
+        "strategy='ddp_find_unused_parameters_true' (static_graph=True costs less, if all steps "
+        "leave out the same ones)"
+    )
+    assert results["unused"] == error
+    assert results["lite, unused"] == error
+    assert results["unused, found"] == "trained"
+    assert results["unused, static"] == "trained"
+    assert results["lite"] == "trained"
+
+
+def test_a_static_graph_that_changes_is_named(results: dict[str, Any]) -> None:
+    assert results["static graph that changes"] == (
+        "UserCodeError: DDP was told static_graph=True, but this step used other parameters than "
+        "the first: unused: spare.weight, spare.bias. Pass find_unused_parameters=True in its "
+        "place, as in DDPStrategy(find_unused_parameters=True), or let every step use the same "
+        "parameters"
+    )
+
+
+def test_a_gradient_that_comes_twice_is_named(results: dict[str, Any]) -> None:
+    assert results["lite, twice"] == (
+        "UserCodeError: layer.bias received its gradient twice in one backward: it is used in two "
+        "checkpointed segments, or in several forward calls before one backward. Pass "
+        "DDPStrategy(static_graph=True), use checkpoint(..., use_reentrant=False), or call forward "
+        "once for each backward"
+    )
+
+
+# ---------------------------------------------------------------- names and refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("ddp", "script"),
+        ("ddp_spawn", "spawn"),
+        ("ddp_fork", "fork"),
+        ("ddp_notebook", "fork"),
+        ("ddp_sharded", "script"),
+        ("ddp_sharded_spawn", "spawn"),
+    ],
+)
+@pytest.mark.parametrize("unused", [None, True, False])
+def test_a_name_of_the_family_presets_launcher_and_search(
+    name: str, launcher: str, unused: bool | None
+) -> None:
+    suffix = "" if unused is None else f"_find_unused_parameters_{unused}".lower()
+    spec = get_registry().find("strategy", name + suffix).spec
+    strategy = spec.build()
+    assert type(strategy) is (DDPShardedStrategy if "sharded" in name else DDPStrategy)
+    assert strategy.requested.get("launcher", "script") == launcher
+    assert strategy.ddp_arguments["find_unused_parameters"] is bool(unused)
+
+
+@pytest.mark.parametrize(
+    ("method", "launcher"),
+    [("popen", "script"), ("script", "script"), ("spawn", "spawn"), ("fork", "fork")],
+)
+def test_a_start_method_is_a_launcher(method: str, launcher: str) -> None:
+    assert DDPStrategy(start_method=method).requested["launcher"] == launcher
+    assert DDPStrategy(start_method=method, launcher=launcher).requested["launcher"] == launcher
+
+
+def test_a_timeout_may_be_a_timedelta() -> None:
+    assert DDPStrategy(timeout=timedelta(minutes=2)).timeout == 120.0
+    assert DDPStrategy(timeout=30).timeout == 30.0
+
+
+def hook(state: Any, bucket: Any) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            {"start_method": "forkserver"},
+            "start_method='forkserver': expected one of 'popen', 'script', 'spawn', 'fork'",
+        ),
+        (
+            {"start_method": "spawn", "launcher": "script"},
+            "start_method='spawn' stands for launcher='spawn', received launcher='script' as well: "
+            "give one of the two",
+        ),
+        (
+            {"timeout": timedelta(0)},
+            "timeout=datetime.timedelta(0): expected seconds or a timedelta, more than 0",
+        ),
+        (
+            {"process_group_backend": "carrier_pigeon"},
+            "process_group_backend='carrier_pigeon' is not in this build of torch; expected one of",
+        ),
+        (
+            {"static_graph": True, "find_unused_parameters": True},
+            "static_graph=True and find_unused_parameters=True: a static graph finds its unused "
+            "parameters in the first step, so leave find_unused_parameters out",
+        ),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: expected MiB, more than 0"),
+        (
+            {"ddp_comm_hook": "fp16_compress_hook"},
+            "ddp_comm_hook='fp16_compress_hook': expected a function, as in "
+            "torch.distributed.algorithms.ddp_comm_hooks",
+        ),
+        (
+            {"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper},
+            "ddp_comm_state and ddp_comm_wrapper belong to a hook, and there is none: pass "
+            "ddp_comm_hook as well",
+        ),
+        (
+            {"ddp_comm_hook": hook, "model_averaging_period": 0},
+            "model_averaging_period=0: expected a number of steps of at least 1",
+        ),
+        (
+            {"ddp_comm_hook": hook, "model_averaging_period": 4},
+            "model_averaging_period=4 belongs to post-local SGD: pass "
+            "ddp_comm_hook=post_localSGD_hook and ddp_comm_state=PostLocalSGDState(...) as well, "
+            "or leave it out",
+        ),
+        (
+            {
+                "ddp_comm_hook": post_localSGD_hook,
+                "ddp_comm_state": PostLocalSGDState(None, None, 4),
+            },
+            "ddp_comm_state=PostLocalSGDState(...) lets the models of the ranks drift apart, and "
+            "nothing brings them together: pass model_averaging_period",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DDPStrategy(**arguments)
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"ddp_comm_hook": default_hooks.bf16_compress_hook},
+        {
+            "ddp_comm_hook": default_hooks.allreduce_hook,
+            "ddp_comm_wrapper": default_hooks.bf16_compress_wrapper,
+        },
+    ],
+)
+def test_a_bf16_hook_is_refused_where_the_backend_cannot(arguments: dict[str, Any]) -> None:
+    name = next(f.__name__ for f in arguments.values() if "bf16" in f.__name__)
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(**arguments), logger=False)
+    assert str(caught.value) == (
+        f"ddp_comm_hook: torch's {name} needs the process group backend 'nccl' or 'xccl', received "
+        f"'gloo': take {name.replace('bf16', 'fp16')}, or an accelerator with such a backend"
+    )
+
+
+def test_a_backend_that_cannot_take_the_devices_tensors_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    strategy = DDPStrategy(process_group_backend="nccl")
+    with pytest.raises(ConfigurationError) as caught:
+        Lite(accelerator="cpu", devices=2, strategy=strategy)
+    assert str(caught.value) == (
+        "process_group_backend='nccl' communicates tensors on cuda, and the accelerator 'cpu' has "
+        "them on cpu: leave it out to take 'gloo'"
+    )
+
+
+# ---------------------------------------------------------------- dp
+
+
+def test_dp_on_one_device_is_the_plain_module_and_says_that_it_is_deprecated() -> None:
+    with pytest.warns(FutureWarning, match="strategy='dp' .* is deprecated.* strategy='ddp'"):
+        lite = Lite(accelerator="cpu", strategy="dp", devices=1)
+    lite.launch()
+    net = nn.Linear(2, 1)
+    prepared = lite.strategy.prepare(net)
+    assert prepared.module is net
+    assert lite.world_size == 1
+
+
+def dp(**arguments: Any) -> Lite:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return Lite(accelerator="cpu", strategy="dp", **arguments)
+
+
+def test_dp_is_refused_for_several_devices_that_are_no_gpus() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        dp(devices=2)
+    assert str(caught.value) == (
+        "strategy='dp' splits a batch over GPUs, received 2 devices of the accelerator 'cpu': use "
+        "strategy='ddp', or devices=1"
+    )
+
+
+def test_dp_joins_what_replicas_return() -> None:
+    """Only the joining: DataParallel itself needs GPUs, and was never run here."""
+    from stratagem.native.strategies.dp import _DataParallel
+
+    joined = _DataParallel(nn.Identity()).gather(
+        [
+            {"loss": torch.tensor(1.0), "pair": (torch.tensor(2.0), "a"), "none": None},
+            {"loss": torch.tensor(3.0), "pair": (torch.tensor(4.0), "a"), "none": None},
+        ],
+        torch.device("cpu"),
+    )
+    assert joined == {"loss": torch.tensor(2.0), "pair": (torch.tensor(3.0), "a"), "none": None}

@@ -1,0 +1,361 @@
+"""What hangs or is lost between ranks becomes an error that names the rank and the place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stratagem.errors import CommunicationError, DivergenceError
+from stratagem.interfaces.positions import is_communication_error
+from stratagem.trainer.divergence import DivergenceCheck
+from stratagem.trainer.interruption import Interruption
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# Each kind of trouble in a loop of Lite, in two ranks with a timeout of some seconds.
+TROUBLE = """
+import os, sys, time
+import torch
+from stratagem import Lite
+from stratagem.strategies import DDPStrategy
+
+lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=4))
+lite.launch()
+model = torch.nn.Linear(4, 4)
+model, optimizer = lite.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def step():
+    loss = model(torch.ones(2, 4)).sum()
+    lite.backward(loss)  # LINE backward
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+for _ in range(3):
+    step()
+kind, rank = sys.argv[1], lite.global_rank
+if kind == "different collectives":
+    if rank == 0:
+        lite.all_reduce(torch.ones(4))  # LINE all_reduce
+    else:
+        lite.broadcast([1, 2, 3])  # LINE broadcast
+if kind == "asleep":
+    if rank == 1:
+        time.sleep(60)  # LINE sleep
+    step()
+if kind == "one step more on rank 1":
+    for _ in range(3 + rank):
+        step()
+if kind == "one step more on rank 0":
+    for _ in range(4 - rank):
+        step()
+if kind == "exit":
+    if rank == 1:
+        sys.exit(0)
+    step()
+if kind == "sizes":
+    lite.all_reduce(torch.ones(4 + rank))
+"""
+
+
+def line_of(script: str, what: str) -> int:
+    return next(n for n, line in enumerate(script.splitlines(), 1) if f"LINE {what}" in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "different collectives",
+            [
+                "rank 0: in all_reduce, at {}:{all_reduce}",
+                "rank 1: in broadcast, at {}:{broadcast}",
+            ],
+        ),
+        (
+            "asleep",
+            [
+                "rank 0: backward failed at {}:{backward} in step",
+                "rank 1: in <module>(), at {}:{sleep}",
+            ],
+        ),
+        (
+            "one step more on rank 1",
+            ["rank 0: at the end of its script", "rank 1: in backward, at {}:{backward} in step"],
+        ),
+        (
+            "one step more on rank 0",
+            ["rank(s) 1 missing from backward, at {}:{backward}", "rank 1: has ended its script"],
+        ),
+        ("exit", ["rank(s) 1 missing from backward", "rank 1: has ended its script, in order"]),
+    ],
+)
+def test_ranks_that_wait_for_one_another_end_with_where_each_is(
+    kind: str, said: list[str], run_script: RunScript, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    finished = run_script(TROUBLE, kind, expect=1)
+    assert time.monotonic() - began < 45, "4 s of timeout, and the time to start and to ask"
+    names = ("all_reduce", "broadcast", "sleep", "backward")
+    lines = {name: line_of(TROUBLE, name) for name in names}
+    for text in said:
+        expected = text.format(tmp_path / "script.py", **lines)
+        assert expected in finished.stderr, finished.stderr
+    assert finished.stderr.count("Where the ranks are:") == 1, finished.stderr
+
+
+@pytest.mark.slow
+def test_collectives_of_different_sizes_leave_the_stack_of_who_aborts(
+    run_script: RunScript,
+) -> None:
+    # torch aborts one process, and which one is a matter of timing.
+    finished = run_script(TROUBLE, "sizes", expect=None)
+    assert finished.returncode != 0
+    assert "Received data size doesn't match expected size" in finished.stderr
+    assert 'script.py", line' in finished.stderr, finished.stderr
+
+
+@pytest.mark.slow
+def test_under_torchrun_an_exception_of_one_rank_is_told_to_the_others(
+    run_script: RunScript,
+) -> None:
+    text = """
+    import torch
+    from stratagem import Lite
+
+    def main(lite):
+        lite.barrier()
+        if lite.global_rank == 1:
+            raise ValueError("only here")
+        try:
+            lite.all_reduce(torch.ones(2))
+        except RuntimeError as error:
+            # gloo's own; what run_as_rank makes of it comes after this frame.
+            print("LOST", type(error).__name__)
+            raise
+
+    Lite(accelerator="cpu").launch(main)
+    """
+    before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    finished = run_script(text, before=before, expect=1)
+    assert "ValueError: only here" in finished.stderr
+
+
+# -- signals under the Trainer
+
+TRAINING = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from stratagem import Callback, Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
+from stratagem.strategies import DDPStrategy
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02)
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Ready(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 5:
+            Path(f"rank{trainer.global_rank}").write_text(str(os.getpid()))
+
+
+folder = Path("checkpoints")
+trainer = Trainer(
+    accelerator="cpu", devices=int(sys.argv[1]), strategy=sys.argv[2], logger=False,
+    enable_progress_bar=False, max_epochs=-1,
+    callbacks=[Ready(), ModelCheckpoint(dirpath=folder, every_n_epochs=100)],
+)
+loader = DataLoader(TensorDataset(torch.ones(4000, 4)), batch_size=4)
+trainer.fit(Net(), loader)
+print("NOT REACHED")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "strategy", "to"), [(1, "auto", 0), (2, "ddp", 1)])
+def test_sigterm_to_any_rank_saves_after_the_same_step_of_all_and_ends_in_order(
+    devices: int,
+    strategy: str,
+    to: int,
+    tmp_path: Path,
+    script_environment: dict[str, str],
+) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    command = [sys.executable, str(script), str(devices), strategy]
+    program = subprocess.Popen(
+        command,
+        env=script_environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    files = [tmp_path / f"rank{rank}" for rank in range(devices)]
+    while not all(f.exists() and f.read_text() for f in files):
+        assert program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(int(files[to].read_text()), signal.SIGTERM)
+    stdout, stderr = program.communicate(timeout=60)
+    assert program.returncode == 128 + signal.SIGTERM, (stdout, stderr)
+    assert "NOT REACHED" not in stdout
+    assert "stratagem: SIGTERM: training ends here, saved as" in stdout
+    assert stderr == ""
+    (saved,) = (tmp_path / "checkpoints").glob("interrupted-*.ckpt")
+    assert torch.load(saved, weights_only=True)["progress"]["global_step"] > 5
+
+
+class Environment:
+    preemption_signals = ()
+
+    def requeue(self) -> bool:
+        return False
+
+
+class TwoRanks:
+    """Two ranks of which the other one says what is given: enough for a look."""
+
+    world_size = 2
+    is_global_zero = True
+    cluster_environment = Environment()
+
+    def __init__(self, other: list[list[float]]) -> None:
+        self.other = other
+        self.asked = 0
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        assert op == "max"
+        self.asked += 1
+        other = self.other.pop(0) if self.other else [0.0, 0.0, 0.001]
+        return torch.maximum(tensor, torch.tensor(other, dtype=tensor.dtype))
+
+
+def test_ranks_ask_one_another_less_often_the_shorter_their_steps_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: now)
+    strategy = TwoRanks([])
+    interruption = Interruption(strategy, None)  # type: ignore[arg-type]
+    for _ in range(2000):
+        now += 0.001
+        assert not interruption.look()
+    # 2 s of steps of 1 ms: after 1, 4, 16, 64, 256 steps, and then each 500.
+    assert 5 <= strategy.asked <= 9
+
+
+def test_a_signal_on_another_rank_ends_this_one_at_the_next_look() -> None:
+    strategy = TwoRanks([[0.0, 0.0, 10.0], [float(signal.SIGTERM), 0.0, 10.0]])
+    interruption = Interruption(strategy, None)  # type: ignore[arg-type]
+    assert not interruption.look()
+    assert interruption.look()
+    assert interruption.signal is signal.SIGTERM
+
+
+# -- divergence
+
+
+@pytest.mark.slow
+def test_ranks_whose_parameters_drift_apart_are_named_with_the_parameter(
+    run_script: RunScript,
+) -> None:
+    text = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    from stratagem import Module, Trainer
+
+    class Net(Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 5 and self.trainer.global_rank == 1:
+                with torch.no_grad():
+                    self.net[1].bias += 1
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.0)
+
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
+        max_epochs=1, detect_divergence=4, enable_checkpointing=False,
+    )
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(80, 4)), batch_size=4))
+    """
+    stderr = run_script(text, expect=1).stderr
+    assert "DivergenceError: after step 8 parameters differ from those of rank 0" in stderr
+    assert "rank 1 in net.1.bias." in stderr
+
+
+class Gathering:
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.change = change
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor, self.change(tensor.clone())])
+
+
+def test_ranks_that_agree_are_left_alone_and_are_not_asked_between_checks() -> None:
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+    check = DivergenceCheck(Gathering(fail), nn.Linear(2, 2), 3)  # type: ignore[arg-type]
+    check.look(1, True)
+    check.look(2, True)
+    check = DivergenceCheck(Gathering(lambda t: t), nn.Linear(2, 2), 3)  # type: ignore[arg-type]
+    check.look(3, True)
+
+
+def test_another_step_and_a_missing_loss_are_named() -> None:
+    def later(values: torch.Tensor) -> torch.Tensor:
+        values[0] += 1
+        return values
+
+    def without_loss(values: torch.Tensor) -> torch.Tensor:
+        values[1] = 0
+        return values
+
+    net = nn.Linear(2, 2)
+    with pytest.raises(DivergenceError, match=r"the optimizer step \(rank 0: 3, rank 1: 4\)"):
+        DivergenceCheck(Gathering(later), net, 3).look(3, True)  # type: ignore[arg-type]
+    with pytest.raises(DivergenceError, match=r"training_step has a loss \(rank 0: 1, rank 1: 0\)"):
+        DivergenceCheck(Gathering(without_loss), net, 3).look(3, True)  # type: ignore[arg-type]
+
+
+def test_only_errors_of_communication_are_taken_for_such() -> None:
+    lost = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")
+    assert is_communication_error(lost)
+    assert is_communication_error(torch.distributed.DistBackendError("NCCL timeout"))
+    assert not is_communication_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_communication_error(ValueError("gloo/"))
+    assert CommunicationError("text", (1,), "here").missing == (1,)

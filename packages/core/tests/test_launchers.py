@@ -1,0 +1,353 @@
+"""The launchers spawn and fork: what runs where, what comes back, and how everything ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Lite, Module, Trainer
+from stratagem.errors import ConfigurationError
+from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+Start = Callable[..., "tuple[subprocess.Popen[str], list[int]]"]
+
+COMMON = """
+import os, sys, threading, time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Lite, Module, StrategyRegistry, Trainer
+from stratagem.strategies import DDPStrategy
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+        self.seen = 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 1
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def loader():
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs), batch_size=4)
+
+
+def trainer(strategy, **options):
+    options = {"logger": False, "enable_progress_bar": False, "max_epochs": 2, **options}
+    return Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
+"""
+
+
+def started_by(launcher: str) -> str:
+    return f"DDPStrategy(launcher={launcher!r})"
+
+
+# -- what comes back
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+def test_weights_logged_values_and_best_checkpoint_come_back_and_nothing_else(
+    launcher: str, run_script: RunScript
+) -> None:
+    text = f"""
+    class Registered(DDPStrategy):
+        pass
+
+    def main():
+        StrategyRegistry.register("registered", Registered, launcher={launcher!r})
+        runner, model = trainer("registered"), Net()
+        before = model.net.weight.clone()
+        assert runner.fit(model, loader(), loader()) is None
+        alone = Net()
+        reference = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=2,
+            enable_checkpointing=False,
+        )
+        # Two ranks of 4 samples are one process with batches of 8, in the order of the ranks.
+        data = loader().dataset.tensors[0]
+        pairs = torch.cat([data[0::2].view(4, 4, 4), data[1::2].view(4, 4, 4)], 1).reshape(32, 4)
+        reference.fit(alone, DataLoader(TensorDataset(pairs), batch_size=8))
+        torch.testing.assert_close(model.net.weight, alone.net.weight)
+        assert not torch.equal(model.net.weight, before)
+        assert model.seen == 0, "other attributes are those of this process"
+        assert set(runner.callback_metrics) == {{"loss", "val"}}
+        assert runner.global_step == 8
+        assert Path(runner.checkpoint_callback.best_model_path).is_file()
+        try:
+            runner.optimizers
+        except Exception as error:
+            print("REFUSED", error)
+        values = runner.validate(ckpt_path="best", dataloaders=loader(), verbose=False)
+        print("VALUE", values[0]["val"] == runner.callback_metrics["val"].item())
+
+    if __name__ == "__main__":
+        main()
+    """
+    output = run_script(COMMON + textwrap.dedent(text)).stdout
+    assert f"REFUSED the run was in processes of its own (launcher '{launcher}')" in output
+    assert "only the model's weights, logged values and callbacks' states come back" in output
+    assert "VALUE True" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+def test_a_function_of_lite_returns_the_plain_data_of_rank_0(
+    launcher: str, run_script: RunScript
+) -> None:
+    text = f"""
+    class Summing(Lite):
+        def run(self, start):
+            return {{"sum": self.all_reduce(torch.tensor(start + self.global_rank), "sum")}}
+
+    def model_of(lite):
+        return nn.Linear(1, 1)
+
+    def threads(lite):
+        return lite.all_gather(torch.tensor(torch.get_num_threads())).tolist()
+
+    def leave(lite):
+        raise SystemExit(0)
+
+    if __name__ == "__main__":
+        options = {{"accelerator": "cpu", "devices": 2}}
+        print("SUM", Summing(strategy={started_by(launcher)}, **options).run(3.0))
+        lite = Lite(strategy={started_by(launcher)}, **options)
+        print("THREADS", lite.launch(threads))
+        print("LEFT", lite.launch(leave))
+        for call in (lambda: lite.launch(model_of), lite.launch):
+            try:
+                call()
+            except Exception as error:
+                print(type(error).__name__, error)
+    """
+    output = run_script(COMMON + textwrap.dedent(text), env={"OMP_NUM_THREADS": "3"}).stdout
+    assert "SUM {'sum': tensor(7.)}" in output
+    # A parent that has not computed with several threads has none to lose in a fork.
+    assert "THREADS [3, 3]" in output
+    assert "LEFT None" in output
+    assert "RankFailedError rank 0 of 2 failed" in output
+    assert "as plain data (numbers, strings, tensors, and dicts, lists, tuples" in output
+    assert "it is of type torch.nn.modules.linear.Linear" in output
+    assert f"the launcher '{launcher}' runs a function in new processes, so launch()" in output
+
+
+def test_fork_after_computing_threads_uses_one_thread_in_each_rank(run_script: RunScript) -> None:
+    text = """
+    def work(lite):
+        x = torch.randn(400, 400, requires_grad=True)
+        (x @ x).sum().backward()
+        return torch.get_num_threads()
+
+    if __name__ == "__main__":
+        torch.set_num_threads(2)
+        work(None)  # starts the pool of threads, which a forked process lacks and would wait for
+        lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(launcher="fork"))
+        print("THREADS", lite.launch(work))
+    """
+    finished = run_script(COMMON + textwrap.dedent(text), env={"OMP_NUM_THREADS": "2"})
+    assert "THREADS 1" in finished.stdout
+
+
+# -- what is refused
+
+
+class Holding(Module):
+    """Holds a lock, which cannot be pickled, three levels down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.tools = {"all": [threading.Lock()]}
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return torch.as_tensor(self.net(batch[0]).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_spawn_names_the_object_that_cannot_be_pickled(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(launcher="spawn"),
+        logger=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(ConfigurationError) as refused:
+        trainer.fit(Holding(), DataLoader(TensorDataset(torch.ones(4, 1))))
+    message = str(refused.value)
+    assert "Holding.tools['all'][0] (<unlocked _thread.lock object" in message
+    assert "cannot be pickled (TypeError" in message
+    assert "use strategy='ddp' (or 'ddp_fork'), which pickles nothing" in message
+
+
+def test_fork_after_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(launcher="fork"))
+    with pytest.raises(ConfigurationError, match=r"has used CUDA already.*restart the notebook"):
+        lite.launch(print)
+
+
+def test_a_strategy_refuses_a_launcher_that_it_does_not_know() -> None:
+    with pytest.raises(ConfigurationError, match=r"is started by 'in_process', received.*'fork'"):
+        Lite(accelerator="cpu", devices=2, strategy=_OneProcess(launcher="fork"))
+
+
+class _OneProcess(DDPStrategy):
+    capabilities = SingleDeviceStrategy.capabilities.__class__(
+        one_process=False, many_devices=True, launchers=("in_process",)
+    )
+
+
+# -- ends
+
+WAITING = """
+def wait(lite, folder):
+    Path(folder, f"rank{lite.global_rank}").write_text(str(os.getpid()))
+    print("RANK", lite.global_rank, "waits", flush=True)
+    if "raise" in sys.argv and lite.global_rank == 1:
+        raise ValueError("of rank one")
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted", lite.global_rank, flush=True)
+        raise
+
+if __name__ == "__main__":
+    lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(launcher=sys.argv[1]))
+    if "thread" in sys.argv:
+        thread = threading.Thread(target=lite.launch, args=(wait, sys.argv[2]))
+        thread.start()
+        thread.join()
+    else:
+        lite.launch(wait, sys.argv[2])
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, script_environment: dict[str, str]) -> Start:
+    """Start ranks that wait; return the program, once they do, and their process ids."""
+
+    def start(*arguments: str, **env: str) -> tuple[subprocess.Popen[str], list[int]]:
+        script = tmp_path / "waiting.py"
+        script.write_text(COMMON + WAITING)
+        program = subprocess.Popen(
+            [sys.executable, script, arguments[0], tmp_path, *arguments[1:]],
+            env={**script_environment, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+        )
+        deadline = time.monotonic() + 60
+        files = [tmp_path / "rank0", tmp_path / "rank1"]
+        while not all(f.exists() and f.read_text() for f in files):
+            assert time.monotonic() < deadline, "the ranks did not start"
+            assert program.poll() is None, program.communicate()
+            time.sleep(0.05)
+        return program, [int(f.read_text()) for f in files]
+
+    return start
+
+
+def all_gone(pids: list[int], within: float = 10.0) -> bool:
+    deadline = time.monotonic() + within
+    while any(is_running(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+def test_a_killed_launcher_leaves_no_rank(launcher: str, waiting: Start) -> None:
+    program, pids = waiting(launcher)
+    program.kill()
+    assert all_gone(pids)
+    program.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "code", "heard"),
+    [(signal.SIGINT, 1, True), (signal.SIGTERM, 143, False)],
+    ids=["interrupt", "terminate"],
+)
+def test_a_signal_to_the_launcher_reaches_every_rank(
+    sent: signal.Signals, code: int, heard: bool, waiting: Start
+) -> None:
+    program, pids = waiting("fork")
+    program.send_signal(sent)
+    output, _ = program.communicate(timeout=40)
+    assert all_gone(pids)
+    assert program.returncode in (code, -sent)
+    assert ("interrupted 0" in output and "interrupted 1" in output) is heard
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_ends_the_others(waiting: Start) -> None:
+    program, pids = waiting("spawn", "thread")
+    os.kill(pids[1], signal.SIGKILL)
+    output, _ = program.communicate(timeout=40)
+    assert all_gone(pids)
+    assert "RankFailedError: rank 1 of 2 was ended by SIGKILL" in output
+
+
+@pytest.mark.slow
+def test_output_of_ranks_gets_a_prefix_or_goes_to_a_folder(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    arguments = ("fork", str(tmp_path), "raise")
+    script = COMMON + WAITING
+    prefixed = run_script(script, *arguments, env={"STRATAGEM_PREFIX_OUTPUT": "1"}, expect=1)
+    assert "[rank 0] RANK 0 waits\n" in prefixed.stdout
+    assert "[rank 1] RANK 1 waits\n" in prefixed.stdout
+    assert prefixed.stderr.rstrip().endswith("ValueError: of rank one")
+    logs = tmp_path / "logs" / "of this run"
+    logged = run_script(script, *arguments, env={"STRATAGEM_LOG_DIR": str(logs)}, expect=1)
+    assert "RANK" not in logged.stdout
+    assert (logs / "rank1.log").read_text() == "RANK 1 waits\n"
