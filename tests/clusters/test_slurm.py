@@ -138,6 +138,7 @@ def test_a_job_that_is_preempted_is_saved_and_resumed(
     job.wait_for("step 5 ")
     slurm.submit(folder, "sleep 2", "--nodes=2", "--exclusive", "--partition=high")
     job.wait_for("SIGTERM: training ends here, saved as ")
+    job.wait_for("the job is queued again")
     job.wait_for("was started again: resuming from ", timeout=180)
     text = job.wait()
     assert len(results()) == 2, text
