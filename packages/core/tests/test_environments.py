@@ -347,7 +347,9 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int],
     def make(exit_code: int) -> Path:
         arguments = tmp_path / "arguments"
         program = tmp_path / "scontrol"
-        program.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > {arguments}\nexit {exit_code}\n')
+        program.write_text(
+            f'#!/bin/sh\nprintf "%s|" "$@" > {arguments}\necho "$SHOWN"\nexit {exit_code}\n'
+        )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         return arguments
@@ -366,6 +368,21 @@ def test_a_job_is_queued_again_by_scontrol(
     set_environ({"SLURM_ARRAY_JOB_ID": "30", "SLURM_ARRAY_TASK_ID": "7"})
     SLURMEnvironment().requeue()
     assert arguments.read_text() == "requeue|30_7|"
+
+
+@pytest.mark.parametrize(
+    ("shown", "requeues"), [("PreemptTime=None", False), ("PreemptTime=2026-11-21T10:36:13", True)]
+)
+def test_sigterm_queues_a_job_again_if_it_is_preempted_and_not_if_it_is_cancelled(
+    shown: str, requeues: bool, scontrol: Callable[[int], Path], set_environ: Any
+) -> None:
+    arguments = scontrol(0)
+    set_environ({**STEP, "SHOWN": f"JobState=RUNNING PreemptEligibleTime=2026-11-21 {shown}"})
+    assert SLURMEnvironment().requeues_upon(signal.SIGTERM) is requeues
+    assert arguments.read_text() == "show|job|31|"
+    assert SLURMEnvironment(auto_requeue=False).requeues_upon(signal.SIGTERM) is False
+    assert SLURMEnvironment().requeues_upon(signal.SIGUSR1) is True
+    assert PlainEnvironment().requeues_upon(signal.SIGTERM) is False
 
 
 def test_a_job_that_cannot_be_queued_again_says_why(

@@ -22,7 +22,8 @@ class ClusterEnvironment:
            rank, and rank 0 calls `take_listener`. Either may wait for other ranks.
         4. The Trainer reads `run_id`, `restart_count` and `agent_id` when `fit` begins, on every
            rank, and installs handlers for `preemption_signals`.
-        5. After the checkpoint that one of those signals asks for, rank 0 calls `requeue`.
+        5. After the checkpoint that a signal asks for, rank 0 calls `requeues_upon`, and `requeue`
+           if that is so.
         6. `teardown`, on every rank, at the end.
 
     Example:
@@ -102,6 +103,10 @@ class ClusterEnvironment:
     def preemption_signals(self) -> tuple[signal.Signals, ...]:
         """Signals that announce the end, upon which a run is to be saved and queued again."""
         return ()
+
+    def requeues_upon(self, number: signal.Signals) -> bool:
+        """Whether this job is to be queued again after a signal has ended the run; on rank 0."""
+        return number in self.preemption_signals
 
     def requeue(self) -> bool:
         """Ask the cluster to run this job again, on rank 0; return whether it will."""

@@ -96,7 +96,7 @@ class Interruption(AbstractContextManager["Interruption"]):
         if self._strategy.is_global_zero:
             if saved:
                 told += f", saved as {saved}"
-            if self.signal in environment.preemption_signals and environment.requeue():
+            if environment.requeues_upon(self.signal) and environment.requeue():
                 told += "; the job is queued again"
             print(told, flush=True)
         rank.be_interrupted()

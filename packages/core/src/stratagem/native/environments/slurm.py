@@ -89,7 +89,8 @@ class SLURMEnvironment(AnnouncedPortEnvironment):
     chosen for it. MASTER_ADDR and MASTER_PORT go before what is found.
 
     With `#SBATCH --requeue --signal=USR1@90` a job gets SIGUSR1 90 s before its time is over; the
-    run is then saved and queued again, and goes on where it was when it starts the next time.
+    run is then saved and queued again, and goes on where it was when it starts the next time. So
+    it does when it is preempted by another job, within the partition's GraceTime.
 
     Args:
         auto_requeue: save and queue the job again upon the signal.
@@ -157,20 +158,42 @@ class SLURMEnvironment(AnnouncedPortEnvironment):
     def preemption_signals(self) -> tuple[signal.Signals, ...]:
         return (self.requeue_signal,) if self.auto_requeue else ()
 
+    def requeues_upon(self, number: signal.Signals) -> bool:
+        """Whether a signal that ends the run means that the job is to be queued again.
+
+        SIGTERM may be `scancel`, or a job of a higher priority: SLURM then requeues only a job that
+        is still there when its grace time is over, and this one is not.
+        """
+        if number == signal.SIGTERM and self.auto_requeue:
+            shown = self._scontrol("show", "job")
+            return shown is not None and re.search(r"\bPreemptTime=\d", shown) is not None
+        return super().requeues_upon(number)
+
     def requeue(self) -> bool:
         """Run `scontrol requeue`, which ends this job's tasks soon after; return whether it will.
 
         What it says goes to standard error.
         """
+        return self._scontrol("requeue") is not None
+
+    def _scontrol(self, *command: str) -> str | None:
+        """Return what `scontrol` prints of this job, or None: it failed, and has said why."""
         job = self._job()
         if job is None:
-            return False
+            return None
         try:
-            done = subprocess.run(["scontrol", "requeue", job], check=False, timeout=60)
+            done = subprocess.run(
+                ["scontrol", *command, job],
+                check=False,
+                timeout=60,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
-            print(f"stratagem: scontrol requeue {job}: {error}", file=sys.stderr, flush=True)
-            return False
-        return done.returncode == 0
+            what = " ".join(command)
+            print(f"stratagem: scontrol {what} {job}: {error}", file=sys.stderr, flush=True)
+            return None
+        return done.stdout if done.returncode == 0 else None
 
     @staticmethod
     def _job() -> str | None:
