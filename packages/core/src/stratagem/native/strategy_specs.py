@@ -12,6 +12,16 @@ DDP = Capabilities(
 )
 """What DistributedDataParallel can do."""
 
+FSDP = Capabilities(
+    launchers=("script", "spawn", "fork"),
+    one_process=False,
+    many_devices=True,
+    multi_node=True,
+    sharded_state=True,
+    uneven_evaluation=False,
+)
+"""What fully_shard can do: forward gathers parameters, so ranks run as many batches."""
+
 
 def strategies() -> tuple[ComponentSpec, ...]:
     """Return the strategies."""
@@ -29,4 +39,32 @@ def strategies() -> tuple[ComponentSpec, ...]:
             summary="DistributedDataParallel, one process a device; runs the script again for each",
             capabilities=DDP,
         ),
+        *_sharding(),
+    )
+
+
+def _sharding() -> tuple[ComponentSpec, ...]:
+    presets: dict[str, tuple[str, dict[str, object]]] = {
+        "fsdp": ("parameters, gradients and optimizer state sharded (FSDP2)", {}),
+        "fsdp_cpu_offload": ("fsdp with shards in host memory", {"cpu_offload": True}),
+        "fsdp_shard_grad_op": (
+            "gradients and optimizer state sharded",
+            {"sharding_strategy": "SHARD_GRAD_OP"},
+        ),
+        "fsdp_no_shard": ("nothing sharded, as ddp", {"sharding_strategy": "NO_SHARD"}),
+        "fsdp_hybrid_shard": (
+            "sharded within a node, replicated over nodes",
+            {"sharding_strategy": "HYBRID_SHARD"},
+        ),
+    }
+    return tuple(
+        StrategySpec(
+            name=name,
+            target="stratagem.native.strategies.fsdp:FSDPStrategy",
+            api_version=1,
+            summary=summary,
+            capabilities=FSDP,
+            init_args=init_args,
+        )
+        for name, (summary, init_args) in presets.items()
     )

@@ -1,0 +1,87 @@
+"""Sharding a model: one pass over its modules, each parameter whole for a short time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from stratagem.errors import UserCodeError
+from stratagem.native.sharding.deferred import restore
+from stratagem.native.sharding.replicated import broadcast_from_first
+
+
+def shard_model(
+    root: nn.Module,
+    groups: Collection[nn.Module],
+    shard: Callable[[nn.Module], object],
+    device: torch.device,
+) -> None:
+    """Give every rank the same parameters, on its device, and shard them group by group.
+
+    The order is that of construction, and a group is sharded as soon as all of it is there. So
+    parameters that are made here draw the random numbers that they would draw in one process, and
+    no more than one group, with what lies in the root's, is whole at a time.
+
+    Args:
+        root: the model.
+        groups: modules in it that are sharded as groups.
+        shard: shards a module; called for each group after those in it, and for the root last.
+        device: where whole parameters are put before they are sharded.
+
+    Raises:
+        UserCodeError: a module is on the meta device and does not know how to initialise itself.
+    """
+    chosen, seen = set(groups), set[nn.Module]()
+
+    def visit(part: nn.Module, name: str) -> None:
+        if part in seen:
+            return
+        seen.add(part)
+        make_whole(part, device, name=name)
+        for child_name, child in part.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name)
+        if part in chosen or part is root:
+            shard(part)
+
+    visit(root, "")
+
+
+def make_whole(part: nn.Module, device: torch.device, *, name: str) -> None:
+    """Give a module's own parameters and buffers values, those of rank 0, on the device.
+
+    Raises:
+        UserCodeError: it is on the meta device and has no `reset_parameters`.
+    """
+    parameters = [p for p in part._parameters.values() if p is not None]
+    buffers = [b for b in part._buffers.values() if b is not None]
+    if any(tensor.is_meta for tensor in (*parameters, *buffers)):
+        _initialise(part, device, name=name)
+        # The same on every rank, whatever each has drawn before.
+        parameters = [p for p in part._parameters.values() if p is not None]
+        buffers = [b for b in part._buffers.values() if b is not None]
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) or restore(parameter, device):
+            continue
+        parameter.data = parameter.data.to(device).contiguous()
+        broadcast_from_first([parameter])
+    for key, buffer in part._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            part._buffers[key] = buffer.to(device)
+            broadcast_from_first([part._buffers[key]])  # type: ignore[list-item]
+
+
+def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:
+    """Do what the module's constructor would have done elsewhere than on the meta device."""
+    reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+    if reset is None:
+        raise UserCodeError(
+            f"the module {name or type(part).__name__!r} ({type(part).__name__}) is on the meta "
+            "device and has no method reset_parameters(), so its parameters and buffers cannot be "
+            "given values: add one, or build the model in configure_model() or under "
+            "Lite.init_module() without the meta device, where every constructor just works"
+        )
+    part.to_empty(device=device, recurse=False)
+    reset()
