@@ -149,8 +149,9 @@ def restore(parameter: nn.Parameter, device: torch.device) -> bool:
         return False
     with torch._C.DisableTorchFunction():
         piece = piece.to(device)
-        whole = piece.new_empty(piece.numel() * dist.get_world_size())
-        dist.all_gather_into_tensor(whole, piece)
+        world_size = dist.get_world_size()
+        whole = piece.new_empty(piece.numel() * world_size)
+        dist.all_gather(list(whole.chunk(world_size)), piece)
         dtype = parameter.dtype
         parameter.data = whole[: parameter.numel()].view(parameter.shape).to(dtype)
         delattr(parameter, _PIECE)

@@ -44,7 +44,13 @@ def shard_model(
         for child_name, child in part.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name)
         if part in chosen or part is root:
+            before = [p for p in part.parameters() if not isinstance(p, DTensor)]
             shard(part)
+            kept = {id(p) for p in part.parameters()}
+            for parameter in before:
+                if id(parameter) not in kept:
+                    # An optimizer that was made before may still hold it.
+                    parameter.data = parameter.data.new_empty(0)
 
     visit(root, "")
 

@@ -24,7 +24,6 @@ from stratagem.interfaces.activation_checkpointing import (
     check_choice,
 )
 from stratagem.interfaces.strategy import Parts
-from stratagem.native.sharding.memory import return_freed_memory
 from stratagem.native.sharding.replicated import find_replicated
 from stratagem.native.sharding.shard_model import shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
@@ -142,7 +141,6 @@ class FSDPStrategy(ShardedStrategy):
     def bind(self, parts: Parts) -> None:
         """Take the parts of the plan, and check the mesh and the number formats against them."""
         super().bind(parts)
-        self.mesh_shape()
         precision = parts.precision
         if self.mixed_precision is not None and (
             precision.forward_context() is not None or precision.input_converter() is not None
@@ -198,8 +196,6 @@ class FSDPStrategy(ShardedStrategy):
             "offload_policy": self._offload_policy(),
             "ignored_params": ignored,
         }
-        if self.device.type == "cpu":
-            return_freed_memory()
         shard_model(module, groups, lambda part: fully_shard(part, **arguments), self.device)
         self._set_prefetch(module, groups)
         if self.find_unused_parameters:

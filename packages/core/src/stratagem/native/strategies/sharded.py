@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.optimizer_state import load_named_state, load_weights, named_state
 from stratagem.interfaces.parallel import ParallelStrategy
-from stratagem.interfaces.strategy import Optimizers, Prepared, make_optimizers
+from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import distribute_like, whole_on_cpu
+from stratagem.native.sharding.memory import ask_for_huge_pages, return_freed_memory
 from stratagem.native.sharding.rebind import Rebinding, check_parameters, distribute_state
 from stratagem.native.sharding.replicated import (
     average_gradients,
@@ -79,9 +80,18 @@ class ShardedStrategy(ParallelStrategy):
     def shard(self, module: nn.Module) -> None:
         """Shard a model in place, and make `module` the root of it."""
 
+    def bind(self, parts: Parts) -> None:
+        """Take the parts of the plan, and check that the ranks can be arranged."""
+        super().bind(parts)
+        self.mesh_shape()
+        if parts.accelerator.device(parts.devices[0]).type == "cpu":
+            ask_for_huge_pages()
+
     def setup_environment(self) -> None:
         """Join the process group, then arrange the ranks."""
         super().setup_environment()
+        if self.device.type == "cpu":
+            return_freed_memory()
         sizes, names = self.mesh_shape()
         self.device_mesh = _device_mesh(self.device.type, sizes, names)
 
