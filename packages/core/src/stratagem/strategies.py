@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from stratagem.interfaces.train_step import TrainStep as TrainStep
     from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
     from stratagem.native.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from stratagem.native.strategies.model_parallel import (
+        ModelParallelStrategy as ModelParallelStrategy,
+    )
 else:
     __getattr__, __dir__ = exporter(
         __name__,

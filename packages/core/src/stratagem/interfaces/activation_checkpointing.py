@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from stratagem.errors import ConfigurationError
@@ -49,10 +51,7 @@ def apply_activation_checkpointing(
         layers: what True stands for; without any, the elements of ModuleLists and Sequentials.
 
     Returns:
-        The modules that are checkpointed.
-
-    Raises:
-        ConfigurationError: there is no such module.
+        The modules that are checkpointed; a warning says that there are none.
 
     Example:
         >>> import torch
@@ -69,10 +68,14 @@ def apply_activation_checkpointing(
         return []
     chosen = _chosen(model, choice, list(layers))
     if not chosen:
-        kinds = ", ".join(sorted({type(part).__name__ for part in model.modules()}))
-        raise ConfigurationError(
+        kinds = ", ".join(
+            sorted({type(part).__name__ for part in model.modules() if part is not model})
+        )
+        # No error: of several models, one may have no such module.
+        warnings.warn(
             f"activation_checkpointing={choice!r} chooses none of the model's modules, so that it "
-            f"would do nothing; the model has {kinds}"
+            f"does nothing; the model has {kinds}",
+            stacklevel=2,
         )
     for part in chosen:
         if not hasattr(part, _MARK):
@@ -124,14 +127,17 @@ class _NotesChanges(AbstractContextManager[None]):
             (part, name, buffer, buffer._version)
             for part in self._part.modules()
             for name, buffer in part._buffers.items()
-            if buffer is not None and not buffer.is_inference()
+            if buffer is not None
         ]
 
     def __exit__(self, *exception: object) -> None:
         self.changed = [
             (part, name)
             for part, name, buffer, version in self._before
-            if part._buffers[name] is not buffer or buffer._version != version
+            if part._buffers[name] is not buffer
+            or buffer._version != version
+            # The kernels of batch norm change the running statistics without counting a version.
+            or (isinstance(part, _NormBase) and part.training)
         ]
         self._before.clear()
 

@@ -22,6 +22,9 @@ FSDP = Capabilities(
 )
 """What fully_shard can do: forward gathers parameters, so ranks run as many batches."""
 
+MODEL_PARALLEL = FSDP
+"""What a mesh of data and tensor parallelism can do."""
+
 
 def strategies() -> tuple[ComponentSpec, ...]:
     """Return the strategies."""
@@ -57,7 +60,7 @@ def _sharding() -> tuple[ComponentSpec, ...]:
             {"sharding_strategy": "HYBRID_SHARD"},
         ),
     }
-    return tuple(
+    fsdp = tuple(
         StrategySpec(
             name=name,
             target="stratagem.native.strategies.fsdp:FSDPStrategy",
@@ -67,4 +70,14 @@ def _sharding() -> tuple[ComponentSpec, ...]:
             init_args=init_args,
         )
         for name, (summary, init_args) in presets.items()
+    )
+    return (
+        *fsdp,
+        StrategySpec(
+            name="model_parallel",
+            target="stratagem.native.strategies.model_parallel:ModelParallelStrategy",
+            api_version=1,
+            summary="Tensor parallelism by a function of yours, sharded over the other ranks",
+            capabilities=MODEL_PARALLEL,
+        ),
     )

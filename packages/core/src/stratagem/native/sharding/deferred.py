@@ -90,7 +90,7 @@ class DeferredBuild(TorchFunctionMode):
         """Run a function of torch, after bringing back what it works on."""
         kwargs = kwargs or {}
         if self._put_away and func not in _METADATA:
-            wanted = [p for p in _parameters_in((*args, *kwargs.values())) if hasattr(p, _PIECE)]
+            wanted = [p for p in _parameters_in((*args, *kwargs.values())) if is_put_away(p)]
             for parameter in wanted:
                 restore(parameter, parameter.device)
                 self._put_away -= 1
@@ -111,7 +111,7 @@ class DeferredBuild(TorchFunctionMode):
                 and parameter.is_floating_point()
                 and not parameter.is_meta
                 and parameter.numel() > _SMALL
-                and not hasattr(parameter, _PIECE)
+                and not is_put_away(parameter)
             ):
                 self._whole[id(parameter)] = ref(parameter)
                 self._make_room({id(parameter)})
@@ -140,6 +140,11 @@ def put_away(parameter: nn.Parameter) -> None:
     piece[: mine.numel()] = mine
     setattr(parameter, _PIECE, piece)
     parameter.data = flat.new_full((1,), torch.nan).expand(parameter.shape)
+
+
+def is_put_away(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter of which this rank holds a piece."""
+    return hasattr(tensor, _PIECE)
 
 
 def restore(parameter: nn.Parameter, device: torch.device) -> bool:

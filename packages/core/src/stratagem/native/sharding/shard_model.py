@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import UserCodeError
-from stratagem.native.sharding.deferred import restore
+from stratagem.native.sharding.deferred import is_put_away, restore
 from stratagem.native.sharding.replicated import broadcast_from_first
+from stratagem.step_module import StepModule
 
 
 def shard_model(
@@ -42,7 +43,7 @@ def shard_model(
         seen.add(part)
         make_whole(part, device, name=name)
         for child_name, child in part.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name)
+            visit(child, "" if isinstance(part, StepModule) else f"{name}.{child_name}".strip("."))
         if part in chosen or part is root:
             before = [p for p in part.parameters() if not isinstance(p, DTensor)]
             shard(part)
@@ -61,22 +62,36 @@ def make_whole(part: nn.Module, device: torch.device, *, name: str) -> None:
     Raises:
         UserCodeError: it is on the meta device and has no `reset_parameters`.
     """
-    parameters = [p for p in part._parameters.values() if p is not None]
-    buffers = [b for b in part._buffers.values() if b is not None]
-    if any(tensor.is_meta for tensor in (*parameters, *buffers)):
+    if any(tensor.is_meta for tensor in _own(part)):
         _initialise(part, device, name=name)
-        # The same on every rank, whatever each has drawn before.
-        parameters = [p for p in part._parameters.values() if p is not None]
-        buffers = [b for b in part._buffers.values() if b is not None]
-    for parameter in parameters:
-        if isinstance(parameter, DTensor) or restore(parameter, device):
-            continue
-        parameter.data = parameter.data.to(device).contiguous()
-        broadcast_from_first([parameter])
+    for parameter in part._parameters.values():
+        if parameter is not None:
+            restore(parameter, device)
+    share_values(part, device)
+
+
+def share_values(part: nn.Module, device: torch.device) -> None:
+    """Put a module's own parameters and buffers on the device, with the values of rank 0.
+
+    What is sharded already, put away or on the meta device is left as it is.
+    """
+    for parameter in part._parameters.values():
+        if parameter is not None and _is_whole(parameter):
+            parameter.data = parameter.data.to(device).contiguous()
+            broadcast_from_first([parameter])
     for key, buffer in part._buffers.items():
-        if buffer is not None and not isinstance(buffer, DTensor):
-            part._buffers[key] = buffer.to(device)
-            broadcast_from_first([part._buffers[key]])  # type: ignore[list-item]
+        if buffer is not None and _is_whole(buffer):
+            part._buffers[key] = shared = buffer.to(device)
+            broadcast_from_first([shared])
+
+
+def _own(part: nn.Module) -> list[Tensor]:
+    own = (*part._parameters.values(), *part._buffers.values())
+    return [tensor for tensor in own if tensor is not None]
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and not tensor.is_meta and not is_put_away(tensor)
 
 
 def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:

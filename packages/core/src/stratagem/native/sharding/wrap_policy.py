@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
 
 from stratagem.errors import ConfigurationError
+from stratagem.step_module import StepModule
 
 WrapPolicy = Callable[..., bool] | Collection[type[nn.Module]] | type[nn.Module] | int
 """Classes; a function of a module; or the smallest number of parameters of a group."""
@@ -45,7 +47,7 @@ def find_groups(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
     stay in the root's.
 
     Raises:
-        ConfigurationError: a policy puts a shared parameter into two groups, or chooses nothing.
+        ConfigurationError: a policy puts a shared parameter into two groups.
     """
     parts = [part for part in _bottom_up(root) if part is not root]
     if policy is None or _is_size(policy):
@@ -53,10 +55,12 @@ def find_groups(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
     groups = _by_classes(parts, policy) if not _is_function(policy) else _by_function(parts, policy)
     if not groups:
         kinds = sorted({type(part).__name__ for part in parts})
-        raise ConfigurationError(
+        # No error: of several models, one may be small.
+        warnings.warn(
             f"auto_wrap_policy={policy!r} chooses none of the model's modules, so that all of its "
-            f"parameters would be gathered at once; the model has {', '.join(kinds)}: choose the "
-            "layers that it repeats"
+            f"parameters are gathered at once; the model has {', '.join(kinds)}: choose the layers "
+            "that it repeats",
+            stacklevel=2,
         )
     if tied := _tied_over_groups(root, groups):
         names, _ = next(iter(tied.values()))
@@ -141,7 +145,8 @@ def _tied_over_groups(
                 if owner not in known:
                     known.append(owner)
         for name, child in part.named_children():
-            visit(child, f"{prefix}{name}.", owner)
+            # Names are the user's, without the one that a StepModule puts before them.
+            visit(child, "" if isinstance(part, StepModule) else f"{prefix}{name}.", owner)
 
     visit(root, "", root)
     return {
