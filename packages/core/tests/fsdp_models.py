@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,7 +74,7 @@ def early(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Three steps in one process, before anything is sharded."""
     inputs, targets = data(8).tensors
     for _ in range(3):
-        mse_loss(net(inputs), targets).backward()
+        torch.autograd.backward(mse_loss(net(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -104,7 +103,13 @@ class Net(Module):
             return self._optimizer(self)
         net = self.net
         decayed = [net.first.weight, *net.blocks.parameters()]
-        rest = [net.first.bias, *net.last.parameters(), net.scale, net.shift, net.unused]
+        rest: list[Tensor] = [
+            net.first.bias,
+            *net.last.parameters(),
+            net.scale,
+            net.shift,
+            net.unused,
+        ]
         optimizer = torch.optim.Adam(
             [{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=1e-2
         )
@@ -129,11 +134,14 @@ def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
     )
 
 
-def train(strategy: Any, ranks: int = 1, **options: Any) -> tuple[Trainer, Net]:
-    """Train for 20 steps with accumulation and clipping."""
-    module = Net()
-    runs = trainer(strategy, ranks, **options)
-    runs.fit(module, loader(int(os.environ.get("DATA_RANKS", ranks))), loader(ranks, samples=20))
+def train(strategy: Any, ranks: int = 1, shards: int | None = None) -> tuple[Trainer, Net]:
+    """Train for 20 steps with accumulation and clipping, then validate.
+
+    Ranks that share a part of the data make fewer shards than there are ranks.
+    """
+    module, parts = Net(), shards or ranks
+    runs = trainer(strategy, ranks)
+    runs.fit(module, loader(parts), loader(parts, samples=24))
     return runs, module
 
 
