@@ -110,9 +110,8 @@ class Net(Module):
             net.shift,
             net.unused,
         ]
-        optimizer = torch.optim.Adam(
-            [{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=1e-2
-        )
+        groups: Any = [{"params": decayed, "weight_decay": 0.1}, {"params": rest}]
+        optimizer = torch.optim.Adam(groups, lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

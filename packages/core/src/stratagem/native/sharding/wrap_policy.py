@@ -74,7 +74,8 @@ def find_groups(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
 
 def _by_size(root: nn.Module, parts: list[nn.Module], size: Any) -> list[nn.Module]:
     smallest = DEFAULT_SIZE if size is None else size
-    elements = {child for part in parts if isinstance(part, _LISTS) for child in part.children()}
+    lists = [part for part in (root, *parts) if isinstance(part, _LISTS)]
+    elements = {child for part in lists for child in part.children()}
     taken: set[int] = set()
     groups = []
     for part in parts:

@@ -172,7 +172,8 @@ class ShardedStrategy(ParallelStrategy):
 
     def before_evaluation(self, prepared: Prepared) -> None:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
-        broadcast_from_first(prepared.original.buffers())
+        buffers = prepared.original.buffers()
+        broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
 
     # -- state
 
