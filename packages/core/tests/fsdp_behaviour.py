@@ -207,7 +207,7 @@ out["not compiled"] = steps(compiled, model, optimizer)
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.one, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
         self.zero = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -285,6 +285,9 @@ failures |= {
     "mixed": lambda: first.setup(mixed, torch.optim.Adam(mixed.parameters(), fused=True)),
     "weights": lambda: good.load_state_dict(bad_weights),
 }
+differing = lite()
+branches = differing.setup(Branches())
+failures["differing"] = lambda: differing.backward(branches(x) * (1 if rank else 2))
 out["messages"] = dict(messages(failures))
 
 torch.save(weights, f"weights{rank}.pt")

@@ -291,7 +291,7 @@ def test_compiled_layers_train_alike(behaviour: Ranks) -> None:
 
 def test_parameters_that_one_rank_uses_get_the_mean_gradient(behaviour: Ranks) -> None:
     for rank in behaviour:
-        assert rank["branches"] == [[0.5] * 3, [0.5] * 3, 1.5]
+        assert rank["branches"] == [[0.5] * 3, [0.5] * 5, 1.5]
 
 
 def test_clipping_is_by_the_norm_over_all_ranks(behaviour: Ranks) -> None:
@@ -356,6 +356,12 @@ def test_a_model_on_the_meta_device_gets_the_numbers_of_a_plain_build(behaviour:
             "mixed",
             "ConfigurationError: the Adam was made with fused=True, which steps all parameters of "
             "a group at once; 1 of them cannot be sharded",
+        ),
+        (
+            "differing",
+            "UserCodeError: ranks have gradients of different parameters in the first backward "
+            "(elements by rank: 4, 6): expected every rank to use the same ones. Pass FSDPStrategy("
+            "find_unused_parameters=True)",
         ),
         (
             "weights",

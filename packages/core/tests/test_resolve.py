@@ -722,7 +722,9 @@ def test_a_plugin_chooses_for_auto_and_the_plan_says_so() -> None:
     assert made.strategy.name == "one_node"
     assert made.strategy.why == "chosen by the plugin advice:entry"
     assert seen["request"].devices == 2
-    assert seen["candidates"] == ("by_fork", "ddp", "one_node", "spmd")  # for two CPU devices
+    # For two CPU devices, beside others of core.
+    assert {"by_fork", "ddp", "one_node", "spmd"} <= set(seen["candidates"])
+    assert "single_device" not in seen["candidates"]
     seen.clear()
     assert planned_with(registry, devices=2, strategy="ddp").strategy.name == "ddp"
     assert seen == {}, "the plugin was asked although a strategy was named"

@@ -26,6 +26,7 @@ from stratagem.interfaces.activation_checkpointing import (
 from stratagem.interfaces.strategy import Parts
 from stratagem.native.sharding.replicated import find_replicated
 from stratagem.native.sharding.shard_model import shard_model
+from stratagem.native.sharding.usage_check import CheckedReduceScatter
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
 from stratagem.native.strategy_specs import FSDP
@@ -52,7 +53,7 @@ class FSDPStrategy(ShardedStrategy):
     Parameters without a dimension cannot be sharded: they are whole on every rank, and their
     gradients are averaged. A layer that holds a group must run on every rank, or on none: ranks
     gather it together. Where ranks use different parameters within a group, pass
-    `find_unused_parameters=True`.
+    `find_unused_parameters=True`; the first backward checks that they do not.
 
     Args:
         sharding_strategy: "FULL_SHARD" shards parameters, gradients and optimizer state;
@@ -200,6 +201,10 @@ class FSDPStrategy(ShardedStrategy):
         self._set_prefetch(module, groups)
         if self.find_unused_parameters:
             module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+        elif self.mesh_shape()[0][-1] > 1:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.set_custom_reduce_scatter(CheckedReduceScatter())
 
     def _offload_policy(self) -> OffloadPolicy:
         if isinstance(self.cpu_offload, OffloadPolicy):
