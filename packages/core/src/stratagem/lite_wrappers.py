@@ -36,9 +36,10 @@ class LiteModule(nn.Module):
         self.__dict__["_context"] = precision.forward_context()
         self.__dict__["_convert_input"] = precision.input_converter()
         self.__dict__["_convert_output"] = precision.output_converter()
-        # Nothing wraps the model and nothing is converted: it is called as it is.
+        # Nothing wraps or hooks the model and nothing is converted: it is called as it is.
         self.__dict__["_is_direct"] = (
             prepared.module is prepared.original
+            and not prepared.module._forward_pre_hooks
             and self._context is None
             and self._convert_input is None
             and self._convert_output is None

@@ -8,6 +8,9 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
+    from stratagem.interfaces.activation_checkpointing import (
+        apply_activation_checkpointing as apply_activation_checkpointing,
+    )
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from stratagem.interfaces.parallel import ParallelStrategy as ParallelStrategy
     from stratagem.interfaces.single_device import SingleDeviceStrategy as SingleDeviceStrategy
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
     from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
     from stratagem.native.strategies.ddp_sharded import DDPShardedStrategy as DDPShardedStrategy
     from stratagem.native.strategies.dp import DataParallelStrategy as DataParallelStrategy
+    from stratagem.native.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from stratagem.native.strategies.model_parallel import (
+        ModelParallelStrategy as ModelParallelStrategy,
+    )
 else:
     __getattr__, __dir__ = exporter(
         __name__,
@@ -34,6 +41,7 @@ else:
             "Strategy": "stratagem.interfaces.strategy",
             "StrategyRegistry": "stratagem.discovery.registry",
             "TrainStep": "stratagem.interfaces.train_step",
+            "apply_activation_checkpointing": "stratagem.interfaces.activation_checkpointing",
             "make_optimizers": "stratagem.interfaces.strategy",
         },
     )

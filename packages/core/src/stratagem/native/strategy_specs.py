@@ -14,6 +14,19 @@ DDP = Capabilities(
 )
 """What DistributedDataParallel can do."""
 
+FSDP = Capabilities(
+    launchers=("script", "spawn", "fork"),
+    one_process=False,
+    many_devices=True,
+    multi_node=True,
+    sharded_state=True,
+    uneven_evaluation=False,
+)
+"""What fully_shard can do: forward gathers parameters, so ranks run as many batches."""
+
+MODEL_PARALLEL = FSDP
+"""What a mesh of data and tensor parallelism can do."""
+
 DP = Capabilities(one_process=True, many_devices=True)
 """What DataParallel can do."""
 
@@ -37,6 +50,44 @@ def strategies() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="DataParallel, one process for several GPUs; deprecated, use ddp",
             capabilities=DP,
+        ),
+        *_sharding(),
+    )
+
+
+def _sharding() -> tuple[ComponentSpec, ...]:
+    presets: dict[str, tuple[str, dict[str, object]]] = {
+        "fsdp": ("parameters, gradients and optimizer state sharded (FSDP2)", {}),
+        "fsdp_cpu_offload": ("fsdp with shards in host memory", {"cpu_offload": True}),
+        "fsdp_shard_grad_op": (
+            "gradients and optimizer state sharded",
+            {"sharding_strategy": "SHARD_GRAD_OP"},
+        ),
+        "fsdp_no_shard": ("nothing sharded, as ddp", {"sharding_strategy": "NO_SHARD"}),
+        "fsdp_hybrid_shard": (
+            "sharded within a node, replicated over nodes",
+            {"sharding_strategy": "HYBRID_SHARD"},
+        ),
+    }
+    fsdp = tuple(
+        StrategySpec(
+            name=name,
+            target="stratagem.native.strategies.fsdp:FSDPStrategy",
+            api_version=1,
+            summary=summary,
+            capabilities=FSDP,
+            init_args=init_args,
+        )
+        for name, (summary, init_args) in presets.items()
+    )
+    return (
+        *fsdp,
+        StrategySpec(
+            name="model_parallel",
+            target="stratagem.native.strategies.model_parallel:ModelParallelStrategy",
+            api_version=1,
+            summary="Tensor parallelism by a function of yours, sharded over the other ranks",
+            capabilities=MODEL_PARALLEL,
         ),
     )
 

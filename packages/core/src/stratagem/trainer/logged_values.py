@@ -157,6 +157,7 @@ class LoggedValues:
         """The latest values of steps that nobody has taken yet."""
         self.bar: dict[str, Any] = {}
         """The latest values for the progress bar."""
+        self._ranks_of_a_shard = strategy.world_size // strategy.data_shard[1]
         self._entries: dict[tuple[str, int | None], _Entry] = {}
         self._rows: list[tuple[int, dict[str, Any]]] = []
         self._due = monotonic() + _HOLD_SECONDS
@@ -200,6 +201,8 @@ class LoggedValues:
     def _reduced(self, entry: _Entry, value: Any) -> Any:
         op: ReduceOp = entry.fx if isinstance(entry.fx, str) else "mean"  # type: ignore[assignment]
         reduced = self.strategy.all_reduce(torch.as_tensor(value, dtype=torch.float32), op)
+        if op == "sum":
+            reduced = reduced / self._ranks_of_a_shard
         return self._read(entry.name, reduced)
 
     def _declare(self, name: str, options: Options) -> _Entry:
@@ -292,7 +295,8 @@ class LoggedValues:
         if self.strategy.world_size > 1:
             shared = {e.name for e in entries if e.sync is not False}
             own = {name: summary for name, summary in summaries.items() if name in shared}
-            summaries.update(_merged(self.strategy.gather_plain(own)))
+            # Neighbouring ranks that share a part of the data log the same: one of them counts.
+            summaries.update(_merged(self.strategy.gather_plain(own)[:: self._ranks_of_a_shard]))
         values: dict[str, Tensor] = {}
         for_loggers: dict[str, Tensor] = {}
 

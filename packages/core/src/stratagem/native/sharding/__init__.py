@@ -1,0 +1,1 @@
+"""What the sharding strategies are made of."""

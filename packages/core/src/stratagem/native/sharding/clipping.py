@@ -1,0 +1,102 @@
+"""Gradient clipping where some parameters are sharded, over different meshes, and others whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
+    """Clip every element of the gradients, on each rank those that it holds."""
+    for gradient in _local_gradients(parameters):
+        gradient.clamp_(-largest, largest)
+
+
+def clip_by_norm(
+    parameters: Iterable[Tensor],
+    largest: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip the gradients by their norm over all ranks; return it, the same on every rank.
+
+    torch's own function refuses gradients of several kinds. Here each rank takes the norm of what
+    it holds, and the norms are combined over the mesh dimensions that a gradient is sharded over.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite`.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    total = global_norm(parameters, norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {total.item()}, so it cannot be "
+            "clipped: look at the loss and the learning rate, or pass error_if_nonfinite=False"
+        )
+    coefficient = torch.clamp(largest / (total + 1e-6), max=1.0)
+    if gradients := _local_gradients(parameters):
+        torch._foreach_mul_(gradients, coefficient)
+    return total
+
+
+def global_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of the gradients over all ranks."""
+    by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    device = torch.device("cpu")
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
+        device = gradient.device
+        by_ranks.setdefault(_ranks_of(gradient), []).append(_local(gradient))
+    largest = norm_type == torch.inf
+    parts = []
+    for groups, gradients in by_ranks.items():
+        held = [gradient for gradient in gradients if gradient.numel()]
+        norm = (
+            _at_least_float32(nn.utils.get_total_norm(held, norm_type))
+            if held
+            else torch.zeros((), device=gradients[0].device)
+        )
+        part = norm if largest else norm**norm_type
+        for group in groups:
+            dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
+        parts.append(part.to(device))
+    if not parts:
+        return torch.zeros((), device=device)
+    joined = torch.stack(parts)
+    return joined.max() if largest else joined.sum() ** (1.0 / norm_type)
+
+
+def _at_least_float32(norm: Tensor) -> Tensor:
+    return norm if norm.dtype is torch.float64 else norm.float()
+
+
+def _ranks_of(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the process groups that a gradient is spread over."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    return tuple(
+        gradient.device_mesh.get_group(dim)
+        for dim, placement in enumerate(gradient.placements)
+        if not isinstance(placement, Replicate)
+    )
+
+
+def _local(gradient: Tensor) -> Tensor:
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if any(isinstance(placement, Partial) for placement in gradient.placements):
+        raise RuntimeError(
+            f"a gradient has the placements {gradient.placements}, which are not summed up yet: "
+            "clip after the last backward of a step"
+        )
+    return gradient._local_tensor
+
+
+def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [_local(p.grad) for p in parameters if p.grad is not None]

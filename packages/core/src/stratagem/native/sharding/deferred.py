@@ -1,0 +1,198 @@
+"""Building a model that is larger than one rank's memory, with the numbers of a plain build.
+
+The meta device, which other libraries build on, runs no initialisation: what a constructor
+computes is lost, and must be computed again by `reset_parameters`, which many modules lack. Here
+constructors run as they are. Once more than a few parameters are whole, the oldest is put away:
+each rank keeps a piece of it. When the constructor comes back to it (`self.apply(init_weights)`),
+the pieces are gathered again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+WHOLE_BYTES = 64 * 2**20
+"""Bytes of parameters that are whole at a time, or one parameter if that is larger."""
+
+_SMALL = 4096
+"""Elements up to which a parameter stays whole."""
+
+_PIECE = "_stratagem_piece"
+
+# What can be asked of a parameter that is put away.
+_METADATA = {
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.requires_grad_,
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim")
+    ),
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+}
+
+
+class DeferredBuild(TorchFunctionMode):
+    """A context in which parameters that a model's constructor makes end up in pieces.
+
+    Every rank runs the same constructors, under rank 0's random numbers.
+
+    Args:
+        device: the device type that random numbers are drawn on, beside the CPU.
+        whole_bytes: see `WHOLE_BYTES`.
+    """
+
+    def __init__(self, device: torch.device, *, whole_bytes: int = WHOLE_BYTES) -> None:
+        super().__init__()
+        self._device = device
+        self._whole_bytes = whole_bytes
+        self._whole: OrderedDict[int, ReferenceType[nn.Parameter]] = OrderedDict()
+        self._put_away = 0
+
+    def __enter__(self) -> DeferredBuild:
+        self._restore_random_numbers = _share_random_numbers(self._device)
+        self._hook = register_module_parameter_registration_hook(self._register)
+        self._deepcopy = nn.Parameter.__deepcopy__
+        build = self
+
+        def deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+            copied: nn.Parameter = build._deepcopy(parameter, memo)  # type: ignore[no-untyped-call]
+            build._keep(copied)
+            return copied
+
+        nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        nn.Parameter.__deepcopy__ = self._deepcopy  # type: ignore[method-assign]
+        self._hook.remove()
+        self._restore_random_numbers()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch, after bringing back what it works on."""
+        kwargs = kwargs or {}
+        if self._put_away and func not in _METADATA:
+            wanted = [p for p in _parameters_in((*args, *kwargs.values())) if is_put_away(p)]
+            for parameter in wanted:
+                restore(parameter, parameter.device)
+                self._put_away -= 1
+                self._whole[id(parameter)] = ref(parameter)
+            if wanted:
+                self._make_room({id(p) for p in wanted})
+        return func(*args, **kwargs)
+
+    def _register(self, module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter is not None:
+            self._keep(parameter)
+
+    def _keep(self, parameter: nn.Parameter) -> None:
+        """Count a new parameter among those that are whole; put others away if there are many."""
+        with torch._C.DisableTorchFunction():
+            if (
+                type(parameter) is nn.Parameter  # not one of another kind, such as a DTensor
+                and parameter.is_floating_point()
+                and not parameter.is_meta
+                and parameter.numel() > _SMALL
+                and not is_put_away(parameter)
+            ):
+                self._whole[id(parameter)] = ref(parameter)
+                self._make_room({id(parameter)})
+
+    def _make_room(self, in_use: set[int]) -> None:
+        with torch._C.DisableTorchFunction():
+            alive = [(key, found()) for key, found in self._whole.items()]
+            held = sum(p.nbytes for _, p in alive if p is not None)
+            for key, parameter in alive:
+                if parameter is None:
+                    del self._whole[key]
+                elif held > self._whole_bytes and key not in in_use:
+                    held -= parameter.nbytes
+                    del self._whole[key]
+                    put_away(parameter)
+                    self._put_away += 1
+
+
+def put_away(parameter: nn.Parameter) -> None:
+    """Keep this rank's piece of a parameter; what stands in its place has its shape, and is NaN."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    flat = parameter.detach().reshape(-1)
+    size = -(-flat.numel() // world_size)
+    piece = flat.new_zeros(size)
+    mine = flat[rank * size : (rank + 1) * size]
+    piece[: mine.numel()] = mine
+    setattr(parameter, _PIECE, piece)
+    parameter.data = flat.new_full((1,), torch.nan).expand(parameter.shape)
+
+
+def is_put_away(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter of which this rank holds a piece."""
+    return hasattr(tensor, _PIECE)
+
+
+def restore(parameter: nn.Parameter, device: torch.device) -> bool:
+    """Gather a parameter that was put away, on every rank; return whether it was."""
+    piece: Tensor | None = getattr(parameter, _PIECE, None)
+    if piece is None:
+        return False
+    with torch._C.DisableTorchFunction():
+        piece = piece.to(device)
+        world_size = dist.get_world_size()
+        whole = piece.new_empty(piece.numel() * world_size)
+        dist.all_gather(list(whole.chunk(world_size)), piece)
+        dtype = parameter.dtype
+        parameter.data = whole[: parameter.numel()].view(parameter.shape).to(dtype)
+        delattr(parameter, _PIECE)
+    return True
+
+
+def _parameters_in(arguments: tuple[Any, ...]) -> Iterator[nn.Parameter]:
+    for argument in arguments:
+        if isinstance(argument, nn.Parameter):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _parameters_in(tuple(argument))
+        elif isinstance(argument, dict):
+            yield from _parameters_in(tuple(argument.values()))
+
+
+def _share_random_numbers(device: torch.device) -> Callable[[], None]:
+    """Let this rank draw rank 0's random numbers; return what gives it back its own.
+
+    Ranks that draw the same ones anyway go on after them, as after a build in one process.
+    """
+    restores = []
+    generators: list[Any] = [torch]
+    if device.type != "cpu":
+        generators.append(torch.get_device_module(device))
+    for generator in generators:
+        own = generator.get_rng_state()
+        shared = own.to(device, copy=True)
+        dist.broadcast(shared, 0)
+        shared = shared.to(own.device)
+        if not torch.equal(own, shared):
+            generator.set_rng_state(shared)
+            restores.append((generator, own))
+
+    def restore_own() -> None:
+        for generator, own in restores:
+            generator.set_rng_state(own)
+
+    return restore_own

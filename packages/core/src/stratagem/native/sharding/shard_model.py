@@ -1,0 +1,108 @@
+"""Sharding a model: one pass over its modules, each parameter whole for a short time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stratagem.errors import UserCodeError
+from stratagem.native.sharding.deferred import is_put_away, restore
+from stratagem.native.sharding.replicated import broadcast_from_first
+from stratagem.step_module import StepModule
+
+
+def shard_model(
+    root: nn.Module,
+    groups: Collection[nn.Module],
+    shard: Callable[[nn.Module], object],
+    device: torch.device,
+) -> None:
+    """Give every rank the same parameters, on its device, and shard them group by group.
+
+    The order is that of construction, and a group is sharded as soon as all of it is there. So
+    parameters that are made here draw the random numbers that they would draw in one process, and
+    no more than one group, with what lies in the root's, is whole at a time.
+
+    Args:
+        root: the model.
+        groups: modules in it that are sharded as groups.
+        shard: shards a module; called for each group after those in it, and for the root last.
+        device: where whole parameters are put before they are sharded.
+
+    Raises:
+        UserCodeError: a module is on the meta device and does not know how to initialise itself.
+    """
+    chosen, seen = set(groups), set[nn.Module]()
+
+    def visit(part: nn.Module, name: str) -> None:
+        if part in seen:
+            return
+        seen.add(part)
+        make_whole(part, device, name=name)
+        for child_name, child in part.named_children():
+            visit(child, "" if isinstance(part, StepModule) else f"{name}.{child_name}".strip("."))
+        if part in chosen or part is root:
+            before = [p for p in part.parameters() if not isinstance(p, DTensor)]
+            shard(part)
+            kept = {id(p) for p in part.parameters()}
+            for parameter in before:
+                if id(parameter) not in kept:
+                    # An optimizer that was made before may still hold it.
+                    parameter.data = parameter.data.new_empty(0)
+
+    visit(root, "")
+
+
+def make_whole(part: nn.Module, device: torch.device, *, name: str) -> None:
+    """Give a module's own parameters and buffers values, those of rank 0, on the device.
+
+    Raises:
+        UserCodeError: it is on the meta device and has no `reset_parameters`.
+    """
+    if any(tensor.is_meta for tensor in _own(part)):
+        _initialise(part, device, name=name)
+    for parameter in part._parameters.values():
+        if parameter is not None:
+            restore(parameter, device)
+    share_values(part, device)
+
+
+def share_values(part: nn.Module, device: torch.device) -> None:
+    """Put a module's own parameters and buffers on the device, with the values of rank 0.
+
+    What is sharded already, put away or on the meta device is left as it is.
+    """
+    for parameter in part._parameters.values():
+        if parameter is not None and _is_whole(parameter):
+            parameter.data = parameter.data.to(device).contiguous()
+            broadcast_from_first([parameter])
+    for key, buffer in part._buffers.items():
+        if buffer is not None and _is_whole(buffer):
+            part._buffers[key] = shared = buffer.to(device)
+            broadcast_from_first([shared])
+
+
+def _own(part: nn.Module) -> list[Tensor]:
+    own = (*part._parameters.values(), *part._buffers.values())
+    return [tensor for tensor in own if tensor is not None]
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and not tensor.is_meta and not is_put_away(tensor)
+
+
+def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:
+    """Do what the module's constructor would have done elsewhere than on the meta device."""
+    reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+    if reset is None:
+        raise UserCodeError(
+            f"the module {name or type(part).__name__!r} ({type(part).__name__}) is on the meta "
+            "device and has no method reset_parameters(), so its parameters and buffers cannot be "
+            "given values: add one, or build the model in configure_model() or under "
+            "Lite.init_module() without the meta device, where every constructor just works"
+        )
+    part.to_empty(device=device, recurse=False)
+    reset()

@@ -1,0 +1,181 @@
+"""ModelParallelStrategy: tensor parallelism in groups of ranks, FSDP over the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from stratagem._tree import map_tensors
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.strategy import Prepared
+from stratagem.interfaces.train_step import TrainStep
+from stratagem.native.sharding.deferred import DeferredBuild
+from stratagem.native.sharding.replicated import find_replicated
+from stratagem.native.sharding.shard_model import shard_model, share_values
+from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
+from stratagem.native.strategies.sharded import ShardedStrategy
+from stratagem.native.strategy_specs import MODEL_PARALLEL
+from stratagem.step_module import StepModule
+
+Size = int | Literal["auto"]
+Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
+
+
+class ModelParallelStrategy(ShardedStrategy):
+    """Arranges the ranks in a mesh of data times tensor parallelism.
+
+    How layers are divided between the ranks of a tensor-parallel group is the model's affair, with
+    torch's `parallelize_module`: either in `parallelize_fn`, or in a Module's `configure_model`,
+    where the mesh is `self.trainer.strategy.device_mesh`. What is not sharded with `fully_shard`
+    there is sharded over the data-parallel dimension afterwards, so that parameters, gradients and
+    optimizer state are spread over all ranks.
+
+    The ranks of a tensor-parallel group read the same batches. That holds for what a sampler
+    divides; an IterableDataset must divide itself by `strategy.data_shard`, not by rank.
+
+    Args:
+        data_parallel_size: groups of ranks; "auto": as many as there are nodes, or as
+            `tensor_parallel_size` leaves.
+        tensor_parallel_size: ranks in a group; "auto": those of a node, or as
+            `data_parallel_size` leaves.
+        parallelize_fn: called as `parallelize_fn(model, device_mesh)` with whole parameters that
+            are alike on all ranks; changes the model in place. `device_mesh["tensor_parallel"]`
+            and `device_mesh["data_parallel"]` are the mesh's dimensions.
+        auto_wrap_policy: what is sharded as a group of its own; see `FSDPStrategy`.
+        reshard_after_forward: see `FSDPStrategy`.
+        **parts: see `ParallelStrategy`.
+
+    Raises:
+        ConfigurationError: a size is not a number of ranks, or their product not the world size.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+        >>> from stratagem.strategies import ModelParallelStrategy
+        >>> def parallelize(model, device_mesh):
+        ...     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        ...     return parallelize_module(model, device_mesh["tensor_parallel"], plan)
+        >>> strategy = ModelParallelStrategy(parallelize_fn=parallelize, tensor_parallel_size=2)
+        >>> strategy.tensor_parallel_size
+        2
+    """
+
+    capabilities = MODEL_PARALLEL
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = "auto",
+        parallelize_fn: Parallelize | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        reshard_after_forward: bool | int | None = None,
+        **parts: Any,
+    ) -> None:
+        super().__init__(**parts)
+        self.data_parallel_size = _checked("data_parallel_size", data_parallel_size)
+        self.tensor_parallel_size = _checked("tensor_parallel_size", tensor_parallel_size)
+        if parallelize_fn is not None and not callable(parallelize_fn):
+            raise ConfigurationError(
+                f"parallelize_fn={parallelize_fn!r}: expected a function (model, device_mesh)"
+            )
+        self.parallelize_fn = parallelize_fn
+        check_policy(auto_wrap_policy)
+        self.auto_wrap_policy = auto_wrap_policy
+        self.reshard_after_forward = reshard_after_forward
+        self._compared_batches = False
+
+    def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return (data_parallel_size, tensor_parallel_size)."""
+        data, tensor, world_size = (
+            self.data_parallel_size,
+            self.tensor_parallel_size,
+            self.world_size,
+        )
+        if data == "auto" and tensor == "auto":
+            sizes = self.parts.num_nodes, len(self.parts.devices)
+        elif data == "auto":
+            assert tensor != "auto"
+            sizes = max(1, world_size // tensor), tensor
+        else:
+            sizes = data, max(1, world_size // data) if tensor == "auto" else tensor
+        if sizes[0] * sizes[1] != world_size:
+            raise ConfigurationError(
+                f"data_parallel_size={data!r} and tensor_parallel_size={tensor!r} are for "
+                f"{sizes[0]} x {sizes[1]} = {sizes[0] * sizes[1]} ranks, received {world_size} "
+                f"({len(self.parts.devices)} device(s), {self.parts.num_nodes} node(s)): expected "
+                "sizes whose product is the number of ranks"
+            )
+        return sizes, ("data_parallel", "tensor_parallel")
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """This rank's part of the data: that of its tensor-parallel group."""
+        (groups, ranks), _ = self.mesh_shape()
+        return self.global_rank // ranks, groups
+
+    def train_step(self, prepared: Prepared, step: TrainStep, micro_batches: Sequence[Any]) -> None:
+        """Run one optimizer step; before the first, see that ranks have the batches they should."""
+        if not self._compared_batches:
+            self._compared_batches = True
+            self._compare(micro_batches[0])
+        super().train_step(prepared, step, micro_batches)
+
+    def _compare(self, batch: Any) -> None:
+        """Refuse different batches in a tensor-parallel group, which would train on nonsense."""
+        sums: list[str] = []  # in words, since NaN differs from NaN
+        map_tensors(lambda tensor: sums.append(str(float(tensor.double().sum()))), batch)
+        by_group: dict[int, list[str]] = {}
+        for group, of_rank in self.gather_plain((self.data_shard[0], sums)):
+            if by_group.setdefault(group, of_rank) != of_rank:
+                raise UserCodeError(
+                    f"ranks of the tensor-parallel group {group} read different batches; expected "
+                    "the same batch on each. Let a sampler divide the data, or, in an "
+                    "IterableDataset, divide it by trainer.strategy.data_shard, not by rank"
+                )
+
+    def shard(self, module: nn.Module) -> None:
+        """Let the user's function divide the layers, then shard over the data-parallel ranks."""
+        if not any(True for _ in module.parameters()):
+            return
+        for part in module.modules():
+            share_values(part, self.device)
+        if self.parallelize_fn is not None:
+            # Parameters that were put away come back when the function reaches them.
+            with DeferredBuild(self.device):
+                self._parallelize(module.module if isinstance(module, StepModule) else module)
+        groups = [
+            group
+            for group in find_groups(module, self.auto_wrap_policy)
+            if not isinstance(group, FSDPModule)
+        ]
+        arguments: dict[str, Any] = {
+            "mesh": self.device_mesh["data_parallel"],
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(),
+            "ignored_params": set(find_replicated(module)),
+        }
+        shard_model(module, groups, lambda part: fully_shard(part, **arguments), self.device)
+
+    def _parallelize(self, model: nn.Module) -> None:
+        assert self.parallelize_fn is not None
+        returned = self.parallelize_fn(model, self.device_mesh)
+        if returned is not None and returned is not model:
+            raise UserCodeError(
+                f"parallelize_fn returned another {type(returned).__name__} than the model that it "
+                "was given: expected it to change the model in place, as parallelize_module and "
+                "fully_shard do, and to return it"
+            )
+
+
+def _checked(option: str, size: Any) -> Size:
+    if size == "auto":
+        return "auto"
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigurationError(
+            f"{option}={size!r}: expected a number of ranks of at least 1, or 'auto'"
+        )
+    return size

@@ -1,0 +1,298 @@
+"""ShardedStrategy: what FSDP and the mesh strategy share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from stratagem.errors import UserCodeError
+from stratagem.interfaces.optimizer_state import load_named_state, load_weights, named_state
+from stratagem.interfaces.parallel import ParallelStrategy
+from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
+from stratagem.interfaces.train_step import GradientClip
+from stratagem.native.sharding import clipping
+from stratagem.native.sharding.deferred import DeferredBuild
+from stratagem.native.sharding.layout import distribute_like, whole_on_cpu
+from stratagem.native.sharding.memory import ask_for_huge_pages, return_freed_memory
+from stratagem.native.sharding.rebind import Rebinding, check_parameters, distribute_state
+from stratagem.native.sharding.replicated import (
+    average_gradients,
+    broadcast_from_first,
+    find_replicated,
+)
+
+_ROOT = "_stratagem_sharded_root"
+
+
+@dataclass(eq=False)
+class ShardedPrepared(Prepared):
+    """A sharded model as a strategy runs it.
+
+    Attributes:
+        groups: its modules that gather and free parameters together.
+    """
+
+    groups: list[FSDPModule] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.groups = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+
+    def reshard(self) -> None:
+        """Free gathered parameters, so that `parameters()` are the sharded ones.
+
+        Some stay gathered after a forward pass that no backward follows. An optimizer step in
+        between would change the shards, and the next forward pass would use the stale copy.
+        """
+        for group in self.groups:
+            group.reshard()
+
+
+class ShardedStrategy(ParallelStrategy):
+    """Trains with parameters, gradients and optimizer state spread over ranks.
+
+    A subclass makes the mesh (`make_mesh`) and shards a model over it (`shard`).
+    """
+
+    device_mesh: DeviceMesh
+    """How the ranks are arranged; there once processes are launched."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._replicated: list[nn.Parameter] = []
+        self._holds_gradients = False
+
+    @abstractmethod
+    def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return sizes and names of the mesh's dimensions; their product is the world size."""
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> None:
+        """Shard a model in place, and make `module` the root of it."""
+
+    def bind(self, parts: Parts) -> None:
+        """Take the parts of the plan, and check that the ranks can be arranged."""
+        super().bind(parts)
+        self.mesh_shape()
+        if parts.accelerator.device(parts.devices[0]).type == "cpu":
+            ask_for_huge_pages()
+
+    def setup_environment(self) -> None:
+        """Join the process group, then arrange the ranks."""
+        super().setup_environment()
+        if self.device.type == "cpu":
+            return_freed_memory()
+        sizes, names = self.mesh_shape()
+        self.device_mesh = _device_mesh(self.device.type, sizes, names)
+
+    # -- model and optimizers
+
+    def model_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which a model is built in pieces, with the numbers of a plain build.
+
+        What is built can be used once it was prepared.
+        """
+        return nullcontext() if self.world_size == 1 else DeferredBuild(self.device)
+
+    def prepare(
+        self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
+    ) -> Prepared:
+        """Return the model, sharded, with optimizers of its shards.
+
+        A model that was sharded before is used as it is. Parameters and buffers become those of
+        rank 0. The shards are always on this rank's device.
+
+        Raises:
+            ConfigurationError: an optimizer holds parameters that the model does not have.
+        """
+        root = _root_of(module)
+        if root is None:
+            given = () if callable(optimizers) else tuple(optimizers)
+            module = self.precision.convert_module(module)
+            rebinding = Rebinding(module, given)
+            self.shard(module)
+            rebinding.apply(module)
+            _gather_once(module)
+            for child in module.children():
+                child.__dict__[_ROOT] = module
+        else:
+            module = root
+            ShardedPrepared(module, module, [], module).reshard()
+            _check_still_sharded(module)
+        self._replicated += [p for p in find_replicated(module) if not _is_in(p, self._replicated)]
+        made = make_optimizers(optimizers)
+        check_parameters(module, made)
+        return ShardedPrepared(module, module, made, evaluation_module=module)
+
+    # -- a training step
+
+    def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
+        """Return a context in which gradients stay on their rank, whole, until a later backward."""
+        root = prepared.module
+        return _Held(self, root) if isinstance(root, FSDPModule) else None
+
+    def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward; gradients are reduced to shards in it."""
+        super().backward(prepared, loss, *args, **kwargs)
+        if self._replicated and not self._holds_gradients:
+            average_gradients(self._replicated)
+
+    def clip_gradients(
+        self, prepared: Prepared, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        """Clip by the norm over all ranks, whatever is sharded and whatever is whole."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if clip.algorithm == "value":
+            clipping.clip_by_value(parameters, clip.value)
+            return None
+        return clipping.clip_by_norm(
+            parameters,
+            clip.value,
+            norm_type=clip.norm_type,
+            error_if_nonfinite=clip.error_if_nonfinite,
+        )
+
+    def optimizer_step(
+        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Step the shards."""
+        assert isinstance(prepared, ShardedPrepared)
+        prepared.reshard()
+        return super().optimizer_step(prepared, optimizer, closure)
+
+    def before_evaluation(self, prepared: Prepared) -> None:
+        """Give every rank the buffers of rank 0, which are the ones that are saved."""
+        buffers = prepared.original.buffers()
+        broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
+
+    # -- state
+
+    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+        """Return whole parameters and buffers on rank 0, on the CPU, copied; {} on other ranks.
+
+        They are gathered one at a time.
+        """
+        assert isinstance(prepared, ShardedPrepared)
+        prepared.reshard()
+        return self._whole(prepared.original.state_dict())
+
+    def load_model_state(
+        self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        """Load whole parameters, which every rank has; each takes its shards."""
+        assert isinstance(prepared, ShardedPrepared)
+        prepared.reshard()
+        own = prepared.original.state_dict()
+        shards = {
+            name: distribute_like(own[name], value) if _fits(own.get(name), value) else value
+            for name, value in state.items()
+        }
+        load_weights(prepared.original, shards, strict=strict)
+
+    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state by parameter names: whole on rank 0, without tensors on other ranks."""
+        assert isinstance(prepared, ShardedPrepared)
+        prepared.reshard()
+        state = named_state(optimizer, prepared.original)
+        whole = {name: self._whole(entry) for name, entry in state["state"].items()}
+        return {**state, "state": whole if self.is_global_zero else {}}
+
+    def load_optimizer_state(
+        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load whole state, which every rank has; each takes its shards."""
+        assert isinstance(prepared, ShardedPrepared)
+        prepared.reshard()
+        parameters = dict(prepared.original.named_parameters())
+        shards = {
+            name: distribute_state(entry, parameters[name]) if name in parameters else entry
+            for name, entry in state["state"].items()
+        }
+        load_named_state(optimizer, prepared.original, {**state, "state": shards})
+
+    def _whole(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return whole copies on rank 0; every rank takes part in gathering each of them."""
+        gathered = {}
+        for name, tensor in tensors.items():
+            whole = whole_on_cpu(tensor)
+            if self.is_global_zero:
+                gathered[name] = whole
+        return gathered
+
+
+class _Held(AbstractContextManager[None]):
+    """Backward passes inside communicate no gradients."""
+
+    def __init__(self, strategy: ShardedStrategy, root: FSDPModule) -> None:
+        self._strategy = strategy
+        self._root = root
+
+    def __enter__(self) -> None:
+        self._strategy._holds_gradients = True
+        self._root.set_requires_gradient_sync(False)
+
+    def __exit__(self, *exception: object) -> None:
+        self._strategy._holds_gradients = False
+        self._root.set_requires_gradient_sync(True)
+
+
+@lru_cache
+def _device_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh over all ranks; one for all strategies of a process, since it makes groups."""
+    return init_device_mesh(kind, sizes, mesh_dim_names=names)
+
+
+def _gather_once(root: nn.Module) -> None:
+    """Let each group make the tensors that it gathers into, before anything else runs.
+
+    They are made once. Were it under inference mode (validation before training), training could
+    not use them.
+    """
+    for part in root.modules():  # the root first, which the others learn of by it
+        if isinstance(part, FSDPModule):
+            part.unshard()
+            part.reshard()
+
+
+def _root_of(module: nn.Module) -> nn.Module | None:
+    """Return the root that a model was sharded under, if it was sharded before."""
+    if isinstance(module, FSDPModule):
+        return module
+    for child in module.children():
+        root: nn.Module | None = child.__dict__.get(_ROOT)
+        if root is not None:
+            return root
+    return None
+
+
+def _check_still_sharded(root: nn.Module) -> None:
+    """Refuse a model that was built again, in part, after it was sharded.
+
+    Raises:
+        UserCodeError: names a parameter.
+    """
+    for name, parameter in root.named_parameters():
+        if parameter.ndim and not isinstance(parameter, DTensor):
+            raise UserCodeError(
+                f"the model was sharded before, and has a new parameter {name!r} since: expected "
+                "the same parameters. configure_model() is called before each run; begin it with "
+                "`if self.net is not None: return`, so that it builds the model once"
+            )
+
+
+def _fits(own: Any, value: Any) -> bool:
+    return isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape
+
+
+def _is_in(parameter: nn.Parameter, known: Sequence[nn.Parameter]) -> bool:
+    return any(parameter is other for other in known)
