@@ -110,12 +110,21 @@ class Started:
         """Wait until it has printed a text."""
         wait_until(lambda: text in self.text(), timeout, lambda: f"no {text!r} in\n{self.text()}")
 
+    def children(self) -> list[int]:
+        """Return the process ids of what it has started, and of what those have, in that order."""
+        found = [self.process.pid]
+        for process in found:
+            for file in Path(f"/proc/{process}/task").glob("*/children"):
+                found += map(int, file.read_text().split())
+        return found[1:]
+
     def kill(self) -> None:
-        """Kill it and what it has started in its session."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it has ended
+        """Kill it and what it has started; torchrun's ranks are in sessions of their own."""
+        for process in [self.process.pid, *self.children()]:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has ended
         self.process.wait(30)
 
 
