@@ -562,14 +562,17 @@ def test_loopback_is_never_chosen_for_several_nodes(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_store_that_cannot_be_reached_does_not_hold_a_rank_that_wants_to_fail() -> None:
-    silent = torch.distributed.HashStore()
-    silent.set_timeout(timedelta(seconds=1))
+    silent = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    silent.set_timeout(timedelta(seconds=0.5))
     store = BoundedStore(silent, seconds=0.1)
     store.set("here", "1")
     assert store.check(["here"])
-    with pytest.raises(RuntimeError, match="has not answered within 0.1 s"):
+    with pytest.raises(RuntimeError, match="has not answered within"):
         store.get("missing")
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="did not answer before"):
         store.get("here")
     assert time.monotonic() - began < 0.1
+    for thread in threading.enumerate():
+        if thread.name == "stratagem-store":
+            thread.join(10)
