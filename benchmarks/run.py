@@ -22,6 +22,7 @@ PARTS = {
     "A training step": ["step_time.py"],
     "Importing": ["import_cost.py"],
     "Starting two processes": ["launch.py"],
+    "Memory of a rank": ["memory.py"],
 }
 
 
