@@ -23,6 +23,7 @@ PARTS = {
     "Training in two processes": ["ddp_throughput.py"],
     "Importing": ["import_cost.py"],
     "Starting two processes": ["launch.py"],
+    "Memory of a rank": ["memory.py"],
 }
 
 

@@ -292,6 +292,17 @@ def test_a_gpus_layers_become_torchs_own() -> None:
     assert net.eval()(torch.ones(1, 2, 3, 3)).shape == (1, 2, 3, 3)
 
 
+def test_a_users_layer_keeps_its_own_on_a_gpu_too() -> None:
+    class Shifted(nn.BatchNorm1d):
+        def shifted(self) -> int:
+            return 1
+
+    layer: Any = Shifted(2)
+    synchronize_batch_norm(nn.Sequential(layer), torch.device("cuda"))
+    assert type(layer).forward is nn.SyncBatchNorm.forward
+    assert layer.shifted() == 1
+
+
 class Own(nn.BatchNorm1d):
     def forward(self, input: Any) -> Any:
         return super().forward(input) + 1

@@ -49,9 +49,11 @@ def _synchronized_class(name: str, layer: _BatchNorm, device: torch.device) -> A
             f"sync_batchnorm=True, but {name} is a {kind.__name__}, whose own forward would be "
             "lost: convert it yourself, and leave sync_batchnorm out"
         )
-    if device.type in _WITH_KERNELS:
+    if device.type not in _WITH_KERNELS:
+        return _of_this_kind(_SynchronizedForward, nn.BatchNorm2d if is_torchs else kind)
+    if is_torchs or kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return nn.SyncBatchNorm
-    return _of_this_kind(nn.BatchNorm2d if is_torchs else kind)
+    return _of_this_kind(nn.SyncBatchNorm, kind)
 
 
 class _SynchronizedForward(_BatchNorm):
@@ -107,12 +109,12 @@ class SynchronizedBatchNorm3d(_SynchronizedForward, nn.BatchNorm3d):
 
 
 @cache
-def _of_this_kind(kind: Any) -> Any:
-    """Return the synchronized class for a batch norm class."""
+def _of_this_kind(forward: Any, kind: Any) -> Any:
+    """Return the class with the forward of one class, and all else of a batch norm class."""
     for known in (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d):
-        if known.__bases__[1] is kind:
+        if known.__bases__ == (forward, kind):
             return known
-    return type(f"Synchronized{kind.__name__}", (_SynchronizedForward, kind), {})
+    return type(f"Synchronized{kind.__name__}", (forward, kind), {})
 
 
 class _NormalizeOverRanks(torch.autograd.Function):

@@ -87,7 +87,8 @@ class Strategy(ABC):
         3. `setup_environment()`: device and communication. Ranks are known from here on.
         4. `setup(trainer)`: a hook for subclasses, under the Trainer only.
         5. `model_context()` around the code that builds a model.
-        6. `prepare(module, optimizers)`, once for each model: converts and moves it, calls
+        6. `synchronize_batch_norm(module)`, where `sync_batchnorm` is set; then
+           `prepare(module, optimizers)`, once for each model: converts and moves it, calls
            `wrap(module)`, then makes the optimizers.
         7. Each optimizer step: `train_step(prepared, step, micro_batches)` under the Trainer; in a
            hand-written loop under Lite `no_sync`, `backward`, `clip_gradients`, `optimizer_step`,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,6 +38,14 @@ def distribute_like(pattern: Tensor, whole: Tensor) -> Tensor:
     )
 
 
+@lru_cache
+def _silence_advice() -> None:
+    """Leave out torch's advice on gathering over two mesh dimensions, which nobody can follow."""
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+        lambda record: "sequential all_gather operations" not in record.getMessage()
+    )
+
+
 def whole_on_cpu(value: Any) -> Any:
     """Return a whole copy of a tensor on the CPU; every rank takes part.
 
@@ -45,6 +55,7 @@ def whole_on_cpu(value: Any) -> Any:
         return value
     value = value.detach()
     if isinstance(value, DTensor):
+        _silence_advice()
         value = value.full_tensor()
     # A tensor that is not spread over ranks comes back as the live one.
     return value.to("cpu", copy=True)

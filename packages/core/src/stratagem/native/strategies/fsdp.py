@@ -64,7 +64,8 @@ class FSDPStrategy(ShardedStrategy):
         cpu_offload: keep shards and optimizer state in host memory, or an `OffloadPolicy`.
         mixed_precision: a dtype, for gathered parameters, inputs and activations of every group
             (gradients are reduced in float32), or a `MixedPrecisionPolicy`. The shards, and so
-            the optimizer's, stay in the model's own dtype. With None, `precision` of the Trainer
+            the optimizer's, stay in the model's own dtype. Losses are not scaled, which float16
+            may need: prefer bfloat16. With None, `precision` of the Trainer
             or Lite decides: "bf16-mixed" is autocast over float32 parameters, as under ddp.
         activation_checkpointing: compute activations of modules again in backward, in place of
             keeping them: True for every group, a class or a set of classes, or a function of a
@@ -134,6 +135,12 @@ class FSDPStrategy(ShardedStrategy):
             raise ConfigurationError(
                 f"limit_all_gathers={limit_all_gathers!r}: FSDP2 never gathers further ahead than "
                 "the next group, so expected True: leave it out"
+            )
+        if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ConfigurationError(
+                f"find_unused_parameters={find_unused_parameters!r} needs a newer torch, received "
+                f"{torch.__version__}: leave it out and let every rank use all parameters of a "
+                "group, or upgrade torch (2.13 has it)"
             )
         self.find_unused_parameters = find_unused_parameters
 
