@@ -484,7 +484,8 @@ def test_another_number_of_processes_in_the_same_script_is_refused(results: Resu
     name = {"script": "plain", "torchrun": "TorchElastic"}[results.launched_by]
     assert results.both("three") == (
         "ConfigurationError: devices=3 means 3 process(es) on each node, but "
-        f"{name} has started 2 here: make the two agree, or leave devices='auto'"
+        f"{name} has started 2 here (LOCAL_WORLD_SIZE=2, WORLD_SIZE=2): make the two agree, or "
+        "leave devices='auto'"
     )
     assert "single" not in results.out[0]
     assert results.out[1]["single"].startswith(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,9 @@ class ParallelStrategy(Strategy):
         >>> DDPStrategy(process_group_backend="gloo", timeout=30).timeout
         30.0
     """
+
+    _positions: ClassVar[Positions | None] = None
+    """Of this process: there is one process group, whatever the number of strategies."""
 
     def __init__(
         self,
@@ -207,10 +210,15 @@ class ParallelStrategy(Strategy):
                 world_size=self.world_size,
                 timeout=timeout,
             )
-        self.positions = Positions(store, self.global_rank, self.world_size, timeout=self.timeout)
-        explain_errors(self.positions.explain, self.positions.report_failure)
+        positions = self._tell_positions(store)
         # Threads of a live process group can abort the interpreter's shutdown.
-        at_end_of_rank(partial(_leave_process_group, self.positions))
+        at_end_of_rank(partial(_leave_process_group, positions))
+
+    def _tell_positions(self, store: Any) -> Positions:
+        positions = Positions(store, self.global_rank, self.world_size, timeout=self.timeout)
+        explain_errors(positions.explain, positions.report_failure)
+        ParallelStrategy._positions = positions
+        return positions
 
     def _check_existing_group(self) -> None:
         there = dist.get_world_size(), dist.get_rank()
@@ -220,6 +228,10 @@ class ParallelStrategy(Strategy):
                 f"group, but the plan makes it rank {self.global_rank} of {self.world_size}: use "
                 "as many devices as the first launch in this process did"
             )
+        if ParallelStrategy._positions is None:
+            # The user has made the group, and ends it.
+            positions = self._tell_positions(dist.distributed_c10d._get_default_store())
+            at_end_of_rank(positions.leave)
 
     def synchronize_batch_norm(self, module: nn.Module) -> None:
         """Let batch norm layers take their statistics over all ranks; see the base class."""
@@ -278,7 +290,8 @@ class ParallelStrategy(Strategy):
 
     def tell_position(self, doing: Callable[[], str]) -> None:
         """Let this rank's position in errors say what a front end is doing."""
-        self.positions.doing = doing
+        if ParallelStrategy._positions is not None:
+            ParallelStrategy._positions.doing = doing
 
 
 def _launcher(start_method: str, launcher: str | None) -> str:

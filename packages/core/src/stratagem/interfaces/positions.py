@@ -103,7 +103,8 @@ class Positions:
         self._thread = threading.Thread(
             target=self._answer_questions, name="stratagem-positions", daemon=True
         )
-        self._thread.start()
+        if world_size > 1:
+            self._thread.start()
 
     # -- answering
 
@@ -235,7 +236,8 @@ class Positions:
     def leave(self) -> None:
         """End the answering thread; nobody is answered from here on."""
         self._left.set()
-        self._thread.join(_ANSWER_TIME + _LOOK)
+        if self._thread.is_alive():
+            self._thread.join(_ANSWER_TIME + _LOOK)
 
     def say_farewell(self) -> None:
         """Tell that this rank's script is over."""
