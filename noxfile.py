@@ -4,6 +4,8 @@ Each session makes an environment of its own with pip. torch comes first and pin
 else chooses its build. CONTRIBUTING.md has the table of the sessions.
 """
 
+import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -36,6 +38,9 @@ TEST_TOOLS = [
     "scikit-learn==1.9.1",
     "torchmetrics==1.9.0",
 ]
+MPI = "mpi4py==4.1.2"
+# What the session `cluster` brings clusters up with.
+DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 
 
@@ -75,12 +80,12 @@ def run_pytest(session: nox.Session, markers: str) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The whole check: lint, types, contracts, then every test that needs no GPU."""
+    """The whole check: lint, types, contracts, then every test that needs no GPU and no cluster."""
     install_everything(session)
     check_lint(session)
     check_types(session)
     check_contracts(session)
-    run_pytest(session, "not gpu")
+    run_pytest(session, "not gpu and not cluster")
 
 
 @nox.session
@@ -108,7 +113,7 @@ def contracts(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """The tests without the wheels; what follows `--` goes to pytest."""
     install_everything(session)
-    run_pytest(session, "not gpu and not wheels")
+    run_pytest(session, "not gpu and not wheels and not cluster")
 
 
 @nox.session
@@ -123,6 +128,22 @@ def gpu(session: nox.Session) -> None:
     """The tests that need a GPU."""
     install_everything(session)
     run_pytest(session, "gpu")
+
+
+@nox.session
+def cluster(session: nox.Session) -> None:
+    """Real SLURM, mpirun and torchrun, and bad networks, over two hosts on this machine."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        session.warn(
+            "not root: no hosts can be made on this machine, so that all tests with SLURM and with "
+            "networks are skipped; torchrun and mpirun (if it is installed) are tried on one host"
+        )
+    elif not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "mpirun", "ip", "tc"))):
+        session.run("apt-get", "update", external=True)
+        session.run("apt-get", "install", "-y", "--no-install-recommends", *DEBIAN, external=True)
+    install_everything(session)
+    session.install(MPI)
+    run_pytest(session, "cluster")
 
 
 @nox.session

@@ -110,12 +110,21 @@ class Started:
         """Wait until it has printed a text."""
         wait_until(lambda: text in self.text(), timeout, lambda: f"no {text!r} in\n{self.text()}")
 
+    def children(self) -> list[int]:
+        """Return the process ids of what it has started, and of what those have, in that order."""
+        found = [self.process.pid]
+        for process in found:
+            for file in Path(f"/proc/{process}/task").glob("*/children"):
+                found += map(int, file.read_text().split())
+        return found[1:]
+
     def kill(self) -> None:
-        """Kill it and what it has started in its session."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it has ended
+        """Kill it and what it has started; torchrun's ranks are in sessions of their own."""
+        for process in [self.process.pid, *self.children()]:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has ended
         self.process.wait(30)
 
 
@@ -295,18 +304,35 @@ class Job:
         return self.text()
 
 
-@pytest.fixture(scope="session")
-def _machine() -> None:
-    if os.name != "posix" or os.geteuid() != 0:
-        pytest.skip("needs root, to make network namespaces")
-    missing = [name for name in ("ip", "tc", "nsenter", "unshare") if not shutil.which(name)]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Bring up no cluster for somebody who has just typed `pytest`."""
+    if "cluster" not in config.getoption("markexpr"):
+        for item in items:
+            if item.path.parent == Path(__file__).parent:
+                item.add_marker(pytest.mark.skip("run by `nox -s cluster`, or with -m cluster"))
+
+
+def need(*programs: str, packages: str) -> None:
+    """Fail if programs are missing; skip where they could not be installed."""
+    missing = ", ".join(name for name in programs if not shutil.which(name))
     if missing:
-        pytest.fail(f"not installed: {', '.join(missing)} (Debian: iproute2, util-linux)")
+        give_up = pytest.fail if os.geteuid() == 0 else pytest.skip
+        give_up(f"not installed: {missing} (Debian: {packages})")
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> tuple[str, ...]:
+    """The beginning of a command line of Open MPI."""
+    need("mpirun", packages="openmpi-bin")
+    return ("mpirun", "--allow-run-as-root", "--oversubscribe")
 
 
 @pytest.fixture
-def hosts(_machine: None, tmp_path: Path) -> Iterator[Hosts]:
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
     """Two hosts, new for each test."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    need("ip", "tc", "nsenter", "unshare", packages="iproute2 util-linux")
     made = Hosts(tmp_path)
     yield made
     made.close()
@@ -315,9 +341,7 @@ def hosts(_machine: None, tmp_path: Path) -> Iterator[Hosts]:
 @pytest.fixture
 def slurm(hosts: Hosts, tmp_path: Path) -> Iterator[Slurm]:
     """SLURM over the two hosts."""
-    missing = [name for name in ("slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
-    if missing:
-        pytest.fail(f"not installed: {', '.join(missing)} (Debian: slurmctld slurmd slurm-client)")
+    need("slurmctld", "slurmd", "sbatch", packages="slurmctld slurmd slurm-client")
     folder = tmp_path / "slurm"
     folder.mkdir()
     made = Slurm(hosts, folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,15 @@ pytestmark = pytest.mark.cluster
 Train = Callable[..., list[str]]
 Results = Callable[..., list[dict[str, Any]]]
 
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
-
-
-@pytest.fixture(autouse=True)
-def _mpirun() -> None:
-    if not shutil.which("mpirun"):
-        pytest.fail("not installed: mpirun (Debian: openmpi-bin)")
-
 
 def test_processes_of_one_node_find_one_another(
-    start: Callable[..., Any], train: Train, results: Results, reference: Any
+    mpirun: tuple[str, ...],
+    start: Callable[..., Any],
+    train: Train,
+    results: Results,
+    reference: Any,
 ) -> None:
-    text = start(*MPIRUN, "-np", "2", *train()).wait()
+    text = start(*mpirun, "-np", "2", *train()).wait()
     ranks = results()
     assert [each["ranks"] for each in ranks] == [[0, 0, 0], [1, 1, 0]], text
     assert {each["environment"] for each in ranks} == {"MPI"}
@@ -34,7 +29,12 @@ def test_processes_of_one_node_find_one_another(
 
 
 def test_processes_of_two_nodes_meet_by_mpi4py(
-    hosts: Any, start: Callable[..., Any], train: Train, results: Results, tmp_path: Path
+    mpirun: tuple[str, ...],
+    hosts: Any,
+    start: Callable[..., Any],
+    train: Train,
+    results: Results,
+    tmp_path: Path,
 ) -> None:
     pytest.importorskip("mpi4py")
     agent = tmp_path / "agent.sh"
@@ -43,7 +43,7 @@ def test_processes_of_two_nodes_meet_by_mpi4py(
     agent.write_text(f'#!/bin/bash\nshift\nexec {on_host} "$*"\n')
     agent.chmod(0o755)
     over = ["--host", "node1,node2", "--mca", "plm_rsh_agent", str(agent), "-np", "2"]
-    text = start(*hosts.command(1, *MPIRUN, *over, *train())).wait()
+    text = start(*hosts.command(1, *mpirun, *over, *train())).wait()
     ranks = results()
     assert [each["host"] for each in ranks] == ["node1", "node2"], text
     assert {each["main"][0] for each in ranks} == {"10.78.0.1"}

@@ -57,10 +57,10 @@ def test_when_the_link_is_cut_every_rank_ends_and_names_the_one_that_is_missing(
     texts = [program.wait(90, expect=None) for program in programs]
     took = time.monotonic() - cut_at
     assert all(program.process.returncode != 0 for program in programs)
-    assert took < 60
-    assert "rank 1" in texts[0], texts[0]
-    assert "CommunicationError" in texts[0], texts[0]
-    assert "CommunicationError" in texts[1], texts[1]
+    assert took < 20 + 30
+    for other, text in ((1, texts[0]), (0, texts[1])):
+        assert f"CommunicationError: rank(s) {other} missing from backward" in text, text
+        assert f"rank {other}: no answer within 4 s" in text
 
 
 def test_over_a_slow_link_hooks_that_compress_gradients_show_their_gain(

@@ -143,3 +143,20 @@ def test_a_job_that_is_preempted_is_saved_and_resumed(
     text = job.wait()
     assert len(results()) == 2, text
     assert results()[0]["first_step"] >= 5
+
+
+def test_a_job_that_is_cancelled_is_saved_and_not_queued_again(
+    slurm: Any, train: Train, tmp_path: Path
+) -> None:
+    job = slurm.submit(
+        tmp_path,
+        f"srun {shlex.join(train(seconds=0.3, steps=100, save_every=100))}",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--requeue",
+    )
+    job.wait_for("step 5 ")
+    slurm.ask(f"scancel {job.number}")
+    text = job.wait()
+    assert "SIGTERM: training ends here, saved as " in text
+    assert "queued again" not in text

@@ -11,12 +11,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from stratagem import network
 from stratagem.discovery.registry import get_registry
@@ -30,6 +33,7 @@ from stratagem.environments import (
     TorchElasticEnvironment,
 )
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.bounded_store import BoundedStore
 from stratagem.native.environments import rendezvous, slurm
 from stratagem.plan import RunPlan, RunRequest
 from stratagem.resolve import resolve
@@ -555,3 +559,20 @@ def test_loopback_is_never_chosen_for_several_nodes(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert network.choose_gloo_interface("localhost") is None
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_store_that_cannot_be_reached_does_not_hold_a_rank_that_wants_to_fail() -> None:
+    silent = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    silent.set_timeout(timedelta(seconds=0.5))
+    store = BoundedStore(silent, seconds=0.1)
+    store.set("here", "1")
+    assert store.check(["here"])
+    with pytest.raises(RuntimeError, match="has not answered within"):
+        store.get("missing")
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not answer before"):
+        store.get("here")
+    assert time.monotonic() - began < 0.1
+    for thread in threading.enumerate():
+        if thread.name == "stratagem-store":
+            thread.join(10)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from stratagem.errors import CommunicationError
+from stratagem.interfaces.bounded_store import BoundedStore
 
 _LOOK = 0.5
 """Seconds between two looks of the answering thread: one round trip to the store each, 0.1 ms."""
@@ -91,7 +92,8 @@ class Positions:
         # The store serves one request of a connection at a time: the main thread may be waiting.
         own = store.clone()
         own.set_timeout(timedelta(seconds=_ANSWER_TIME))
-        self._store = dist.PrefixStore("stratagem_positions", own)  # type: ignore[attr-defined]
+        prefixed = dist.PrefixStore("stratagem_positions", own)  # type: ignore[attr-defined]
+        self._store = BoundedStore(prefixed, seconds=_ANSWER_TIME)
         self._lock = threading.Lock()
         self._round = 0
         self._main = threading.get_ident()
