@@ -13,6 +13,8 @@ from stratagem.native.sharding.deferred import is_put_away, restore
 from stratagem.native.sharding.replicated import broadcast_from_first
 from stratagem.step_module import StepModule
 
+_SUCCESSOR = "_stratagem_successor"
+
 
 def shard_model(
     root: nn.Module,
@@ -112,5 +114,13 @@ def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:
             "given values: add one, or build the model in configure_model() or under "
             "Lite.init_module() without the meta device, where every constructor just works"
         )
+    before = dict(part._parameters)
     part.to_empty(device=device, recurse=False)
     reset()
+    # Leaving the meta device made other parameters, each module its own: tied ones are tied again.
+    for key, parameter in before.items():
+        if parameter is not None:
+            if hasattr(parameter, _SUCCESSOR):
+                part._parameters[key] = getattr(parameter, _SUCCESSOR)
+            else:
+                setattr(parameter, _SUCCESSOR, part._parameters[key])
