@@ -160,3 +160,19 @@ def bench(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("./packages/core", *PEERS)
     session.run("python", "benchmarks/run.py", *session.posargs)
+
+
+@nox.session
+def endurance(session: nox.Session) -> None:
+    """100 launches, 20 at once, and 20 kills of a rank; not in CI."""
+    session.install(TORCH)
+    session.install("./packages/core")
+    session.run("python", "benchmarks/endurance.py", *session.posargs)
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    """Every strategy of core by every launcher and environment that this machine has; not in CI."""
+    session.install(TORCH)
+    session.install("./packages/core")
+    session.run("python", "benchmarks/matrix.py", *session.posargs)

@@ -1,6 +1,6 @@
-"""100 launches and 20 kills: does every launch end cleanly, and is every killed rank named?
+"""100 launches, 20 at once, 20 kills: does each end cleanly, and is every killed rank named?
 
-    python benchmarks/endurance.py --launches 100 --kills 20
+    python benchmarks/endurance.py --launches 100 --at-once 20 --kills 20
 
 Each launch trains a small model under ddp in two processes, by the launchers in turn. Each kill is
 a `kill -9` of a rank at a random moment of a training that would go on for minutes; the time counts
@@ -115,6 +115,18 @@ def launches(count: int, script: Path, folder: Path) -> None:
     print(f"\nprocesses left over: {orphans}\n")
 
 
+def at_once(count: int, script: Path, folder: Path) -> None:
+    """Launch so many at the same time and print how many ended well."""
+    line = command("ddp", script, "20", "0", str(folder))
+    programs = [start(line, 500 + number) for number in range(count)]
+    outputs = [program.communicate(timeout=600)[0] for program in programs]
+    for program, output in zip(programs, outputs, strict=True):
+        if program.returncode:
+            print(output)
+    good = sum(program.returncode == 0 for program in programs)
+    print(f"launches at once: {count}, exit code 0: {good}\n")
+
+
 def kills(count: int, script: Path, folder: Path) -> None:
     """Kill a rank so many times and print whether it was named, and how long the rest lived."""
     print("| launched by | killed rank | after (s) | named | all gone after (s) |")
@@ -154,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--launches", type=int, default=100)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--at-once", type=int, default=20)
     options = parser.parse_args()
     print(
         f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, {platform.python_version()}"
@@ -163,6 +176,7 @@ def main() -> None:
         script = folder / "train.py"
         script.write_text(SCRIPT)
         launches(options.launches, script, folder)
+        at_once(options.at_once, script, folder)
         kills(options.kills, script, folder)
 
 

@@ -259,6 +259,12 @@ if rank == 0:
     weights["not meta"] = not_meta.state_dict()
 
 
+with torch.device("meta"):
+    tied_on_meta = Tied()
+finds.setup(tied_on_meta)
+out["tied on meta"] = tied_on_meta.layers[0].weight is tied_on_meta.layers[1].weight
+
+
 # -- what is refused on each rank
 class Rebuilds(Net):
     def configure_model(self) -> None:

@@ -23,6 +23,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import IterableDataset
 
 from stratagem import Lite
+from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.strategies import FSDPStrategy, ModelParallelStrategy
 
 ranks = int(sys.argv[1])
@@ -154,4 +155,19 @@ for x, y in batches:
     optimizer.step()
     optimizer.zero_grad()
     out["losses"]["lite"].append(lite.all_reduce(loss.detach()).item())
+# What was put away comes back when it is divided.
+torch.manual_seed(6)
+with DeferredBuild(lite.device, whole_bytes=0):
+    wide = nn.Sequential(Block(64), Block(64))
+state = lite.setup(wide).state_dict()
+torch.manual_seed(6)
+plain = nn.Sequential(Block(64), Block(64)).state_dict()
+out["differ"] = [name for name in state if not torch.equal(state[name], plain[name])]
+out["names"] = list(state)
+
+with torch.device("meta"):
+    on_meta = Network()
+strategy: Any = lite.strategy
+parallelize(on_meta, strategy.device_mesh)
+out["messages"].update(messages({"meta": lambda: lite.setup(on_meta.blocks)}))
 Path(f"out{rank}.json").write_text(json.dumps(out))

@@ -264,6 +264,7 @@ def test_tied_weights_stay_tied(behaviour: Ranks) -> None:
     net = Tied()
     assert close(behaviour[0]["tied"], steps(net, torch.optim.Adam(net.parameters(), lr=1e-2)))
     assert behaviour[0]["still tied"]
+    assert behaviour[0]["tied on meta"]
 
 
 @pytest.mark.parametrize(

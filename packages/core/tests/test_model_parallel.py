@@ -132,11 +132,24 @@ def test_lite_trains_what_was_built_in_its_context(ranks: Ranks) -> None:
     assert close(ranks[0]["losses"]["lite"], expected)
 
 
+def test_what_was_built_in_pieces_is_divided_with_its_values(ranks: Ranks) -> None:
+    assert ranks[0]["differ"] == []
+    assert ranks[0]["names"] == [
+        f"{layer}.{name}"
+        for layer in (0, 1)
+        for name in ("up.weight", "up.bias", "down.weight", "down.bias")
+    ]
+
+
 def test_what_would_train_nonsense_is_refused_on_every_rank(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["messages"]["another"].startswith(
             "UserCodeError: parallelize_fn returned another Identity than the model that it was "
             "given: expected it to change the model in place"
+        )
+        assert rank["messages"]["meta"].startswith(
+            "UserCodeError: the module '0.up' was divided between ranks on the meta device, where "
+            "its parameters have no values to divide"
         )
         assert rank["messages"]["batches"].startswith(
             "UserCodeError: ranks of the tensor-parallel group 0 read different batches; expected "

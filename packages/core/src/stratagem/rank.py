@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +102,35 @@ def parent_death_signal() -> Callable[[], None]:
 
 
 Explain = Callable[[BaseException, Callable[[], bool]], "BaseException | None"]
-_explain: list[Explain] = []
-_report: list[Callable[[BaseException], None]] = []
 
 
-def explain_errors(explain: Explain, report: Callable[[BaseException], None]) -> None:
-    """Let errors that end this rank be explained, and the other ranks be told of them.
+@dataclass
+class ThisRank:
+    """What this process knows of its own end.
 
-    Args:
-        explain: returns a better error for one, or None; it may ask the other ranks, until its
-            second argument returns True.
-        report: tells the others.
+    Attributes:
+        failed: it ends with an error.
+        lost_peer: a rank that it has started has failed.
+        interrupted: it ends, with all others, because a signal asks for it.
+        ending: it is at its end, where nobody catches an exception.
+        explain: returns a better error for one that ends this rank, or None; it may ask the other
+            ranks, until its second argument returns True.
+        report: tells the other ranks of an error that ends this one.
+        at_end: what is called at the end, the latest first.
+        handlers: handlers of signals that are ours, whose place a front end may take.
     """
-    _explain[:] = [explain]
-    _report[:] = [report]
+
+    failed: bool = False
+    lost_peer: bool = False
+    interrupted: bool = False
+    ending: bool = False
+    explain: Explain | None = None
+    report: Callable[[BaseException], None] | None = None
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    handlers: set[Any] = field(default_factory=set)
+
+
+this_rank = ThisRank()
 
 
 def explained(error: BaseException, enough: Callable[[], bool] = bool) -> BaseException:
@@ -126,78 +142,12 @@ def explained(error: BaseException, enough: Callable[[], bool] = bool) -> BaseEx
     """
     if isinstance(error, SystemExit):
         return error  # it ends in order
-    for explain in _explain:
-        better = explain(error, enough)
-        if better is not None:
-            return better
-    for report in _report:
-        report(error)
+    better = None if this_rank.explain is None else this_rank.explain(error, enough)
+    if better is not None:
+        return better
+    if this_rank.report is not None:
+        this_rank.report(error)
     return error
-
-
-_own_handlers: set[Any] = set()
-_interrupted = False
-
-
-def own_handler(handler: Any) -> Any:
-    """Remember that a handler of signals is ours, so that a front end may take its place."""
-    _own_handlers.add(handler)
-    return handler
-
-
-def is_own_handler(handler: Any) -> bool:
-    """Whether a handler of signals is ours."""
-    return handler in _own_handlers
-
-
-def be_interrupted() -> None:
-    """Remember that this rank, and all others with it, end because a signal asks for it."""
-    global _interrupted
-    _interrupted = True
-
-
-def is_interrupted() -> bool:
-    """Whether all ranks end because a signal asks for it."""
-    return _interrupted
-
-
-_failed = False
-
-
-def failed() -> None:
-    """Remember that this rank ends with an error."""
-    global _failed
-    _failed = True
-
-
-def has_failed() -> bool:
-    """Whether this rank ends with an error."""
-    return _failed
-
-
-_peer_failed = False
-
-
-def lose_peer() -> None:
-    """Remember that a rank which this process has started has failed."""
-    global _peer_failed
-    _peer_failed = True
-
-
-def has_lost_peer() -> bool:
-    """Whether a rank which this process has started has failed."""
-    return _peer_failed
-
-
-_ending = False
-
-
-def is_ending() -> bool:
-    """Whether this rank is at its end, where nobody catches an exception."""
-    return _ending
-
-
-_at_end: list[Callable[[], None]] = []
 
 
 def at_end_of_rank(function: Callable[[], None]) -> None:
@@ -205,20 +155,18 @@ def at_end_of_rank(function: Callable[[], None]) -> None:
 
     In the place of `atexit`, whose functions a process of multiprocessing does not run.
     """
-    if not _at_end:
+    if not this_rank.at_end:
         atexit.register(end_rank)
-    _at_end.append(function)
+    this_rank.at_end.append(function)
 
 
 def end_rank() -> None:
     """Call what `at_end_of_rank` was given; each once."""
-    global _ending
-    _ending = True
-    while _at_end:
-        _at_end.pop()()
+    this_rank.ending = True
+    while this_rank.at_end:
+        this_rank.at_end.pop()()
 
 
 def forget_parent() -> None:
     """In a forked process: what the parent does at its end is not this process's business."""
-    for kept in (_at_end, _explain, _report):
-        kept.clear()
+    this_rank.__dict__.update(ThisRank().__dict__)

@@ -23,10 +23,8 @@ from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
 from stratagem.rank import (
     STORE_VARIABLE,
     at_end_of_rank,
-    explain_errors,
-    has_failed,
-    has_lost_peer,
     record_failure,
+    this_rank,
 )
 from stratagem.supervision import threads_per_rank
 
@@ -216,7 +214,7 @@ class ParallelStrategy(Strategy):
 
     def _tell_positions(self, store: Any) -> Positions:
         positions = Positions(store, self.global_rank, self.world_size, timeout=self.timeout)
-        explain_errors(positions.explain, positions.report_failure)
+        this_rank.explain, this_rank.report = positions.explain, positions.report_failure
         ParallelStrategy._positions = positions
         return positions
 
@@ -321,7 +319,7 @@ def _is_there(backend: str) -> bool:
 
 def _leave_process_group(positions: Positions) -> None:
     try:
-        if not has_failed():
+        if not this_rank.failed:
             _leave_together(positions)
     except RuntimeError:
         pass  # the store has gone with the rank that held it: there is nobody to wait for
@@ -343,7 +341,7 @@ def _leave_together(positions: Positions) -> None:
     before: dict[int, Position] = {}
     said = False
     while staying := [r for r in range(1, positions.world_size) if not positions.has_left(r)]:
-        if has_lost_peer():
+        if this_rank.lost_peer:
             return  # whoever has started it tells
         time.sleep(0.002 if time.monotonic() < asked_at - _PATIENCE + 1 else 0.1)
         if time.monotonic() < asked_at:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from stratagem import rank
 from stratagem.interfaces.strategy import Strategy
+from stratagem.rank import this_rank
 
 _EVERY = 0.5
 """Seconds between two looks at the other ranks, as far as steps allow."""
@@ -51,7 +51,7 @@ class Interruption(AbstractContextManager["Interruption"]):
             wanted = {signal.SIGTERM, *self._strategy.cluster_environment.preemption_signals}
             for number in wanted:
                 handler = signal.getsignal(number)
-                if handler == signal.SIG_DFL or rank.is_own_handler(handler):
+                if handler == signal.SIG_DFL or handler in this_rank.handlers:
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -99,5 +99,5 @@ class Interruption(AbstractContextManager["Interruption"]):
             if environment.requeues_upon(self.signal) and environment.requeue():
                 told += "; the job is queued again"
             print(told, flush=True)
-        rank.be_interrupted()
+        this_rank.interrupted = True
         raise SystemExit(128 + self.signal)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from stratagem import rank
 from stratagem.errors import CommunicationError, RankFailedError
+from stratagem.rank import this_rank
 from stratagem.supervision import Failure, Output, Ranks, StartRank
 
 Result = TypeVar("Result")
@@ -78,7 +79,8 @@ class Watch:
             for number in (signal.SIGTERM, signal.SIGHUP):
                 # Whoever ignores or handles one wants it so.
                 if signal.getsignal(number) == signal.SIG_DFL:
-                    signal.signal(number, rank.own_handler(self._end_by_signal))
+                    this_rank.handlers.add(self._end_by_signal)
+                    signal.signal(number, self._end_by_signal)
         self.ranks = Ranks(
             start, environments, on_failure=self._interrupt, output=Output.of(os.environ)
         )
@@ -110,8 +112,8 @@ class Watch:
 
     def _interrupt(self, failure: Failure) -> None:
         """In the watching thread: bring the main thread out of whatever it waits for."""
-        rank.lose_peer()
-        if self._noticed.is_set() or rank.is_ending() or rank.is_interrupted():
+        this_rank.lost_peer = True
+        if self._noticed.is_set() or this_rank.ending or this_rank.interrupted:
             return
         main = threading.main_thread().ident
         if main is not None:
@@ -138,7 +140,7 @@ class Watch:
 
     def _finish(self) -> None:
         """At the end of the script: wait for the ranks, which are at its end too."""
-        told = self.crashed or self._noticed.is_set() or rank.is_interrupted()
+        told = self.crashed or self._noticed.is_set() or this_rank.interrupted
         # From here on nothing is raised in this thread, where an exception would be ignored.
         self._noticed.set()
         if not self.crashed:
@@ -172,7 +174,7 @@ def prepare_this_rank() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        rank.failed()
+        this_rank.failed = True
         watch = Watch.current
         if watch is not None:
             told = watch.settle(error)

@@ -245,7 +245,7 @@ def _run_call(call: _Call, folder: Path) -> None:
         raise
     except BaseException as error:
         # The parent shows what was recorded.
-        rank.failed()
+        rank.this_rank.failed = True
         rank.record_failure(error)
         rank.end_rank()
         sys.exit(1)

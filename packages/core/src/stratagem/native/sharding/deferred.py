@@ -49,7 +49,8 @@ _METADATA = {
 class DeferredBuild(TorchFunctionMode):
     """A context in which parameters that a model's constructor makes end up in pieces.
 
-    Every rank runs the same constructors, under rank 0's random numbers.
+    Those that were put away in an earlier context come back here as well when they are used. Every
+    rank runs the same constructors, under rank 0's random numbers.
 
     Args:
         device: the device type that random numbers are drawn on, beside the CPU.
@@ -61,7 +62,6 @@ class DeferredBuild(TorchFunctionMode):
         self._device = device
         self._whole_bytes = whole_bytes
         self._whole: OrderedDict[int, ReferenceType[nn.Parameter]] = OrderedDict()
-        self._put_away = 0
 
     def __enter__(self) -> DeferredBuild:
         self._restore_random_numbers = _share_random_numbers(self._device)
@@ -89,11 +89,10 @@ class DeferredBuild(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, after bringing back what it works on."""
         kwargs = kwargs or {}
-        if self._put_away and func not in _METADATA:
+        if func not in _METADATA:
             wanted = [p for p in _parameters_in((*args, *kwargs.values())) if is_put_away(p)]
             for parameter in wanted:
                 restore(parameter, parameter.device)
-                self._put_away -= 1
                 self._whole[id(parameter)] = ref(parameter)
             if wanted:
                 self._make_room({id(p) for p in wanted})
@@ -127,7 +126,6 @@ class DeferredBuild(TorchFunctionMode):
                     held -= parameter.nbytes
                     del self._whole[key]
                     put_away(parameter)
-                    self._put_away += 1
 
 
 def put_away(parameter: nn.Parameter) -> None:

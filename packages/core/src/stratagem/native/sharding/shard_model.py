@@ -13,6 +13,8 @@ from stratagem.native.sharding.deferred import is_put_away, restore
 from stratagem.native.sharding.replicated import broadcast_from_first
 from stratagem.step_module import StepModule
 
+_SUCCESSOR = "_stratagem_successor"
+
 
 def shard_model(
     root: nn.Module,
@@ -62,19 +64,20 @@ def make_whole(part: nn.Module, device: torch.device, *, name: str) -> None:
     Raises:
         UserCodeError: it is on the meta device and has no `reset_parameters`.
     """
-    if any(tensor.is_meta for tensor in _own(part)):
-        _initialise(part, device, name=name)
+    give_values(part, device, name=name)
     for parameter in part._parameters.values():
         if parameter is not None:
             restore(parameter, device)
-    share_values(part, device)
 
 
-def share_values(part: nn.Module, device: torch.device) -> None:
-    """Put a module's own parameters and buffers on the device, with the values of rank 0.
+def give_values(part: nn.Module, device: torch.device, *, name: str) -> None:
+    """Do what `make_whole` does, but leave alone what is put away.
 
-    What is sharded already, put away or on the meta device is left as it is.
+    Raises:
+        UserCodeError: see `make_whole`.
     """
+    if any(tensor.is_meta for tensor in _own(part)):
+        _initialise(part, device, name=name)
     for parameter in part._parameters.values():
         if parameter is not None and _is_whole(parameter):
             parameter.data = parameter.data.to(device).contiguous()
@@ -91,11 +94,18 @@ def _own(part: nn.Module) -> list[Tensor]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    return not isinstance(tensor, DTensor) and not tensor.is_meta and not is_put_away(tensor)
+    return not isinstance(tensor, DTensor) and not is_put_away(tensor)
 
 
 def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:
     """Do what the module's constructor would have done elsewhere than on the meta device."""
+    if any(isinstance(tensor, DTensor) for tensor in _own(part)):
+        # Each rank would draw the same numbers for its part.
+        raise UserCodeError(
+            f"the module {name or type(part).__name__!r} was divided between ranks on the meta "
+            "device, where its parameters have no values to divide: build it in configure_model() "
+            "or under Lite.init_module() without the meta device"
+        )
     reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
     if reset is None:
         raise UserCodeError(
@@ -104,5 +114,13 @@ def _initialise(part: nn.Module, device: torch.device, *, name: str) -> None:
             "given values: add one, or build the model in configure_model() or under "
             "Lite.init_module() without the meta device, where every constructor just works"
         )
+    before = dict(part._parameters)
     part.to_empty(device=device, recurse=False)
     reset()
+    # Leaving the meta device made other parameters, each module its own: tied ones are tied again.
+    for key, parameter in before.items():
+        if parameter is not None:
+            if hasattr(parameter, _SUCCESSOR):
+                part._parameters[key] = getattr(parameter, _SUCCESSOR)
+            else:
+                setattr(parameter, _SUCCESSOR, part._parameters[key])

@@ -45,6 +45,11 @@ class FSDPStrategy(ShardedStrategy):
     `Lite.init_module()` and `Module.configure_model()` build a model in shards, with the numbers
     that its constructor would draw in one process: about 64 MiB of it are whole at a time.
 
+    Ranks run as many batches as each other, also to evaluate: what a sampler divides is made even
+    by repeating its first samples, and an IterableDataset must yield as many batches on each rank.
+    After an evaluation some parameters stay whole until the next step, so read the weights with
+    `Trainer.save_checkpoint` or `Lite.save`, which gather all of them, and not from the module.
+
     On CPU, C's allocator keeps what is freed, in the threads of backward and of communication,
     so that a process with sharded parameters would grow as large as one with all of them. This
     strategy sets it to give large blocks back; see `stratagem.native.sharding.memory` for what it

@@ -15,7 +15,7 @@ from stratagem.interfaces.strategy import Prepared
 from stratagem.interfaces.train_step import TrainStep
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.replicated import find_replicated
-from stratagem.native.sharding.shard_model import shard_model, share_values
+from stratagem.native.sharding.shard_model import give_values, shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
 from stratagem.native.strategy_specs import MODEL_PARALLEL
@@ -141,8 +141,8 @@ class ModelParallelStrategy(ShardedStrategy):
         """Let the user's function divide the layers, then shard over the data-parallel ranks."""
         if not any(True for _ in module.parameters()):
             return
-        for part in module.modules():
-            share_values(part, self.device)
+        for name, part in module.named_modules():
+            give_values(part, self.device, name=name.removeprefix("module."))
         if self.parallelize_fn is not None:
             # Parameters that were put away come back when the function reaches them.
             with DeferredBuild(self.device):

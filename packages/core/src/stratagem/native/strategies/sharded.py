@@ -61,7 +61,7 @@ class ShardedPrepared(Prepared):
 class ShardedStrategy(ParallelStrategy):
     """Trains with parameters, gradients and optimizer state spread over ranks.
 
-    A subclass makes the mesh (`make_mesh`) and shards a model over it (`shard`).
+    A subclass says how ranks are arranged (`mesh_shape`) and shards a model over them (`shard`).
     """
 
     device_mesh: DeviceMesh
