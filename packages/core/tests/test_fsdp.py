@@ -322,8 +322,8 @@ def test_a_model_on_the_meta_device_gets_the_numbers_of_a_plain_build(behaviour:
         ),
         (
             "gone",
-            "ConfigurationError: the Adam holds 19 of 19 parameters that the model does not have "
-            "(any more), so that stepping it would change nothing: make it from model.parameters()",
+            "UserCodeError: Net.configure_optimizers() returned a Adam that holds 19 of 19 "
+            "parameters that the model does not have (any more), so its steps would not train",
         ),
         ("partly gone", "ConfigurationError: the SGD holds 1 of 3 parameters that the model does"),
         (

@@ -236,13 +236,13 @@ class _OneProcess(DDPStrategy):
 WAITING = """
 def wait(lite, folder):
     Path(folder, f"rank{lite.global_rank}").write_text(str(os.getpid()))
-    print("RANK", lite.global_rank, "waits", flush=True)
+    print(f"RANK {lite.global_rank} waits\\n", end="", flush=True)
     if "raise" in sys.argv and lite.global_rank == 1:
         raise ValueError("of rank one")
     try:
         time.sleep(60)
     except KeyboardInterrupt:
-        print("interrupted", lite.global_rank, flush=True)
+        print(f"interrupted {lite.global_rank}\\n", end="", flush=True)
         raise
 
 if __name__ == "__main__":

@@ -276,9 +276,12 @@ class Ranks:
         self._prefixers: list[threading.Thread] = []
         self._processes: dict[int, RankProcess] = {}
         self._ending = threading.Event()
+        self._told_to_end = False
+        # In the place of joining the thread, which Ctrl-C makes look ended (before Python 3.13).
+        self._over = threading.Event()
         if threading.current_thread() is threading.main_thread():
             self._start_all(start, environments)
-            self._watcher = self._watch_by(self._watch)
+            self._watch_by(self._watch)
             return
         # A child ends with the thread that has started it (see `die_with_parent`), and this thread
         # may end before they do: the watching one starts them.
@@ -295,15 +298,13 @@ class Ranks:
                 begun.set()
             self._watch()
 
-        self._watcher = self._watch_by(start_and_watch)
+        self._watch_by(start_and_watch)
         begun.wait()
         if problems:
             raise problems[0]
 
-    def _watch_by(self, function: Callable[[], None]) -> threading.Thread:
-        watcher = threading.Thread(target=function, name="stratagem-ranks", daemon=True)
-        watcher.start()
-        return watcher
+    def _watch_by(self, function: Callable[[], None]) -> None:
+        threading.Thread(target=function, name="stratagem-ranks", daemon=True).start()
 
     def _start_all(self, start: StartRank, environments: Mapping[int, Mapping[str, str]]) -> None:
         try:
@@ -338,6 +339,12 @@ class Ranks:
         return Path(self._error_files.name) / f"rank{rank}.json"
 
     def _watch(self) -> None:
+        try:
+            self._watch_until_the_end()
+        finally:
+            self._over.set()
+
+    def _watch_until_the_end(self) -> None:
         running = dict(self._processes)
         while running and not self._ending.is_set():
             failures = []
@@ -347,7 +354,10 @@ class Ranks:
                     del running[rank]
                     if exit_code != 0:
                         failures.append(self._failure(rank, exit_code))
-            if failures and not self._ending.is_set():
+            if failures and self._told_to_end:
+                # Each ends by itself, in its own time; whoever has told them sets the limit.
+                self.failure = self.failure or failures[0]
+            elif failures and not self._ending.is_set():
                 # Several may have ended between two looks: the first to report is the cause.
                 self.failure = min(failures, key=lambda failure: (not failure.report, failure.time))
                 self._signal(signal.SIGTERM)
@@ -395,6 +405,8 @@ class Ranks:
 
     def forward_signal(self, number: signal.Signals) -> None:
         """Send a signal to every child that still runs."""
+        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._told_to_end = True
         self._signal(number)
 
     def forget(self) -> None:
@@ -407,13 +419,12 @@ class Ranks:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all children have ended or one has failed; return whether that is so."""
-        self._watcher.join(timeout)
-        return not self._watcher.is_alive()
+        return self._over.wait(timeout)
 
     def end(self) -> None:
         """End the children that still run, and forget their error files."""
         self._ending.set()
-        self._watcher.join()
+        self._over.wait()
         self._end_all()
         for prefixer in self._prefixers:
             prefixer.join(1.0)  # one whose rank never wrote waits for it in vain
