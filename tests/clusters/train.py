@@ -71,9 +71,6 @@ def strategy(options: argparse.Namespace) -> DDPStrategy:
     elif options.hook == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
-        # In one bucket: its callbacks wait for collectives of their own on gloo's threads, and with
-        # several buckets at once none is left to end them (a deadlock, in torch 2.13).
-        arguments["bucket_cap_mb"] = 256
         arguments["ddp_comm_state"] = powersgd.PowerSGDState(
             process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2
         )

@@ -565,3 +565,43 @@ def test_dp_joins_what_replicas_return() -> None:
         torch.device("cpu"),
     )
     assert joined == {"loss": torch.tensor(2.0), "pair": (torch.tensor(3.0), "a"), "none": None}
+
+
+@pytest.mark.slow
+def test_powersgd_over_gloo_works_on_a_model_of_several_buckets(run_script: RunScript) -> None:
+    text = """
+    import torch
+    from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
+    from stratagem import Lite
+    from stratagem.strategies import DDPStrategy
+
+    def steps(**arguments):
+        strategy = DDPStrategy(
+            timeout=20,
+            ddp_comm_hook=powerSGD.powerSGD_hook,
+            ddp_comm_state=lambda: powerSGD.PowerSGDState(None, start_powerSGD_iter=2),
+            **arguments,
+        )
+        lite = Lite(accelerator="cpu", devices=2, strategy=strategy)
+        lite.launch()
+        # 8 MiB; torch's first bucket takes 1.
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+        model, optimizer = lite.setup(model, torch.optim.SGD(model.parameters(), 0.01))
+        for _ in range(6):
+            loss = model(torch.ones(2, 512)).square().mean()
+            lite.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        lite.print("STEPPED", loss.item())
+
+    steps()
+    try:
+        steps(bucket_cap_mb=2)
+    except ValueError as error:
+        print(error)
+    """
+    finished = run_script(text)
+    assert "STEPPED" in finished.stdout
+    assert "bucket_cap_mb=2 divides the 8.0 MiB of gradients into several" in finished.stdout
+    assert "with which PowerSGD over gloo waits forever: leave bucket_cap_mb out" in finished.stdout

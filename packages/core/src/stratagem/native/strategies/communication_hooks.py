@@ -97,6 +97,14 @@ class CommunicationHook:
                     f"{name.replace('bf16', 'fp16')}, or an accelerator with such a backend"
                 )
 
+    def needs_one_bucket(self, backend: str) -> bool:
+        """Whether several buckets would wait for one another, for good.
+
+        PowerSGD's callbacks run in gloo's threads and wait there for further collectives; with a
+        second bucket under way there is no thread left to run those (torch 2.13).
+        """
+        return "gloo" in backend and "powersgd_hook" in getattr(self.hook, "__name__", "").lower()
+
     def register(self, ddp: DistributedDataParallel) -> Any:
         """Register the hook with one model; return its state.
 

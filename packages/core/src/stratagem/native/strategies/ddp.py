@@ -41,7 +41,8 @@ class DDPStrategy(ParallelStrategy):
             traversal of the graph at each step.
         static_graph: every step uses the same parameters, which DDP finds out in the first one.
         gradient_as_bucket_view: let gradients share memory with the communication buckets.
-        bucket_cap_mb: bucket size in MiB; None: torch's default.
+        bucket_cap_mb: bucket size in MiB; None: torch's default, or one bucket for all gradients
+            where PowerSGD runs over gloo, which several would stop for good.
         broadcast_buffers: give every rank the buffers of rank 0 before each forward.
         init_sync: give every rank the weights of rank 0 when the model is wrapped; without it,
             ranks must have made the same ones.
@@ -164,11 +165,21 @@ class DDPStrategy(ParallelStrategy):
                 "the CPU: pass sync_batchnorm=True, which gives them a forward that runs here too"
             )
         device_ids = None if self.device.type == "cpu" else [self.device]
-        self.model = DistributedDataParallel(
-            self.model,
-            device_ids=device_ids,
-            **self.ddp_arguments,  # type: ignore[arg-type]
-        )
+        arguments: dict[str, Any] = dict(self.ddp_arguments)
+        if self.communication_hook.needs_one_bucket(self.communication_backend):
+            arguments["bucket_cap_mb"] = self._size_of_one_bucket(arguments["bucket_cap_mb"])
+        self.model = DistributedDataParallel(self.model, device_ids=device_ids, **arguments)
+
+    def _size_of_one_bucket(self, asked: float | None) -> float:
+        """Return a bucket size, in MiB, that takes all gradients."""
+        trained = (p for p in self.model.parameters() if p.requires_grad)
+        whole = sum(p.numel() * p.element_size() for p in trained) / 2**20
+        if asked is not None and asked < whole:
+            raise ConfigurationError(
+                f"bucket_cap_mb={asked!r} divides the {whole:.1f} MiB of gradients into several "
+                "buckets, with which PowerSGD over gloo waits forever: leave bucket_cap_mb out"
+            )
+        return whole + 1
 
     def before_evaluation(self, prepared: Prepared) -> None:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
