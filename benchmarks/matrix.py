@@ -164,13 +164,13 @@ def by_hand(variables: Mapping[str, str], way: str, arguments: list[str]) -> str
 
 def verdict(output: str, reference: float) -> str:
     """Return what a cell's output means, in a few words."""
+    for line in reversed(output.splitlines()):
+        if "ConfigurationError: " in line:
+            return "refused: " + line.partition("ConfigurationError: ")[2]
     for line in output.splitlines():
         if line.startswith("WEIGHTS"):
             apart = abs(float(line.split()[1]) - reference)
             return "runs" if apart < 1e-4 else f"DIFFERS by {apart:.2g}"
-    for line in reversed(output.splitlines()):
-        if "ConfigurationError: " in line:
-            return "refused: " + line.partition("ConfigurationError: ")[2]
     return "FAILED: " + (output.strip().splitlines() or ["no output"])[-1]
 
 
