@@ -111,13 +111,14 @@ class Restarts:
         self._checkpoints = there
         for gone in itertools.takewhile(lambda path: path not in there, record["checkpoints"]):
             self._say(f"has saved {gone!r}, which is gone")
-        if asked is not None:
-            self._say(f"was started again; fit was given ckpt_path={str(asked)!r} and goes by that")
-            return ""
+        given = "" if asked is None else f"ckpt_path={str(asked)!r}"
         if not there:
-            self._say("was started again and has no checkpoint to go on from: it begins anew")
+            begins = f"it begins with {given}" if given else "it begins anew"
+            self._say(f"was started again and has no checkpoint to go on from: {begins}")
             return ""
-        self._say(f"was started again: resuming from {there[0]!r}")
+        # What fit was given is where the run began; it has gone on since.
+        instead = f", in the place of {given}" if given else ""
+        self._say(f"was started again: resuming from {there[0]!r}{instead}")
         return str(there[0])
 
     def _say(self, what: str) -> None:

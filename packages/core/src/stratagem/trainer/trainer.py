@@ -425,9 +425,9 @@ class Trainer:
                 the datamodule's or the model's.
             val_dataloaders: one or several.
             datamodule: in place of loaders.
-            ckpt_path: checkpoint to resume from: a path, "last" or "best"; None: begin anew, or,
-                where the cluster has started the run again (torchrun with restarts, a SLURM job
-                that was queued again), go on from the last checkpoint that it has saved.
+            ckpt_path: checkpoint to resume from: a path, "last" or "best"; None: begin anew. Where
+                the cluster has started the run again (torchrun with restarts, a SLURM job that was
+                queued again), the last checkpoint that it has saved goes before.
 
         Raises:
             UserCodeError: the model or a loader does not keep its contract.
