@@ -208,7 +208,9 @@ def test_what_was_saved_goes_before_what_fit_was_given_which_is_said(
     (checkpoint,) = tmp_path.rglob("*step=3.ckpt")
     fit(Cluster(), killed_after=8)
     capsys.readouterr()
-    assert fit(Cluster(count=1), ckpt_path=checkpoint)[1] > 3
+    begun = fit(Cluster(count=1), ckpt_path=checkpoint)[1]
+    assert begun is not None
+    assert begun > 3
     said = capsys.readouterr().err
     assert f", in the place of ckpt_path={str(checkpoint)!r}" in said
 
