@@ -1082,13 +1082,3 @@ def test_callbacks_that_would_share_a_state_are_refused(tmp_path: Path) -> None:
         "overwrite one another in a checkpoint: give them different arguments, or override "
         "state_key"
     )
-
-
-def test_resuming_within_an_epoch_that_draws_its_order_anew_says_what_is_lost(
-    tmp_path: Path,
-) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4)
-    trainer_in(tmp_path, max_steps=4, callbacks=saver).fit(Net(), loader())
-    shuffled = DataLoader(loader().dataset, batch_size=4, shuffle=True)
-    with pytest.warns(UserWarning, match=r"resumed after batch 4 of an epoch, but the training"):
-        trainer_in(tmp_path, max_epochs=1).fit(Net(), shuffled, ckpt_path=saver.best_model_path)

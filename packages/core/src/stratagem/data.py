@@ -16,7 +16,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     Sampler,
-    SequentialSampler,
 )
 
 from stratagem.errors import UserCodeError
@@ -138,17 +137,6 @@ def divides_data(loader: Any) -> bool:
     """Whether a loader's sampler takes care of ranks itself, as DistributedSampler does."""
     samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     return any(isinstance(s, ShardedSampler) or hasattr(s, "num_replicas") for s in samplers)
-
-
-def draws_anew(loader: Any) -> bool:
-    """Whether a loader's order is random and does not follow from the epoch."""
-    sampler = getattr(loader, "sampler", None)
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and not isinstance(sampler, SequentialSampler)
-        and not hasattr(sampler, "set_epoch")
-    )
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -12,6 +12,7 @@ lr_schedulers           one for each scheduler
 precision               such as a loss scale
 epoch, global_step      as users read them: epochs begun, optimizer steps taken
 progress                where the loop stands
+ranks                   of each rank, random numbers and where its loader stands
 callbacks, datamodule   their states
 hyper_parameters        what save_hyperparameters kept
 ======================  ==========================================================================
@@ -70,6 +71,7 @@ def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, An
             ],
             lr_schedulers=[c.scheduler.state_dict() for c in run.schedulers],
             precision=strategy.precision.state_dict(),
+            ranks=strategy.gather_plain(run.state_of_rank()),
             callbacks={key: state for key, state in callbacks.items() if state},
         )
         if run.datamodule is not None:
@@ -158,6 +160,8 @@ def restore_training(
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
+    if "ranks" in checkpoint:
+        run.resume_rank(checkpoint["ranks"])
 
 
 def find(trainer: Trainer, asked: str | Path) -> Path:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.data import draws_anew
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.train_step import TrainStep
 
@@ -48,6 +45,7 @@ def fit(
     if not module.training:
         module.train()
     events.tell("on_train_start")
+    run.restore_random_state()
     try:
         # No batch at all was asked for with limit_train_batches=0.
         while loader.batches > 0 and not _is_finished(run):
@@ -59,12 +57,18 @@ def fit(
             events.tell("on_train_epoch_start")
             run.train_values.in_step = True
 
-            batches, passed_over = _rest_of_epoch(loader, progress.batches)
+            batches, passed_over = run.begin_epoch(epoch, progress.batches)
             if agreement is not None:
                 agreement.remember(passed_over)
             left = loader.batches - progress.batches
-            # Resumed after the last batch, from a checkpoint saved before its validation.
-            validation_is_due = left <= 0 and progress.batches % validate_every < accumulate
+            # Resumed from a checkpoint that was saved before the validation of its step.
+            validation_is_due = (
+                progress.batches > progress.validated
+                and progress.batches % validate_every < accumulate
+            )
+            if validation_is_due and left > 0:
+                run.validate_during_fit(prepared)
+                validation_is_due = False
             while left > 0:
                 wanted = int(min(accumulate, left))
                 micro_batches = list(islice(batches, wanted))
@@ -132,23 +136,6 @@ def _broken_promise(loader: LimitedLoader, progress: Progress, more: int) -> str
         f"promised {int(loader.batches)}, and the other ranks would wait for the rest: let __len__ "
         "return what __iter__ yields, or leave __len__ out, so that ranks agree before each step"
     )
-
-
-def _rest_of_epoch(loader: LimitedLoader, done: int) -> tuple[Iterator[Any], list[Any]]:
-    """Return the batches after the first `done`, and the last one that was passed over."""
-    if done and draws_anew(loader.loader):
-        warnings.warn(
-            f"resumed after batch {done} of an epoch, but {loader.name} draws a new random order "
-            "each time: for the rest of this epoch some samples are repeated and others left out. "
-            "An order that depends on the epoch alone (a sampler with set_epoch) resumes exactly",
-            stacklevel=2,
-        )
-    batches: Iterator[Any] = iter(loader.loader)
-    # Resumed in the middle of an epoch: the batches that were trained on are read and left.
-    last: list[Any] = []
-    for batch in islice(batches, done):
-        last = [batch]
-    return batches, last
 
 
 class Step(TrainStep):

@@ -15,18 +15,21 @@ class Progress:
         global_step: optimizer steps taken.
         batches: batches of this epoch that were trained on, on each rank.
         epoch_is_done: all of them were; what is left of the epoch is its end.
+        validated: how many of them were when validation ran last in this epoch; 0: it has not.
     """
 
     epoch: int = 0
     global_step: int = 0
     batches: int = 0
     epoch_is_done: bool = False
+    validated: int = 0
 
     def next_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1
         self.batches = 0
         self.epoch_is_done = False
+        self.validated = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields."""
@@ -38,5 +41,6 @@ class Progress:
         self.global_step = state["global_step"]
         self.batches = state["batches"]
         self.epoch_is_done = state["epoch_is_done"]
+        self.validated = state.get("validated", 0)
         if self.epoch_is_done:
             self.next_epoch()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Prepared
 from stratagem.lite_wrappers import wrap_optimizer
 from stratagem.module import Module
+from stratagem.random_state import random_state, set_random_state
+from stratagem.resumable import Resumable
 from stratagem.step_module import StepModule
 from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
 from stratagem.trainer.divergence import DivergenceCheck
@@ -80,6 +84,10 @@ class Run:
         self.restarts: Restarts | None = None
         """In a fit: what a restart by the cluster goes on from."""
         self._names_of_validation: set[str] = set()
+        self.resumable: Resumable | None = None
+        self._resumed: dict[str, Any] | None = None
+        """What this rank resumes with, until the loop takes it."""
+        self._told_inexact = False
         self.interruption = Interruption(self.strategy, trainer.max_time)
 
     def execute(self, *args: Any) -> Any:
@@ -141,7 +149,10 @@ class Run:
         ckpt_path = self.restarts.begin(ckpt_path)
         checkpoint = None if ckpt_path is None else self._read(ckpt_path)
         train_loader, agreement = uneven.agree(self._training_loader(train), self.strategy)
-        self.train_loader = train_loader
+        self.resumable = Resumable(
+            train_loader.loader, train_loader.name, self.strategy.global_rank
+        )
+        train_loader = self.train_loader = replace(train_loader, loader=self.resumable.loader)
         self.val_loaders = self._validation_loaders(val)
         step_module = StepModule(module)
         if self.strategy.sync_batchnorm:
@@ -271,6 +282,57 @@ class Run:
             for index, loader in enumerate(several)
         ]
 
+    def begin_epoch(self, epoch: int, done: int) -> tuple[Iterator[Any], list[Any]]:
+        """Return the training batches of an epoch after the first `done`.
+
+        Returns:
+            They, and the last one that was passed over, if it was read.
+        """
+        assert self.resumable is not None
+        resumed, self._resumed = self._resumed, None
+        loader_state = None if resumed is None else resumed["loader"]
+        begun = self.resumable.begin(epoch, done, loader_state)
+        if resumed is not None:
+            # Last, since the loader has drawn numbers of its own.
+            set_random_state(resumed["random"])
+        return begun
+
+    def restore_random_state(self) -> None:
+        """Go on with the random numbers of the checkpoint, if its epoch was at an end."""
+        if self._resumed is not None and self.progress.batches == 0:
+            set_random_state(self._resumed["random"])
+            self._resumed = None
+
+    def state_of_rank(self) -> dict[str, Any]:
+        """Return what differs between the ranks: random numbers and the loader's position."""
+        self._tell_inexact()
+        loader = {} if self.resumable is None else self.resumable.state()
+        return {"random": random_state(), "loader": loader}
+
+    def _tell_inexact(self) -> None:
+        """Say once, at the first save, what a resume would not repeat."""
+        told, self._told_inexact = self._told_inexact, True
+        if told or self.resumable is None or not self.resumable.inexact:
+            return
+        if self.strategy.is_global_zero:
+            warnings.warn(
+                "a run that resumes from this checkpoint in the middle of an epoch may differ: "
+                + self.resumable.inexact,
+                stacklevel=2,
+            )
+
+    def resume_rank(self, states: list[dict[str, Any]]) -> None:
+        """Take what `state_of_rank` returned on each rank; told where the ranks have changed."""
+        if len(states) == self.strategy.world_size:
+            self._resumed = states[self.strategy.global_rank]
+        elif self.strategy.is_global_zero:
+            warnings.warn(
+                f"the checkpoint was saved by {len(states)} rank(s), and these are "
+                f"{self.strategy.world_size}: random numbers begin anew, and in the middle of an "
+                "epoch some samples may be repeated or left out",
+                stacklevel=2,
+            )
+
     def set_epoch(self, loader: LimitedLoader) -> None:
         """Tell a loader's samplers the present epoch."""
         set_epoch(loader.loader, self.progress.epoch)
@@ -367,6 +429,7 @@ class Run:
         """Run validation between two training steps or after the last of an epoch."""
         self.train_values.flush()
         self.validated_epoch = self.progress.epoch
+        self.progress.validated = self.progress.batches
         evaluation.evaluate(self, prepared, self.val_loaders, "validation")
 
     def _check_sanity(self) -> None:

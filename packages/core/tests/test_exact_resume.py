@@ -1,0 +1,267 @@
+"""A run that was interrupted goes on bit for bit, in the middle of an epoch too."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from stratagem import Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+class Augmented(Dataset[Tensor]):
+    """Samples with noise from three sources of random numbers."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        return torch.full((4,), index / 24) + 0.1 * noise
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.losses: list[str] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.net(batch) - 1).square().mean()
+        self.losses.append(float(loss.detach()).hex())
+        return torch.as_tensor(loss)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.net(batch).mean() + torch.rand(()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
+def fit(
+    loader: Callable[[], Any],
+    folder: Path,
+    seed: int,
+    *,
+    max_steps: int = -1,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> list[str]:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        max_epochs=3,
+        max_steps=max_steps,
+        callbacks=ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}"),
+        **options,
+    )
+    net = Net()
+    samples: Any = torch.ones(4, 4)
+    trainer.fit(net, loader(), DataLoader(samples, batch_size=2), ckpt_path=ckpt_path)
+    return net.losses
+
+
+def shuffled(**arguments: Any) -> DataLoader[Any]:
+    return DataLoader(Augmented(), batch_size=4, shuffle=True, **arguments)
+
+
+def with_generators() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    sampler = RandomSampler(range(24), generator=torch.Generator().manual_seed(6))
+    return DataLoader(Augmented(), batch_size=4, sampler=sampler, generator=generator)
+
+
+def weighted() -> DataLoader[Any]:
+    return DataLoader(
+        Augmented(), batch_size=4, sampler=WeightedRandomSampler(list(range(1, 25)), 24)
+    )
+
+
+def of_single_samples() -> DataLoader[Any]:
+    return DataLoader(Augmented(), batch_size=None, shuffle=True)
+
+
+def custom_batches() -> DataLoader[Any]:
+    return DataLoader(Augmented(), batch_sampler=BatchSampler(RandomSampler(range(24)), 4, True))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": shuffled,
+    "two workers": lambda: shuffled(num_workers=2),
+    "persistent workers": lambda: shuffled(num_workers=2, persistent_workers=True),
+    "generators": with_generators,
+    "weighted": weighted,
+    "single samples": of_single_samples,
+    "custom batches": custom_batches,
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_losses_after_a_resume_are_those_of_the_run_that_went_on(kind: str, tmp_path: Path) -> None:
+    loader = LOADERS[kind]
+    whole = fit(loader, tmp_path / "whole", seed=1)
+    steps = len(whole)
+    # In the first epoch, at the end of it, and in the third.
+    for stopped in (2, steps // 3, 2 * steps // 3 + 1):
+        checkpoint = tmp_path / "whole" / f"step={stopped}.ckpt"
+        rest = fit(loader, tmp_path / str(stopped), seed=99, ckpt_path=checkpoint)
+        assert rest == whole[stopped:], f"resumed after {stopped} of {steps} steps"
+
+
+@pytest.mark.parametrize("interval", [2, 0.5])
+def test_validation_in_the_middle_of_an_epoch_changes_nothing(
+    interval: float, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"val_check_interval": interval, "accumulate_grad_batches": 2}
+    whole = fit(shuffled, tmp_path / "whole", seed=1, **options)
+    for stopped in (1, 2, 4, 5):
+        checkpoint = tmp_path / "whole" / f"step={stopped}.ckpt"
+        rest = fit(shuffled, tmp_path / str(stopped), seed=99, ckpt_path=checkpoint, **options)
+        assert rest == whole[2 * stopped :]
+
+
+class Counting(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(24):
+            yield torch.full((4,), index / 24)
+
+
+def test_a_loader_that_cannot_go_on_exactly_says_so_at_the_first_save(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Counting(), batch_size=4)
+
+    with pytest.warns(UserWarning, match="is an IterableDataset, of which the batches") as said:
+        whole = fit(loader, tmp_path / "whole", seed=1)
+    assert len(said) == 1
+    assert "torchdata's StatefulDataLoader, goes on by its own state" in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rest = fit(loader, tmp_path / "rest", seed=99, ckpt_path=tmp_path / "whole" / "step=2.ckpt")
+    assert rest == whole[2:], "it yields the same samples in each process, so nothing is lost"
+
+
+class Stateful:
+    """A loader with a state of its own, as torchdata's."""
+
+    def __init__(self) -> None:
+        self.position = self.loaded = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.position, self.loaded = self.loaded, 0
+        while self.position < 6:
+            self.position += 1
+            yield torch.full((2, 4), self.position / 6)
+
+    def __len__(self) -> int:
+        return 6
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["position"]
+
+
+def test_a_loader_with_a_state_goes_on_by_it(tmp_path: Path) -> None:
+    whole = fit(Stateful, tmp_path / "whole", seed=1)
+    checkpoint = tmp_path / "whole" / "step=8.ckpt"
+    assert fit(Stateful, tmp_path / "rest", seed=99, ckpt_path=checkpoint) == whole[8:]
+
+
+SCRIPT = """
+import json, random, sys
+import numpy as np
+import torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from stratagem import Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
+
+class Augmented(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        return torch.full((4,), index / 48) + 0.1 * noise
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.net(batch) - 1).square().mean()
+        self.losses.append(float(loss.detach()).hex())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+seed, out, ckpt_path, workers = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+trainer = Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
+    max_epochs=2,
+    callbacks=ModelCheckpoint(out, every_n_train_steps=1, save_top_k=-1, filename="{step}"),
+)
+random.seed(seed + trainer.global_rank)
+np.random.seed(seed + trainer.global_rank)
+torch.manual_seed(seed + trainer.global_rank)
+net = Net()
+loader = DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers)
+trainer.fit(net, loader, ckpt_path=ckpt_path or None)
+(out / f"losses{trainer.global_rank}.json").write_text(json.dumps(net.losses))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_rank_goes_on_with_its_own_random_numbers(
+    workers: int, run_script: RunScript, tmp_path: Path
+) -> None:
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    run_script(textwrap.dedent(SCRIPT), "1", str(whole), "", str(workers))
+    run_script(textwrap.dedent(SCRIPT), "50", str(rest), str(whole / "step=4.ckpt"), str(workers))
+    for rank in range(2):
+        losses = json.loads((whole / f"losses{rank}.json").read_text())
+        assert json.loads((rest / f"losses{rank}.json").read_text()) == losses[4:]
+    assert losses != json.loads((whole / "losses0.json").read_text()), "ranks differ"
+
+
+def test_another_number_of_ranks_is_said(tmp_path: Path) -> None:
+    fit(shuffled, tmp_path, seed=1, max_steps=2)
+    path = tmp_path / "step=2.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["ranks"] = checkpoint["ranks"] * 2
+    torch.save(checkpoint, path)
+    with pytest.warns(UserWarning, match=r"saved by 2 rank\(s\), and these are 1: random numbers"):
+        fit(shuffled, tmp_path / "rest", seed=1, ckpt_path=path)
