@@ -11,8 +11,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from stratagem.data import ShardedSampler
 from stratagem.random_state import random_state, set_random_state
 
 
@@ -49,6 +50,8 @@ class Resumable:
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         if self._has_state:
             return
+        if isinstance(loader, (list, tuple)):
+            return  # it yields the same in each process
         if not isinstance(loader, DataLoader):
             self.inexact = (
                 f"{name} is a {type(loader).__name__}, of which the batches before are read and "
@@ -85,6 +88,22 @@ class Resumable:
             wrapped.__dict__["dataset"] = _SeededDataset(loader.dataset)
         self.loader = wrapped
 
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch; 1 where the loader does not say."""
+        size = getattr(self.loader, "batch_size", None)
+        return size if isinstance(size, int) else 1
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether samples come in the order of the dataset, over all ranks."""
+        sampler = getattr(self.loader, "sampler", None)
+        if isinstance(sampler, _Indices):
+            sampler = sampler.sampler
+        if isinstance(sampler, ShardedSampler):
+            sampler = sampler.sampler
+        return isinstance(sampler, SequentialSampler)
+
     def begin(
         self, epoch: int, done: int, saved: dict[str, Any] | None
     ) -> tuple[Iterator[Any], list[Any]]:
@@ -118,7 +137,10 @@ class Resumable:
 
     def state(self) -> dict[str, Any]:
         """Return what `begin` needs to go on from here in the present epoch; plain data."""
-        state: dict[str, Any] = {"generators": [g.get_state() for g in self._generators]}
+        state: dict[str, Any] = {
+            "generators": [g.get_state() for g in self._generators],
+            "batch_size": self.batch_size,
+        }
         if self.start is not None:
             state["start"] = self.start
         if self._has_state:

@@ -322,14 +322,31 @@ class Run:
             )
 
     def resume_rank(self, states: list[dict[str, Any]]) -> None:
-        """Take what `state_of_rank` returned on each rank; told where the ranks have changed."""
+        """Take what `state_of_rank` returned on each rank."""
         if len(states) == self.strategy.world_size:
             self._resumed = states[self.strategy.global_rank]
-        elif self.strategy.is_global_zero:
+        elif self.progress.batches:
+            self._divide_anew(states)
+
+    def _divide_anew(self, states: list[dict[str, Any]]) -> None:
+        """Go on after as many samples as the ranks had trained on that saved the checkpoint."""
+        progress, resumable = self.progress, self.resumable
+        assert resumable is not None
+        batch_size = states[0]["loader"].get("batch_size", 1)
+        of_step = resumable.batch_size * self.strategy.data_shard[1]
+        # Ranks take samples in turn: together they have read the first ones of the epoch's order.
+        samples = progress.batches * batch_size * len(states)
+        progress.batches, again = divmod(samples, of_step)
+        if self.strategy.is_global_zero and (again or not resumable.is_ordered):
+            what = (
+                f"{again} samples are trained on again"
+                if resumable.is_ordered
+                else "its random order is another one, so that some samples are trained on again "
+                "and others are left out"
+            )
             warnings.warn(
-                f"the checkpoint was saved by {len(states)} rank(s), and these are "
-                f"{self.strategy.world_size}: random numbers begin anew, and in the middle of an "
-                "epoch some samples may be repeated or left out",
+                f"the checkpoint was saved by {len(states)} rank(s) in the middle of an epoch, and "
+                f"these are {self.strategy.world_size}: {what}",
                 stacklevel=2,
             )
 
