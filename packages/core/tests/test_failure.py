@@ -352,6 +352,65 @@ def test_another_step_and_a_missing_loss_are_named() -> None:
         DivergenceCheck(Gathering(without_loss), net, 3).look(3, True)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (torch.zeros(8), torch.full((8,), 5.0)),
+        (torch.arange(6.0).reshape(3, 2), torch.arange(6.0).reshape(3, 2).flip(0)),
+        (torch.ones(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16)),
+    ],
+    ids=["constant", "permuted", "bfloat16"],
+)
+def test_parameters_that_differ_in_value_or_place_are_seen(
+    theirs: torch.Tensor, ours: torch.Tensor
+) -> None:
+    class Ranks:
+        """Rank 1 has another model; the same check runs there."""
+
+        def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+            return torch.stack([tensor, of_theirs.pop(0)])
+
+    class Listening:
+        def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+            of_theirs.append(tensor)
+            return torch.stack([tensor, tensor + 1] if len(tensor) == 3 else [tensor, tensor])
+
+    of_theirs: list[torch.Tensor] = []
+    modules = [nn.Module(), nn.Module()]
+    for module, value in zip(modules, (theirs, ours), strict=True):
+        module.register_parameter("value", nn.Parameter(value))
+    with pytest.raises(DivergenceError):
+        DivergenceCheck(Listening(), modules[0], 1).look(1, True)  # type: ignore[arg-type]
+    of_theirs.append(_hashes_of(modules[0]))
+    with pytest.raises(DivergenceError, match=r"differ from those of rank 0: rank 1 in value\."):
+        DivergenceCheck(Ranks(), modules[1], 1).look(1, True)  # type: ignore[arg-type]
+
+
+def _hashes_of(module: nn.Module) -> torch.Tensor:
+    from stratagem.trainer.divergence import _hash
+
+    return torch.stack([_hash(parameter) for parameter in module.parameters()])
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_stopped_for_a_while_ends_like_the_others(
+    tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING.replace("max_epochs=-1", "max_steps=150, max_epochs=-1"))
+    command = [sys.executable, str(script), "2", "ddp"]
+    program = subprocess.Popen(command, env=script_environment, cwd=tmp_path)
+    file = tmp_path / "rank0"
+    deadline = time.monotonic() + 60
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(int(file.read_text()), signal.SIGSTOP)
+    time.sleep(6)
+    os.kill(int(file.read_text()), signal.SIGCONT)
+    assert program.wait(60) == 0
+
+
 def test_only_errors_of_communication_are_taken_for_such() -> None:
     lost = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")
     assert is_communication_error(lost)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Lite, Module, Trainer
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
+from stratagem.supervision import threads_per_rank
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "tuple[subprocess.Popen[str], list[int]]"]
@@ -351,3 +352,75 @@ def test_output_of_ranks_gets_a_prefix_or_goes_to_a_folder(
     logged = run_script(script, *arguments, env={"STRATAGEM_LOG_DIR": str(logs)}, expect=1)
     assert "RANK" not in logged.stdout
     assert (logs / "rank1.log").read_text() == "RANK 1 waits\n"
+
+
+@pytest.mark.slow
+def test_a_launch_by_fork_before_one_of_the_script_is_no_part_of_it(run_script: RunScript) -> None:
+    text = """
+    def who(lite, name):
+        return [name, lite.all_gather(torch.tensor(lite.global_rank)).tolist()]
+
+    if __name__ == "__main__":
+        first = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(launcher="fork"))
+        told = first.launch(who, "first")
+        second = Lite(accelerator="cpu", devices=2, strategy="ddp")
+        print(f"{told} {second.launch(who, 'second')}\\n", end="")
+    """
+    output = run_script(COMMON + textwrap.dedent(text)).stdout
+    assert output.count("['first', [0, 1]] ['second', [0, 1]]") == 2, "one line of each rank"
+
+
+@pytest.mark.slow
+def test_switching_detection_off_under_torchrun_launches_anew(run_script: RunScript) -> None:
+    text = """
+    def who(lite):
+        return lite.all_gather(torch.tensor(lite.global_rank)).tolist()
+
+    if __name__ == "__main__":
+        lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=30))
+        print(f"RANKS {lite.launch(who)}\\n", end="")
+    """
+    before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+    finished = run_script(
+        COMMON + textwrap.dedent(text), before=before, env={"STRATAGEM_CLUSTER": "none"}
+    )
+    assert finished.stdout.count("RANKS [0, 1]") == 2, "the launched rank prints as well"
+
+
+@pytest.mark.slow
+def test_a_rank_ends_with_its_launcher_before_it_comes_to_train(
+    tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    script = tmp_path / "slow_start.py"
+    script.write_text(
+        COMMON
+        + """
+lite = Lite(accelerator="cpu", devices=2, strategy="ddp")
+if "LOCAL_RANK" in os.environ and os.environ["LOCAL_RANK"] == "1":
+    Path("rank1").write_text(str(os.getpid()))
+    time.sleep(60)
+lite.launch()
+"""
+    )
+    program = subprocess.Popen([sys.executable, str(script)], env=script_environment, cwd=tmp_path)
+    file = tmp_path / "rank1"
+    deadline = time.monotonic() + 60
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    program.kill()
+    program.wait()
+    assert all_gone([int(file.read_text())])
+
+
+def test_a_process_that_was_given_cores_of_its_own_does_not_divide_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cores = {0: set(range(4)), os.getppid(): set(range(16))}
+    monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_per_rank(4) == "4"
+    cores[os.getppid()] = cores[0]
+    assert threads_per_rank(4) == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert threads_per_rank(2) == "2"

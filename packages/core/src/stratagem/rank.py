@@ -118,6 +118,8 @@ class ThisRank:
         report: tells the other ranks of an error that ends this one.
         at_end: what is called at the end, the latest first.
         handlers: handlers of signals that are ours, whose place a front end may take.
+        peers_are_gone: whether all ranks that this process has started have ended.
+        is_launched: a launcher runs a function here: what it launches again runs here as well.
     """
 
     failed: bool = False
@@ -128,6 +130,8 @@ class ThisRank:
     report: Callable[[BaseException], None] | None = None
     at_end: list[Callable[[], None]] = field(default_factory=list)
     handlers: set[Any] = field(default_factory=set)
+    peers_are_gone: Callable[[], bool] = bool
+    is_launched: bool = False
 
 
 this_rank = ThisRank()
@@ -170,3 +174,8 @@ def end_rank() -> None:
 def forget_parent() -> None:
     """In a forked process: what the parent does at its end is not this process's business."""
     this_rank.__dict__.update(ThisRank().__dict__)
+
+
+if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
+    # Now, since a script may be long about its data before it comes to launch.
+    parent_death_signal()()

@@ -466,6 +466,11 @@ class _Resolver:
                 "which needs a script and cannot work in a notebook or an interactive "
                 "interpreter: move the code to a script, or pass devices=1"
                 + (", or strategy='ddp_notebook'" if notebook else "")
+                + (
+                    ", or start_method='fork' to the strategy"
+                    if "fork" in capabilities.launchers
+                    else ""
+                )
             )
         return selected
 

@@ -64,6 +64,15 @@ def listening_socket() -> socket.socket:
     return listener
 
 
+def _is_bound(cores: int) -> bool:
+    if not hasattr(os, "sched_getaffinity"):
+        return False
+    try:
+        return cores < len(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        return False  # it belongs to somebody else, or has ended
+
+
 @dataclass(frozen=True)
 class Output:
     """Where ranks write what they print.
@@ -88,9 +97,14 @@ class Output:
 
 
 def threads_per_rank(local_world_size: int) -> str:
-    """Return OMP_NUM_THREADS for each of the ranks that share this node's cores."""
-    threads = max(1, available_cores() // local_world_size)
-    return os.environ.get("OMP_NUM_THREADS", str(threads))
+    """Return OMP_NUM_THREADS for each of the ranks that share this node's cores.
+
+    A process that may use fewer cores than its parent has been given its own (srun and mpirun bind
+    tasks to cores); the others divide what there is.
+    """
+    cores = available_cores()
+    threads = cores if _is_bound(cores) else max(1, cores // local_world_size)
+    return os.environ.get("OMP_NUM_THREADS") or str(threads)
 
 
 def rank_environment(

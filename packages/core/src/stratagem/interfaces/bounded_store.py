@@ -20,7 +20,7 @@ class BoundedStore:
         seconds: how long a call may take.
 
     Raises:
-        RuntimeError: by each call after one that took longer, and by that one.
+        RuntimeError: by a call that takes longer, and by those after it until the store answers.
 
     Example:
         >>> import torch.distributed as dist
@@ -33,7 +33,8 @@ class BoundedStore:
     def __init__(self, store: Any, *, seconds: float) -> None:
         self._store = store
         self._seconds = seconds
-        self._is_lost = False
+        self._waiting = threading.Lock()
+        """Held while a call is under way, also one that nobody waits for any more."""
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
@@ -49,8 +50,8 @@ class BoundedStore:
         return bool(self._call(self._store.check, keys))
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        if self._is_lost:
-            raise RuntimeError("the store did not answer before")
+        if not self._waiting.acquire(timeout=self._seconds):
+            raise RuntimeError("the store has not answered an earlier call yet")
         answers: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
 
         def call() -> None:
@@ -58,13 +59,14 @@ class BoundedStore:
                 answers.put((function(*args), None))
             except RuntimeError as error:
                 answers.put((None, error))
+            finally:
+                self._waiting.release()
 
         # A thread for each call, which may never end, and must not keep the process.
         threading.Thread(target=call, name="stratagem-store", daemon=True).start()
         try:
             value, error = answers.get(timeout=self._seconds)
         except queue.Empty:
-            self._is_lost = True
             raise RuntimeError(f"the store has not answered within {self._seconds} s") from None
         if error is not None:
             raise error

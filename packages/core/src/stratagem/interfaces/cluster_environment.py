@@ -41,6 +41,11 @@ class ClusterEnvironment:
         return "LOCAL_RANK" in os.environ
 
     @property
+    def holds_store(self) -> bool:
+        """Whether the program that started the ranks holds the store that they meet at."""
+        return False
+
+    @property
     def main_address(self) -> str:
         """Host name or address of rank 0."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")

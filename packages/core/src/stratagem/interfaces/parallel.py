@@ -31,6 +31,8 @@ from stratagem.supervision import threads_per_rank
 _PATIENCE = 10.0
 """Seconds that rank 0, at its end, waits for the others before it asks where they are."""
 
+_LONGEST_TIMEOUT = 10 * 365 * 86400.0
+
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
@@ -89,18 +91,21 @@ class ParallelStrategy(Strategy):
         if start_method is not None:
             parts["launcher"] = _launcher(start_method, parts.get("launcher"))
         super().__init__(**parts)
-        if process_group_backend is not None and not _is_there(process_group_backend):
+        if process_group_backend is not None and not (
+            isinstance(process_group_backend, str) and _is_there(process_group_backend)
+        ):
             raise ConfigurationError(
                 f"process_group_backend={process_group_backend!r} is not in this build of torch; "
                 f"expected one of {', '.join(filter(_is_there, dist.Backend.backend_list))}"
             )
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        if not seconds > 0:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST_TIMEOUT:
             raise ConfigurationError(
-                f"timeout={timeout!r}: expected seconds or a timedelta, more than 0"
+                f"timeout={timeout!r}: expected seconds or a timedelta, more than 0 and at most "
+                f"{_LONGEST_TIMEOUT:.0f} s"
             )
         self.process_group_backend = process_group_backend
-        self.timeout = seconds
+        self.timeout = float(seconds)
         self.sync_batchnorm = sync_batchnorm
         self.join_uneven_inputs = join_uneven_inputs
 
@@ -178,10 +183,7 @@ class ParallelStrategy(Strategy):
         store: Any
         if self.parts.num_nodes > 1:
             network.choose_gloo_interface(environment.main_address)
-        if (
-            "TORCHELASTIC_USE_AGENT_STORE" in os.environ
-            and environment.creates_processes_externally
-        ):
+        if environment.holds_store:
             # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
             dist.init_process_group(backend, timeout=timeout)
             store = dist.distributed_c10d._get_default_store()
@@ -312,6 +314,7 @@ def _is_there(backend: str) -> bool:
         return all(_is_there(part.partition(":")[2]) for part in backend.split(","))
     known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     known.update(mpi=dist.is_mpi_available, ucc=dist.is_ucc_available)
+    known.update(xccl=dist.is_xccl_available, fake=bool, undefined=bool)
     if backend in known:
         return bool(known[backend]())
     return backend in dist.Backend.backend_list
@@ -341,8 +344,8 @@ def _leave_together(positions: Positions) -> None:
     before: dict[int, Position] = {}
     said = False
     while staying := [r for r in range(1, positions.world_size) if not positions.has_left(r)]:
-        if this_rank.lost_peer:
-            return  # whoever has started it tells
+        if this_rank.lost_peer or this_rank.peers_are_gone():
+            return  # whoever has started them tells
         time.sleep(0.002 if time.monotonic() < asked_at - _PATIENCE + 1 else 0.1)
         if time.monotonic() < asked_at:
             continue
@@ -355,6 +358,8 @@ def _leave_together(positions: Positions) -> None:
                 + "\n".join(f"  {now[r]}" for r in stuck)
                 + "\nEvery rank must call the same collectives and take the same number of steps"
             )
+        if before and not any(r in now or r in before for r in staying):
+            return  # they have ended without a word, or cannot be reached
         before = now
         if not said:
             said = True

@@ -26,6 +26,8 @@ _LOOK = 0.5
 _ANSWER_TIME = 4.0
 """Seconds that the others have to answer."""
 
+_FAREWELLS = 3
+"""How often a rank says that it has left, where the store does not answer for a while."""
 COLLECTIVES = frozenset(
     (
         *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
@@ -117,7 +119,7 @@ class Positions:
                     self._tell(self.here())
                     self._round += 1
             except RuntimeError:
-                return  # the store has gone with the rank that held it
+                pass  # the rank that holds the store has gone, or does not answer for now
 
     def _tell(self, position: Position) -> None:
         key = f"at/{self._round}/{self.rank}"
@@ -242,18 +244,21 @@ class Positions:
     def say_farewell(self) -> None:
         """Tell that this rank's script is over."""
         self._is_over = True
-        self._mark("left")
+        for _ in range(_FAREWELLS):
+            if self._mark("left"):
+                return
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank's script is over, in order or not."""
         return self._is_marked("left", rank) or self._is_marked("failed", rank)
 
-    def _mark(self, how: str) -> None:
+    def _mark(self, how: str) -> bool:
         try:
             with self._lock:
                 self._store.set(f"{how}/{self.rank}", "")
         except RuntimeError:
-            pass  # the store has gone with the rank that held it
+            return False  # the store has gone with the rank that held it, or does not answer
+        return True
 
     def _is_marked(self, how: str, rank: int) -> bool:
         try:
@@ -310,7 +315,8 @@ def _users_line(frame: FrameType | None) -> str:
         file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES):
             here = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-            if "site-packages" not in file:
+            # What multiprocessing runs a spawned process by is called <string>, as is `python -c`.
+            if "site-packages" not in file and file != "<string>":
                 return here
             outside = outside or here
         frame = frame.f_back

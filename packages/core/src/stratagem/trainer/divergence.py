@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
 
 DEFAULT_INTERVAL = 100
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 2**18
+
 
 class DivergenceCheck:
     """Compares the ranks every few steps: the step, whether there is a loss, and the parameters.
 
-    A check reads each parameter once (about 0.1 s for 100 million on one core) and gathers three
+    A check reads each parameter once (about 0.7 s for 100 million on one core) and gathers three
     numbers of every rank; the names of what differs are looked for only once something does.
     Sharded parameters differ by design and are left out.
 
@@ -87,10 +91,18 @@ class DivergenceCheck:
 
 
 def _hash(parameter: nn.Parameter) -> Tensor:
-    """Return a hash of a parameter's bits, of shape () and type int64."""
-    return torch.hash_tensor(parameter.detach()).view(torch.int64).cpu()
+    """Return a hash of a parameter's bits and their places, of shape () and type int64."""
+    bits = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    bits = bits.detach().contiguous().view(_INTEGERS[bits.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64)
+    # By pieces, since the product of each has 8 bytes an element.
+    for number, piece in enumerate(torch.split(bits, _PIECE), 1):
+        weights = _weights(len(piece)).to(piece.device)
+        total += number * (piece.to(torch.int64) * weights).sum().cpu()
+    return total
 
 
+@lru_cache
 def _weights(count: int) -> Tensor:
     # Odd numbers of 62 bits, so that a product keeps what it is made of; it may overflow.
     generator = torch.Generator().manual_seed(count)

@@ -24,7 +24,7 @@ class Interruption(AbstractContextManager["Interruption"]):
 
     As a context it takes over SIGTERM, and the signals by which the cluster announces preemption,
     where nobody else handles them. Ranks hear a signal at different moments, or only one hears it,
-    so they tell one another by an all-reduce of two numbers, about twice a second: how many steps
+    so they tell one another by an all-reduce of three numbers, about twice a second: how many steps
     that is follows from the slowest rank's last steps, so that all ranks look after the same one.
     One process looks after every step.
 

@@ -72,7 +72,7 @@ class Restarts:
             try:
                 found = self._find(max(count for count, _ in told), asked)
                 self._write()
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 problem = str(error)
         found, problem = self._strategy.broadcast([found, problem])
         if problem:

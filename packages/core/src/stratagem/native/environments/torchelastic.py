@@ -37,6 +37,11 @@ class TorchElasticEnvironment(ClusterEnvironment):
             )
 
     @property
+    def holds_store(self) -> bool:
+        """Whether torchrun's agent does; only torch's own rendezvous knows how to reach it."""
+        return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+
+    @property
     def creates_processes_externally(self) -> bool:
         """Whether this process was started by torchrun, which is always so."""
         return True

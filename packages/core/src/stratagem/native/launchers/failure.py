@@ -84,6 +84,7 @@ class Watch:
         self.ranks = Ranks(
             start, environments, on_failure=self._interrupt, output=Output.of(os.environ)
         )
+        this_rank.peers_are_gone = lambda: self.ranks.wait(0)
         # Last in, first out: what is registered later (leaving the process group) comes before.
         atexit.register(self._finish)
 
@@ -121,6 +122,7 @@ class Watch:
         if not self._noticed.wait(_REACTION_GRACE):
             # Stuck where no signal handler runs: there is no other way out.
             print(f"\n{failure.error(self.world_size)}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
             self.ranks.kill()
             self.ranks.forget()
             os._exit(1)

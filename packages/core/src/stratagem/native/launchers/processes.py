@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class ProcessesLauncher(Launcher):
                 CUDA and cannot be forked.
             RankFailedError: a rank failed.
         """
-        if rank.has_parent():
+        if rank.this_rank.is_launched:
             # This process is a rank already: of a launch that this call is a part of.
             return run_as_rank(function, *args, **kwargs)
         call = _Call(function, args, kwargs, tuple(get_registry().registered()))
@@ -149,6 +150,13 @@ class _Fork:
     def __init__(self, folder: Path, call: _Call) -> None:
         self._folder, self._call = folder, call
         self._threads_are_gone = _has_compute_threads()
+        if self._threads_are_gone:
+            warnings.warn(
+                "this process has computed with several threads, which a fork does not copy: each "
+                "rank computes with one thread. Fork before computing, or use strategy='ddp' in a "
+                "script, for more",
+                stacklevel=2,
+            )
 
     def __call__(
         self, number: int, environment: Mapping[str, str], output: Path | None
@@ -222,6 +230,10 @@ def _forked_rank(
 def _become_rank(environment: Mapping[str, str], output: Path | None) -> None:
     os.setsid()
     os.environ.update(environment)
+    # The requests that come here were made for this launch, whatever was launched before.
+    os.environ[rank.LAUNCH_VARIABLE] = "0"
+    rank.die_with_parent()
+    rank.this_rank.is_launched = True
     if output is not None:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(descriptor, 1)

@@ -71,10 +71,11 @@ class ScriptLauncher(Launcher):
         }
         own = environments.pop(node_rank * count)
         os.environ.update({k: v for k, v in own.items() if k != "OMP_NUM_THREADS"})
-        if listener is not None:
-            os.environ[rank.LISTEN_FD_VARIABLE] = str(listener.detach())
         if environments:
             command = Command(
                 command=[sys.executable, *sys.orig_argv[1:]], cwd=supervision.STARTED_IN
             )
             Watch.start(command, environments, plan.world_size)
+        if listener is not None:
+            # After the others have started, who would inherit the number and not the socket.
+            os.environ[rank.LISTEN_FD_VARIABLE] = str(listener.detach())

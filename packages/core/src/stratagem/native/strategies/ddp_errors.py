@@ -50,7 +50,7 @@ def explain(error: RuntimeError, ddp: DistributedDataParallel) -> UserCodeError 
 def _unused(text: str, ddp: DistributedDataParallel) -> str:
     found = _INDICES.search(text)
     if found is None:
-        return "which ones, TORCH_DISTRIBUTED_DEBUG=DETAIL would say"
+        return "which ones, a backward in one process shows (devices=1): their .grad stays None"
     names = _names(ddp)
     indices = [int(index) for index in found[1].split()]
     return "unused: " + ", ".join(names[index] for index in indices if index < len(names))

@@ -163,6 +163,13 @@ class FSDPStrategy(ShardedStrategy):
                 f"precision={precision.name!r} as well: give one of the two. precision='32-true' "
                 "leaves the number formats to mixed_precision"
             )
+        shards = self.mesh_shape()[0][-1]
+        reshard = self.reshard_after_forward
+        if not isinstance(reshard, bool) and reshard is not None and shards % reshard:
+            raise ConfigurationError(
+                f"reshard_after_forward={reshard}: expected a number of ranks that divides the "
+                f"{shards} shards, or True, False or None"
+            )
 
     def _join_process_group(self) -> None:
         if self.cpu_offload and self.device.type != "cpu" and self.process_group_backend is None:
@@ -266,7 +273,9 @@ def _name(option: str, given: Any, expected: tuple[str, ...]) -> str:
 def _checked_mesh(given: Any, sharding_strategy: str) -> tuple[int, int] | None:
     if given is None:
         return None
-    sizes = tuple(given.shape if isinstance(given, DeviceMesh) else given)
+    if isinstance(given, DeviceMesh):
+        given = given.shape
+    sizes = tuple(given) if isinstance(given, (list, tuple)) else ()
     if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ConfigurationError(
             f"device_mesh={given!r}: expected (replicas, shards), two numbers of ranks"
@@ -279,6 +288,10 @@ def _checked_mesh(given: Any, sharding_strategy: str) -> tuple[int, int] | None:
     return sizes
 
 
+def _is_count(given: Any) -> bool:
+    return isinstance(given, int) and given >= 2
+
+
 def _checked_reshard(given: bool | int | None, sharding_strategy: str) -> bool | int | None:
     if sharding_strategy == "SHARD_GRAD_OP":
         if given is not None and given is not False:
@@ -287,7 +300,7 @@ def _checked_reshard(given: bool | int | None, sharding_strategy: str) -> bool |
                 f"reshard_after_forward={given!r}: leave it out, or take 'FULL_SHARD'"
             )
         return False
-    if not isinstance(given, bool) and isinstance(given, int) and given < 2:
+    if given is not None and not isinstance(given, bool) and not _is_count(given):
         raise ConfigurationError(
             f"reshard_after_forward={given!r}: expected True, False, None, or a number of ranks "
             "from 2 that divides the number of shards"

@@ -147,6 +147,7 @@ class ModelParallelStrategy(ShardedStrategy):
             # Parameters that were put away come back when the function reaches them.
             with DeferredBuild(self.device):
                 self._parallelize(module.module if isinstance(module, StepModule) else module)
+        self._check_divided(module)
         groups = [
             group
             for group in find_groups(module, self.auto_wrap_policy)
@@ -159,6 +160,18 @@ class ModelParallelStrategy(ShardedStrategy):
             "ignored_params": set(find_replicated(module)),
         }
         shard_model(module, groups, lambda part: fully_shard(part, **arguments), self.device)
+
+    def _check_divided(self, module: nn.Module) -> None:
+        """Refuse tensor parallelism of nothing: its ranks would do the same work twice."""
+        size = self.device_mesh["tensor_parallel"].size()
+        meshes = (getattr(p, "device_mesh", None) for p in module.parameters())
+        dims = {dim for mesh in meshes if mesh is not None for dim in mesh.mesh_dim_names or ()}
+        if size > 1 and "tensor_parallel" not in dims:
+            raise ConfigurationError(
+                f"tensor_parallel_size={size}, but no layer is divided, so that {size} ranks would "
+                "each do all the work: pass parallelize_fn, divide layers in configure_model, or "
+                "pass tensor_parallel_size=1"
+            )
 
     def _parallelize(self, model: nn.Module) -> None:
         assert self.parallelize_fn is not None
