@@ -127,7 +127,8 @@ if ranks == 4:
 
 def fit_own_division() -> None:
     dataset = torch.utils.data.DataLoader(OwnDivision(rank), batch_size=4)
-    trainer(ModelParallelStrategy(tensor_parallel_size=2), ranks).fit(Net(), dataset)
+    strategy = ModelParallelStrategy(tensor_parallel_size=2, parallelize_fn=parallelize)
+    trainer(strategy, ranks).fit(Net(), dataset)
 
 
 out["messages"] = dict(
@@ -137,6 +138,9 @@ out["messages"] = dict(
                 ModelParallelStrategy(tensor_parallel_size=2, parallelize_fn=another), ranks
             ).fit(Net(), loader(shards)),
             "batches": fit_own_division,
+            "nothing": lambda: trainer(ModelParallelStrategy(tensor_parallel_size=2), ranks).fit(
+                Net(), loader(shards)
+            ),
         }
     )
 )

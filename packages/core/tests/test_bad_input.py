@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -567,8 +568,17 @@ def test_ddp_refuses_a_backend_that_is_not_built_in_and_a_timeout_of_nothing() -
     )
     assert "mpi," not in text.partition("expected one of")[2]
     assert configuration(lambda: DDPStrategy(timeout=0)) == (
-        "timeout=0: expected seconds or a timedelta, more than 0"
+        "timeout=0: expected seconds or a timedelta, more than 0 and at most 315360000 s"
     )
+    for unusable in (None, "abc", float("inf")):
+        timeout: Any = unusable
+        text = configuration(partial(DDPStrategy, timeout=timeout))
+        assert text.startswith(f"timeout={unusable!r}: expected seconds")
+    for backend in ("fake", "undefined", 3):
+        named: Any = backend
+        text = configuration(partial(DDPStrategy, process_group_backend=named))
+        assert text.startswith(f"process_group_backend={backend!r} is not in this build of torch")
+        assert "fake" not in text.partition("expected one of")[2]
 
 
 def test_a_process_group_of_another_size_is_not_taken_over(tmp_path: Path) -> None:

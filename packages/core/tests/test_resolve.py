@@ -576,7 +576,7 @@ def test_a_script_cannot_be_run_again_in_a_notebook(refused: Callable[..., str])
     assert "the strategy 'ddp' starts its processes by the launcher 'script'" in text
     assert "in a notebook" in text
     assert "move the code to a script, or pass devices=1" in text
-    assert text.endswith("or strategy='ddp_notebook'")
+    assert text.endswith("or strategy='ddp_notebook', or start_method='fork' to the strategy")
 
 
 def test_in_a_notebook_the_strategy_for_notebooks_is_taken_and_named() -> None:

@@ -50,7 +50,7 @@ class BoundedStore:
         return bool(self._call(self._store.check, keys))
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        if not self._waiting.acquire(timeout=self._seconds):
+        if not self._waiting.acquire(blocking=False):
             raise RuntimeError("the store has not answered an earlier call yet")
         answers: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
 

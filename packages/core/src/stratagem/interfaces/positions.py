@@ -247,6 +247,7 @@ class Positions:
         for _ in range(_FAREWELLS):
             if self._mark("left"):
                 return
+            time.sleep(1.0)
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank's script is over, in order or not."""
