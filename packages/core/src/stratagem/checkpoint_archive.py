@@ -37,8 +37,8 @@ _COMMENT = re.compile(_HEAD + rb"(\{[^\n]*\})" + _CHECKSUM + rb"([0-9a-f]{32})")
 _END = b"PK\x05\x06"
 _END_SIZE = 22
 _LONGEST_COMMENT = 0xFFFF
-# The manifest has to fit in the comment.
-_NAMES, _NAME_LENGTH = 200, 100
+# The manifest has to fit in the comment, at any number and length of names.
+_ROOM_FOR_NAMES, _NAME_LENGTH = 16_000, 200
 # Read by `zipfile` in one piece, into some 500 bytes for each of 60; enough for a million tensors.
 _LARGEST_DIRECTORY = 64 << 20
 # A piece is hashed and then written: it is still in the processor's cache.
@@ -56,7 +56,7 @@ class Manifest:
         stratagem, torch: the versions that saved it.
         strategy, world_size: under which it was saved; None if the contents do not tell.
         epoch, global_step: where training stood, likewise.
-        contents: the names in the checkpoint's dict, the first 200 of them.
+        contents: the names in the checkpoint's dict, as many as fit in 16,000 bytes.
     """
 
     format_version: int = FORMAT_VERSION
@@ -99,12 +99,17 @@ class ArchiveWriter:
 
     Args:
         sink: where the bytes go.
+
+    Attributes:
+        error: what the sink raised. `torch.save` ends the archive even so, and then raises another
+            error, about a position that it did not expect.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._hash = xxhash.xxh3_128()
         self._held = b""
+        self.error: BaseException | None = None
 
     def write(self, data: memoryview) -> int:
         """Take what comes next in the archive."""
@@ -139,15 +144,26 @@ class ArchiveWriter:
         return checksum
 
     def _pass_on(self, data: memoryview) -> None:
+        if self.error is not None:
+            return
         self._hash.update(data)
-        self._sink.write(data)
+        try:
+            self._sink.write(data)
+        except BaseException as error:
+            self.error = error
+            raise
 
 
 def names_of(contents: dict[Any, Any]) -> tuple[str, ...]:
     """Return the keys of a checkpoint as its manifest lists them."""
-    names = [str(key)[:_NAME_LENGTH] for key in list(contents)[:_NAMES]]
-    if len(contents) > _NAMES:
-        names.append(f"... and {len(contents) - _NAMES} more")
+    names: list[str] = []
+    room = _ROOM_FOR_NAMES
+    for key in contents:
+        name = str(key)[:_NAME_LENGTH]
+        room -= len(json.dumps(name))
+        if room < 0:
+            return (*names, f"... and {len(contents) - len(names)} more")
+        names.append(name)
     return tuple(names)
 
 

@@ -79,8 +79,7 @@ class SingleFileCheckpointIO(CheckpointIO):
         try:
             with DurableFile(path) as file:
                 writer = ArchiveWriter(file)
-                with _without_crc32():
-                    torch.save(checkpoint, cast("IO[bytes]", writer))
+                _write_contents(checkpoint, writer)
                 writer.finish(_manifest(checkpoint))
                 file.commit()
         except OSError as error:
@@ -128,6 +127,16 @@ class SingleFileCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the file at `path`, if there is one."""
         Path(path).unlink(missing_ok=True)
+
+
+def _write_contents(checkpoint: dict[str, Any], writer: ArchiveWriter) -> None:
+    try:
+        with _without_crc32():
+            torch.save(checkpoint, cast("IO[bytes]", writer))
+    except RuntimeError:
+        if writer.error is not None:
+            raise writer.error from None
+        raise
 
 
 def _load(source: str, path: str, size: int) -> Any:
