@@ -219,6 +219,9 @@ def verify_checksum(file: BinaryIO, archive: Archive, path: str) -> None:
         mmap.mmap(file.fileno(), archive.size, prot=mmap.PROT_READ) as mapped,
         memoryview(mapped) as contents,
     ):
+        # From a disk it then comes faster than `torch.load`, which goes from page to page, reads it;
+        # and that finds it in memory.
+        mapped.madvise(mmap.MADV_SEQUENTIAL)
         end = archive.size - _DIGITS
         for start in range(0, end, _MAPPED_PIECE):
             with contents[start : min(start + _MAPPED_PIECE, end)] as piece:
