@@ -8,9 +8,9 @@ save and to load take turns, each the first in some rounds, so that what else th
 disk do meets all of them alike; printed are medians over the rounds, and the medians' ratio to the
 first way. Every save ends on the disk (fsync of the file and of its directory). A plain write is
 that of the checkpoint's own bytes, from memory, in pieces of 1 MB. To load is to have all values
-copied into a model and its moments: of a file in the page cache, which is the worst case for a check
-of it, and of one that has to come from the disk. Extra memory is what the peak of a process rises in
-a save (`ru_maxrss`).
+copied into a model and its moments: of a file in the page cache, which is the worst case for a
+check of it, and of one that has to come from the disk. Extra memory is what the peak of a process
+rises in a save (`ru_maxrss`).
 """
 
 from __future__ import annotations

@@ -130,6 +130,8 @@ class ArchiveWriter:
 
     def finish(self, manifest: Manifest) -> str:
         """Write the end of the archive with the manifest; return the checksum."""
+        if self.error is not None:
+            raise self.error
         if self._held[:4] != _END or self._held[20:] != b"\0\0":
             raise RuntimeError(
                 f"torch.save ended a file with {self._held!r}; expected a zip archive without a "
@@ -219,8 +221,8 @@ def verify_checksum(file: BinaryIO, archive: Archive, path: str) -> None:
         mmap.mmap(file.fileno(), archive.size, prot=mmap.PROT_READ) as mapped,
         memoryview(mapped) as contents,
     ):
-        # From a disk it then comes faster than `torch.load`, which goes from page to page, reads it;
-        # and that finds it in memory.
+        # From a disk it then comes in longer pieces than those that `torch.load` reads; and that
+        # finds it in memory.
         mapped.madvise(mmap.MADV_SEQUENTIAL)
         end = archive.size - _DIGITS
         for start in range(0, end, _MAPPED_PIECE):
