@@ -19,7 +19,6 @@ import os
 import re
 import zipfile
 from dataclasses import asdict, dataclass, fields
-from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
 import xxhash
@@ -43,6 +42,8 @@ _ROOM_FOR_NAMES, _NAME_LENGTH = 16_000, 200
 _LARGEST_DIRECTORY = 64 << 20
 # A piece is hashed and then written: it is still in the processor's cache.
 _PIECE = 1 << 20
+# What is shorter is collected to a piece.
+_SMALL = 64 << 10
 # Hashed at once without the interpreter's lock; between two of them, Ctrl-C is heard.
 _MAPPED_PIECE = 64 << 20
 
@@ -94,8 +95,8 @@ class Sink(Protocol):
 class ArchiveWriter:
     """The file object that `torch.save` writes to: hashes what it passes on, and adds the manifest.
 
-    Call `torch.save(contents, writer)`, then `finish`. Nothing is copied but the last 22 bytes,
-    which are held back since the length of the comment is among them.
+    Call `torch.save(contents, writer)`, then `finish`. No tensor is copied but small ones and
+    the last 22 bytes, which are held back since the length of the comment is among them.
 
     Args:
         sink: where the bytes go.
@@ -108,21 +109,22 @@ class ArchiveWriter:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._hash = xxhash.xxh3_128()
-        self._held = b""
+        self._held = bytearray()
         self.error: BaseException | None = None
 
     def write(self, data: memoryview) -> int:
         """Take what comes next in the archive."""
         size = len(data)
-        if size < _END_SIZE:
-            held = self._held + bytes(data)
-            self._pass_on(memoryview(held[:-_END_SIZE]))
-            self._held = held[-_END_SIZE:]
+        if size < _SMALL:
+            # Seven of these for each tensor.
+            self._held += data
+            if len(self._held) >= _PIECE:
+                self._release(len(self._held) - _END_SIZE)
         else:
-            self._pass_on(memoryview(self._held))
+            self._release(len(self._held))
             for start in range(0, size - _END_SIZE, _PIECE):
                 self._pass_on(data[start : min(start + _PIECE, size - _END_SIZE)])
-            self._held = bytes(data[-_END_SIZE:])
+            self._held += data[-_END_SIZE:]
         return size
 
     def flush(self) -> None:
@@ -132,18 +134,25 @@ class ArchiveWriter:
         """Write the end of the archive with the manifest; return the checksum."""
         if self.error is not None:
             raise self.error
-        if self._held[:4] != _END or self._held[20:] != b"\0\0":
+        end = bytes(self._held[-_END_SIZE:])
+        if end[:4] != _END or end[20:] != b"\0\0":
             raise RuntimeError(
-                f"torch.save ended a file with {self._held!r}; expected a zip archive without a "
+                f"torch.save ended a file with {end!r}; expected a zip archive without a "
                 "comment: this version of torch writes another format, please report it"
             )
         text = json.dumps(asdict(manifest), separators=(",", ":")).encode("ascii")
         before = _HEAD + text + _CHECKSUM
-        length = (len(before) + _DIGITS).to_bytes(2, "little")
-        self._pass_on(memoryview(self._held[:20] + length + before))
+        self._held[-2:] = (len(before) + _DIGITS).to_bytes(2, "little")
+        self._held += before
+        self._release(len(self._held))
         checksum = self._hash.hexdigest()
         self._sink.write(memoryview(checksum.encode("ascii")))
         return checksum
+
+    def _release(self, size: int) -> None:
+        with memoryview(self._held) as held, held[:size] as released:
+            self._pass_on(released)
+        del self._held[:size]
 
     def _pass_on(self, data: memoryview) -> None:
         if self.error is not None:
@@ -256,7 +265,7 @@ def check_entries(file: BinaryIO, archive: Archive, path: str) -> None:
             why = f"is compressed, from {entry.file_size} bytes to {entry.compress_size}"
         elif total > archive.size:
             why = f"ends after {total} bytes of contents in a file of {archive.size} bytes"
-        elif name.startswith("/") or "\\" in name or ".." in PurePosixPath(name).parts:
+        elif name.startswith("/") or "\\" in name or ".." in name.split("/"):
             why = "leads out of the archive"
         elif name in names:
             why = "is there twice"
