@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import random
 import resource
 import subprocess
@@ -356,6 +357,28 @@ def test_a_tensor_that_would_grow_when_copied_is_refused_in_both_directions(tmp_
     small = {"a": torch.ones(1).expand(1000)}
     SingleFileCheckpointIO().save_checkpoint(small, path)
     assert torch.equal(SingleFileCheckpointIO().load_checkpoint(path)["a"], small["a"])
+
+
+def test_a_pickle_that_asks_for_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    class Greedy:
+        def __reduce__(self) -> Any:
+            return bytearray, (2**45,)
+
+    torch.save({}, tmp_path / "plain.ckpt")
+    path = tmp_path / "greedy.ckpt"
+    with (
+        zipfile.ZipFile(tmp_path / "plain.ckpt") as old,
+        zipfile.ZipFile(path, "w") as new,
+    ):
+        for entry in old.infolist():
+            pickled = pickle.dumps({"a": Greedy()}, 2)
+            new.writestr(
+                entry.filename, pickled if entry.filename.endswith("pkl") else old.read(entry)
+            )
+    assert corrupt(path) == (
+        f"'{path}' was refused: loading its {path.stat().st_size} bytes would take more memory "
+        "than there is"
+    )
 
 
 # ---------------------------------------------------------------- writers that die
