@@ -512,3 +512,74 @@ def test_a_plugin_that_fails_to_add_commands_stops_nobody(program: Program) -> N
     )
     found = program.json("doctor", code=1)
     assert found["problems"] == ["clumsy:plug: stratagem_cli: raised RuntimeError: dropped it"]
+
+
+# -- stratagem checkpoint
+
+SAVE = """
+import sys, torch
+from stratagem.checkpoint import SingleFileCheckpointIO
+contents = {"epoch": 3, "strategy": "ddp", "world_size": 2, "weights": torch.ones(9)}
+SingleFileCheckpointIO().save_checkpoint(contents, "model.ckpt")
+torch.save(contents, "plain.ckpt")
+"""
+
+
+def test_checkpoint_inspect_shows_the_manifest(program: Program) -> None:
+    program.python("-c", SAVE)
+    table = program("checkpoint", "inspect", "model.ckpt").stdout
+    assert row_of(table, "strategy") == ["strategy", "ddp"]
+    assert row_of(table, "world size") == ["world size", "2"]
+    assert row_of(table, "contents") == ["contents", "epoch, strategy, world_size, weights"]
+    told = program.json("checkpoint", "inspect", "model.ckpt")
+    assert told["stratagem"] == __version__
+    assert told["epoch"] == 3
+    assert told["bytes"] == program.folder.joinpath("model.ckpt").stat().st_size
+    assert told["checksum"].startswith("xxh3_128 ")
+
+
+def test_checkpoint_inspect_says_that_a_file_has_no_manifest(program: Program) -> None:
+    program.python("-c", SAVE)
+    said = program("checkpoint", "inspect", "plain.ckpt")
+    assert said.stderr == "plain.ckpt has no manifest: plain torch.save made it\n"
+    assert row_of(said.stdout, "bytes") == [
+        "bytes",
+        str(program.folder.joinpath("plain.ckpt").stat().st_size),
+    ]
+
+
+def test_checkpoint_inspect_refuses_what_is_no_checkpoint(program: Program) -> None:
+    program.folder.joinpath("notes.txt").write_text("These are notes.")
+    said = program("checkpoint", "inspect", "notes.txt", code=1).stderr
+    assert said.startswith("'notes.txt' is not a whole checkpoint (16 bytes): it begins with")
+    assert "No such file" in program("checkpoint", "inspect", "nowhere.ckpt", code=1).stderr
+
+
+def test_checkpoint_verify_tells_whole_files_from_others(program: Program) -> None:
+    program.python("-c", SAVE)
+    path = program.folder / "model.ckpt"
+    whole = path.read_bytes()
+    (program.folder / "flipped.ckpt").write_bytes(
+        whole[:900] + bytes([whole[900] ^ 1]) + whole[901:]
+    )
+    said = program("checkpoint", "verify", "model.ckpt").stdout
+    assert said == f"model.ckpt: whole, {len(whole)} bytes, xxh3_128 {whole[-32:].decode()}\n"
+    said = program("checkpoint", "verify", "flipped.ckpt", "plain.ckpt", "model.ckpt", code=1)
+    assert said.stdout.startswith("model.ckpt: whole, ")
+    damaged, plain = said.stderr.splitlines()
+    assert damaged.startswith("'flipped.ckpt' is damaged: ")
+    assert plain == (
+        "'plain.ckpt' cannot be verified: it has no checksum, plain torch.save made it. Load it "
+        "and save it again to give it one"
+    )
+
+
+def test_checkpoint_commands_import_no_torch(program: Program) -> None:
+    program.python("-c", SAVE)
+    code = (
+        "import sys\n"
+        "sys.argv[1:] = ['checkpoint', 'verify', 'model.ckpt']\n"
+        "from stratagem.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    assert program.python("-c", code).stdout.endswith("\n0 False\n")

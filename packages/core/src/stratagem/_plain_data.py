@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
+# An expanded tensor up to this many bytes is nobody's harm.
+_FREE_SIZE = 64 << 20
 _TORCH = (torch.Size, torch.dtype, torch.device)
 
 
@@ -36,6 +38,31 @@ def find_culprit(data: Any, path: str = "") -> str | None:
                 return culprit
         return None
     return f"{path or 'it'} is of type {kind.__module__}.{kind.__qualname__}"
+
+
+def find_oversized(data: Any, path: str = "") -> str | None:
+    """Return where in plain data a tensor is far larger than what it stores; None if nowhere.
+
+    Such a tensor (`torch.zeros(1).expand(2**40)`) is small in a file and in memory, until the first
+    copy of it.
+    """
+    if isinstance(data, torch.Tensor):
+        # Only a plain tensor's elements are what its storage holds.
+        if data.layout is not torch.strided or type(data) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        size = data.numel() * data.element_size()
+        if size <= _FREE_SIZE or size <= (stored := data.untyped_storage().nbytes()):
+            return None
+        return f"{path or 'it'} is a tensor of {size} bytes, of which only {stored} are stored"
+    if isinstance(data, dict):
+        for key, value in data.items():
+            if found := find_oversized(value, f"{path}[{key!r}]"):
+                return found
+    elif isinstance(data, (list, tuple)) and not isinstance(data, torch.Size):
+        for index, value in enumerate(data):
+            if found := find_oversized(value, f"{path}[{index}]"):
+                return found
+    return None
 
 
 def encode(data: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@
     ├── CheckpointError
     │   ├── CheckpointNotFoundError (also a FileNotFoundError)
     │   ├── CheckpointCorruptError  the file is not a whole, safe checkpoint
+    │   ├── CheckpointSaveError (also an OSError)  the file system refused it
     │   ├── CheckpointMismatchError it belongs to another model
     │   └── CheckpointContentError  something in it is not plain data, so it is refused at the save
     ├── RankFailedError             another rank ended; holds its rank, exit code and traceback
@@ -66,6 +67,23 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointCorruptError(CheckpointError):
     """The file is truncated, damaged, or holds something that loading would have to execute."""
+
+
+class CheckpointSaveError(CheckpointError, OSError):
+    """A checkpoint cannot be written: no space, no right, or a failing disk.
+
+    Args:
+        message: one sentence.
+        errno: the number of the error, as in `OSError`.
+    """
+
+    def __init__(self, message: str, *, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+    # As in CheckpointNotFoundError.
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CheckpointMismatchError(CheckpointError):

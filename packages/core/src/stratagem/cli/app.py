@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from stratagem._version import __version__
+from stratagem.cli import checkpoint as checkpoints
 from stratagem.cli import doctor as doctors
 from stratagem.cli import run as runs
 from stratagem.cli.strategies import listed_strategies
@@ -49,6 +50,7 @@ def core_app() -> typer.Typer:
     app.command()(strategies)
     app.command()(explain)
     app.command()(doctor)
+    app.add_typer(checkpoints.checkpoint_app(), name="checkpoint")
     # `main` answers this one before typer is imported; here it is listed.
     app.command(
         "run",
@@ -65,7 +67,7 @@ def add_plugins_commands(app: typer.Typer, registry: Registry) -> list[tuple[str
     The names of core's commands stay with core.
     """
     failures = []
-    own = list(app.registered_commands)
+    own, own_groups = list(app.registered_commands), list(app.registered_groups)
     for implementation in registry.plugins.hook.stratagem_cli.get_hookimpls():
         # The boundary at which one plugin's failure is kept from the program.
         try:
@@ -76,6 +78,7 @@ def add_plugins_commands(app: typer.Typer, registry: Registry) -> list[tuple[str
             )
     # Again, since of two commands with one name typer takes the later.
     app.registered_commands.extend(own)
+    app.registered_groups.extend(own_groups)
     return failures
 
 

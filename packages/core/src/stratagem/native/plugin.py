@@ -90,7 +90,7 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             name="single_file",
             target="stratagem.native.checkpoint.single_file:SingleFileCheckpointIO",
             api_version=1,
-            summary="One file, replaced atomically, loaded weights-only",
+            summary="One file with a checksum, replaced atomically, loaded weights-only",
         ),
         LauncherSpec(
             name="in_process",
