@@ -562,8 +562,8 @@ def test_checkpoint_verify_tells_whole_files_from_others(program: Program) -> No
     (program.folder / "flipped.ckpt").write_bytes(
         whole[:900] + bytes([whole[900] ^ 1]) + whole[901:]
     )
-    said = program("checkpoint", "verify", "model.ckpt").stdout
-    assert said == f"model.ckpt: whole, {len(whole)} bytes, xxh3_128 {whole[-32:].decode()}\n"
+    told = program("checkpoint", "verify", "model.ckpt").stdout
+    assert told == f"model.ckpt: whole, {len(whole)} bytes, xxh3_128 {whole[-32:].decode()}\n"
     said = program("checkpoint", "verify", "flipped.ckpt", "plain.ckpt", "model.ckpt", code=1)
     assert said.stdout.startswith("model.ckpt: whole, ")
     damaged, plain = said.stderr.splitlines()
