@@ -230,7 +230,7 @@ class _IndexIterator:
                 self._start = self._replayed
                 set_random_state(self._start)
                 _set_generators(self._generators, self._start["generators"])
-            self._key = zlib.crc32(self._start["torch"].numpy(force=True).tobytes())
+            self._key = zlib.crc32(bytes(self._start["torch"].tolist()))
             indices = iter(self._sampler)
             for _ in islice(indices, self._done):
                 pass
