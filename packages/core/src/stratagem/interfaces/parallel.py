@@ -353,7 +353,7 @@ def _leave_together(positions: Positions) -> None:
         now = positions.ask()
         stuck = [r for r in staying if r in now and now[r] == before.get(r)]
         if any(now[r].operation in COLLECTIVES for r in stuck):
-            raise_at_end(
+            _end_with_error(
                 "this rank (0) has ended, and others wait for it in a collective:\n"
                 + "\n".join(f"  {now[r]}" for r in stuck)
                 + "\nEvery rank must call the same collectives and take the same number of steps"
@@ -371,7 +371,7 @@ def _leave_together(positions: Positions) -> None:
             )
 
 
-def raise_at_end(message: str) -> NoReturn:
+def _end_with_error(message: str) -> NoReturn:
     """End this process with an error while it is ending already, when nobody can catch one."""
     error = CommunicationError(message)
     record_failure(error)

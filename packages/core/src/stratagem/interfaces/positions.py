@@ -101,7 +101,6 @@ class Positions:
         self._main = threading.get_ident()
         self._left = threading.Event()
         self._is_over = False
-        self._answers: dict[int, Position] = {}
         self._thread = threading.Thread(
             target=self._answer_questions, name="stratagem-positions", daemon=True
         )
