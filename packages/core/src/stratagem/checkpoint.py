@@ -8,6 +8,8 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
+    from stratagem.interfaces.shards import SavedTensor as SavedTensor
+    from stratagem.interfaces.shards import Shards as Shards
     from stratagem.native.checkpoint.single_file import (
         SingleFileCheckpointIO as SingleFileCheckpointIO,
     )
@@ -17,5 +19,7 @@ else:
         "checkpoint_io",
         {
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
+            "SavedTensor": "stratagem.interfaces.shards",
+            "Shards": "stratagem.interfaces.shards",
         },
     )

@@ -12,12 +12,9 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from stratagem._plain_data import find_culprit, find_oversized
-from stratagem._version import __version__
 from stratagem.checkpoint_archive import (
     ArchiveWriter,
-    Manifest,
     check_entries,
-    names_of,
     not_whole,
     read_archive,
     verify_checksum,
@@ -30,6 +27,7 @@ from stratagem.errors import (
 )
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.native.checkpoint.durable_file import DurableFile
+from stratagem.native.checkpoint.manifest import manifest_of
 
 
 class SingleFileCheckpointIO(CheckpointIO):
@@ -80,7 +78,7 @@ class SingleFileCheckpointIO(CheckpointIO):
             with DurableFile(path) as file:
                 writer = ArchiveWriter(file)
                 _write_contents(checkpoint, writer)
-                writer.finish(_manifest(checkpoint))
+                writer.finish(manifest_of(checkpoint, self))
                 file.commit()
         except OSError as error:
             if file is not None and file.renamed:
@@ -165,25 +163,6 @@ def _load(source: str, path: str, size: int) -> Any:
         AssertionError,
     ) as error:
         raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
-
-
-def _manifest(checkpoint: dict[str, Any]) -> Manifest:
-    """Return what is known of the checkpoint; a Trainer's tells more than one of Lite."""
-
-    def number(name: str) -> int | None:
-        value = checkpoint.get(name)
-        return value if type(value) is int else None
-
-    strategy = checkpoint.get("strategy")
-    return Manifest(
-        stratagem=__version__,
-        torch=str(torch.__version__),
-        strategy=strategy[:100] if isinstance(strategy, str) else None,
-        world_size=number("world_size"),
-        epoch=number("epoch"),
-        global_step=number("global_step"),
-        contents=names_of(checkpoint),
-    )
 
 
 @contextmanager
