@@ -57,6 +57,7 @@ class Manifest:
         stratagem, torch: the versions that saved it.
         strategy, world_size: under which it was saved; None if the contents do not tell.
         epoch, global_step: where training stood, likewise.
+        run: which run saved it, a name that a run which resumes from it keeps; likewise.
         contents: the names in the checkpoint's dict, as many as fit in 16,000 bytes.
     """
 
@@ -67,6 +68,7 @@ class Manifest:
     world_size: int | None = None
     epoch: int | None = None
     global_step: int | None = None
+    run: str | None = None
     contents: tuple[str, ...] = ()
 
 
@@ -188,7 +190,7 @@ def read_archive(file: BinaryIO, path: str) -> Archive:
     Raises:
         CheckpointCorruptError: it is not a whole checkpoint, or of a newer format.
     """
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END_SIZE - _LONGEST_COMMENT))
     tail = file.read()
     at = tail.rfind(_END)

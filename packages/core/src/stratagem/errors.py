@@ -24,6 +24,10 @@ Every message says what was expected, what was received, and what to do next.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class StratagemError(Exception):
     """Base of every exception that Stratagem raises on purpose."""
@@ -88,6 +92,15 @@ class CheckpointSaveError(CheckpointError, OSError):
 
 class CheckpointMismatchError(CheckpointError):
     """The checkpoint belongs to another model or optimizer."""
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let a CheckpointMismatchError of whoever knows the contents name the checkpoint too."""
+    try:
+        yield
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"{os.fspath(path)!r}: {error}") from error
 
 
 class CheckpointContentError(CheckpointError):

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem import data as loaders_of_ranks
+from stratagem import storage
 from stratagem._tree import map_tensors, move_to_device
 from stratagem.agreement import Agreement
 from stratagem.discovery.registry import get_registry
-from stratagem.errors import CheckpointMismatchError, ConfigurationError
+from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.precision import Precision
@@ -548,7 +548,7 @@ class Lite:
         Called by every rank; rank 0 writes, and all return once the file is durable.
 
         Args:
-            path: where to.
+            path: where to, a local path or a URL.
             state: a dict of models and optimizers (as `setup` returned them), objects with
                 `state_dict()`, and plain data.
 
@@ -563,7 +563,7 @@ class Lite:
                 f"{type(path).__name__} and {type(state).__name__}"
             )
         checkpoint = {name: self._state_of(value) for name, value in state.items()}
-        self.strategy.save_checkpoint(checkpoint, Path(path))
+        self.strategy.save_checkpoint(checkpoint, storage.at(path))
 
     def _state_of(self, value: Any) -> Any:
         if isinstance(value, LiteModule):
@@ -580,7 +580,7 @@ class Lite:
         """Load a checkpoint; every rank calls it.
 
         Args:
-            path: where from.
+            path: where from, a local path or a URL.
             state: models, optimizers and objects with `load_state_dict()` are filled, plain values
                 are replaced in this dict; None: nothing is filled.
             strict: refuse a checkpoint that lacks an entry of `state`, or whose weights do not
@@ -593,7 +593,7 @@ class Lite:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
                 wrong with it.
         """
-        checkpoint = self.strategy.load_checkpoint(Path(path))
+        checkpoint = self.strategy.load_checkpoint(storage.at(path))
         if state is None:
             return read_whole(checkpoint)
         missing = [name for name in state if name not in checkpoint]
@@ -607,9 +607,11 @@ class Lite:
                 continue
             value = checkpoint.pop(name)
             if isinstance(target, LiteModule):
-                self.strategy.load_model_state(target.prepared, value, strict=strict)
+                with naming(path):
+                    self.strategy.load_model_state(target.prepared, value, strict=strict)
             elif isinstance(target, LiteOptimizer):
-                self.strategy.load_optimizer_state(target.prepared, target.optimizer, value)
+                with naming(path):
+                    self.strategy.load_optimizer_state(target.prepared, target.optimizer, value)
             elif hasattr(target, "load_state_dict"):
                 target.load_state_dict(read_whole(value))
             else:

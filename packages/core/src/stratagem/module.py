@@ -330,7 +330,7 @@ class Module(nn.Module):
         """Make a model from a checkpoint, with its hyperparameters and weights.
 
         Args:
-            checkpoint_path: a file that a Trainer saved.
+            checkpoint_path: what a Trainer saved, a local path or a URL.
             map_location: device to put it on; None: the CPU.
             strict: refuse names that do not match.
             **kwargs: arguments of `__init__`, in place of those in the checkpoint.
@@ -339,11 +339,12 @@ class Module(nn.Module):
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
         """
         from stratagem.checkpoint import SingleFileCheckpointIO
+        from stratagem.errors import naming
         from stratagem.interfaces.optimizer_state import load_weights
-        from stratagem.trainer.checkpoints import check_format
+        from stratagem.trainer.checkpoints import check
 
         checkpoint = SingleFileCheckpointIO().load_checkpoint(checkpoint_path)
-        check_format(checkpoint, checkpoint_path)
+        checkpoint = check(checkpoint, checkpoint_path)
         arguments = {**checkpoint.get("hyper_parameters", {}), **kwargs}
         accepted = inspect.signature(cls.__init__).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
@@ -351,7 +352,8 @@ class Module(nn.Module):
         model = cls(**arguments)
         model.configure_model()
         model.on_load_checkpoint(checkpoint)
-        load_weights(model, checkpoint["state_dict"], strict=strict)
+        with naming(checkpoint_path):
+            load_weights(model, checkpoint["state_dict"], strict=strict)
         return model if map_location is None else model.to(map_location)
 
 

@@ -1,15 +1,19 @@
-"""ModelCheckpoint: saves the best, the last, and every n steps or epochs."""
+"""ModelCheckpoint: saves while a model trains, and removes what is not to be kept."""
 
 from __future__ import annotations
 
 import re
-import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from stratagem import storage
 from stratagem.callbacks.callback import Callback
-from stratagem.errors import ConfigurationError
+from stratagem.callbacks.checkpoint_names import CheckpointNames
+from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
+from stratagem.checkpoint_files import read_manifest
+from stratagem.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -19,33 +23,46 @@ if TYPE_CHECKING:
 class ModelCheckpoint(Callback):
     """Saves checkpoints while a model trains.
 
+    What calls for a save (steps, epochs, time) may be combined. Only files of this run, or of the
+    run that it resumes, are ever removed or replaced: where another run has saved under a name, or
+    is about to, this one adds `-v1`, `-v2` and so on.
+
     Args:
-        dirpath: where to; None: a folder `checkpoints` beside the logs.
+        dirpath: where to, a local path or a URL ("s3://bucket/run"); None: a folder `checkpoints`
+            beside the logs.
         filename: name without `.ckpt`, with values in braces: "{epoch}-{val_acc:.3f}"; None:
             "epoch=E-step=S".
         monitor: logged value that says which are the best; None: the newest are.
         mode: "min": smaller is better; "max".
-        save_top_k: how many of the best to keep; -1: all; 0: none.
-        save_last: also keep the newest as `last.ckpt`.
+        save_top_k: how many of the best to keep (without `monitor`: of the newest); -1: all; 0:
+            none.
+        keep_latest_k: how many of the newest to keep as well, whatever their values.
+        save_last: let `last.ckpt` name the newest, which is then kept: as a symbolic link, on an
+            object store as a copy. It moves once the newest is durable.
         save_weights_only: leave optimizer and loop state out.
         every_n_train_steps: save after every so many optimizer steps.
         every_n_epochs: save after every so many epochs; the default is 1, unless steps or time are
             given.
-        train_time_interval: save when so much time has gone by since the last save.
+        train_time_interval: save when so much time has gone by since the last save. With several
+            ranks half a second may be added: they agree on the time about twice a second.
         save_on_train_epoch_end: save at the end of the training epoch (True), where the values of
             training and of validation are there, or after validation (False); None: after
             validation if it comes in the middle of epochs.
+        save_on_exception: save as `exception-step=S.ckpt` when training ends by an error or by
+            Ctrl-C. Only where one process trains: of several, the others are elsewhere.
 
-    With `monitor`, an epoch without validation is passed over where others have it.
+    With `monitor`, an epoch without validation is passed over where others have it. A signal that
+    ends training saves `interrupted-step=S.ckpt`. That file, and the one of an error, stay until
+    this run, resumed, has saved another.
 
     Attributes:
         best_model_path: the best so far, or "".
         best_model_score: its value, or None.
-        best_k_models: value by path of those that are kept.
-        last_model_path: the newest `last.ckpt`, or "".
+        best_k_models: value by path of those that are kept for it.
+        last_model_path: this run's `last.ckpt`, or "".
 
     Raises:
-        ConfigurationError: several triggers at once, or a value out of range.
+        ConfigurationError: a value out of range.
 
     Example:
         >>> from stratagem import Trainer
@@ -53,6 +70,14 @@ class ModelCheckpoint(Callback):
         >>> best = ModelCheckpoint(monitor="val_acc", mode="max", filename="{epoch}-{val_acc:.2f}")
         >>> Trainer(callbacks=best, logger=False).checkpoint_callback is best
         True
+
+        The three best, and the two newest to resume from, every 1000 steps and every half hour:
+
+        >>> from datetime import timedelta
+        >>> saver = ModelCheckpoint(
+        ...     monitor="val_acc", mode="max", save_top_k=3, keep_latest_k=2, save_last=True,
+        ...     every_n_train_steps=1000, train_time_interval=timedelta(minutes=30),
+        ... )
     """
 
     monitors = True
@@ -65,12 +90,14 @@ class ModelCheckpoint(Callback):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
+        keep_latest_k: int = 0,
         save_last: bool = False,
         save_weights_only: bool = False,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | None = None,
         save_on_train_epoch_end: bool | None = None,
+        save_on_exception: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
             raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}): expected 'min' or 'max'")
@@ -79,78 +106,172 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint(save_top_k={save_top_k!r}): expected a number of checkpoints, or "
                 "-1 for all"
             )
-        if save_top_k > 1 and monitor is None:
-            raise ConfigurationError(
-                f"ModelCheckpoint(save_top_k={save_top_k}) needs monitor='...', the logged value "
-                "that says which are the best"
-            )
-        triggers = {
-            "every_n_train_steps": every_n_train_steps,
-            "every_n_epochs": every_n_epochs,
-            "train_time_interval": train_time_interval,
-        }
-        given = [name for name, value in triggers.items() if value is not None]
-        if len(given) > 1:
-            raise ConfigurationError(
-                f"ModelCheckpoint received {' and '.join(given)}; expected one of them: use a "
-                "second ModelCheckpoint for the other"
-            )
-        for name in ("every_n_train_steps", "every_n_epochs"):
-            value = triggers[name]
-            if isinstance(value, int) and value < 1:
-                raise ConfigurationError(f"ModelCheckpoint({name}={value}): expected at least 1")
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        for name, value, least in (
+            ("keep_latest_k", keep_latest_k, 0),
+            ("every_n_train_steps", every_n_train_steps, 1),
+            ("every_n_epochs", every_n_epochs, 1),
+        ):
+            if value is not None and value < least:
+                raise ConfigurationError(
+                    f"ModelCheckpoint({name}={value}): expected at least {least}"
+                )
+        self.dirpath = None if dirpath is None else storage.at(dirpath)
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k
+        self.keep_latest_k = keep_latest_k
         self.save_last = save_last
         self.save_weights_only = save_weights_only
         self.every_n_train_steps = every_n_train_steps
-        self.every_n_epochs = every_n_epochs or (None if given else 1)
+        if every_n_epochs is None and every_n_train_steps is None and train_time_interval is None:
+            every_n_epochs = 1
+        self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
         self.save_on_train_epoch_end = save_on_train_epoch_end
-        self.best_model_path = ""
-        self.best_model_score: float | None = None
-        self.best_k_models: dict[str, float] = {}
+        self.save_on_exception = save_on_exception
         self.last_model_path = ""
+        self._key = self._key_without_folder() + f", dirpath={dirpath})"
+        # Without a monitor the value is the step: the newest are the best.
+        self._kept = KeptCheckpoints(
+            "max" if monitor is None else mode,
+            top_k=save_top_k,
+            latest_k=max(keep_latest_k, int(save_last)),
+        )
+        self._resumed: dict[str, Any] | None = None
+        """What was loaded, until rank 0 has looked at what of it is still there."""
+        self._names = CheckpointNames()
+        self._spared = ""
+        """On rank 0: what `last.ckpt` names in another folder, of the run that this one resumes."""
+        self._trains = False
         self._last_step_saved = -1
         self._last_time_saved = 0.0
 
     @property
+    def best_k_models(self) -> dict[str, float]:
+        """Value by path of those that are kept as the best."""
+        return self._kept.best
+
+    @property
+    def best_model_path(self) -> str:
+        """The best so far, or ""."""
+        return self._kept.best_path()
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The value of the best, or None; without a monitor there are no values."""
+        return self._kept.best.get(self.best_model_path) if self.monitor is not None else None
+
+    @property
+    def kept_paths(self) -> list[str]:
+        """All that are kept, for whatever reason."""
+        return [*self._kept.best, *self._kept.latest]
+
+    # -- its state in a checkpoint
+
+    @property
     def state_key(self) -> str:
-        """Names the value and the trigger: a run may have several."""
+        """Tells it from other ModelCheckpoints of a run by what they were given."""
+        return self._key
+
+    def _key_without_folder(self) -> str:
+        given = {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "filename": self.filename,
+            "save_top_k": self.save_top_k,
+            "keep_latest_k": self.keep_latest_k,
+            "save_weights_only": self.save_weights_only,
+            "every_n_train_steps": self.every_n_train_steps,
+            "every_n_epochs": self.every_n_epochs,
+            "train_time_interval": self.train_time_interval,
+        }
+        told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        return f"ModelCheckpoint({told}"
+
+    def own_state(self, states: dict[str, Any]) -> dict[str, Any] | None:
+        """Return its state also if its folder has another name by now, where only one can be it."""
+        if self.state_key in states:
+            return super().own_state(states)
         trigger = self.every_n_train_steps or self.train_time_interval or self.every_n_epochs
-        return f"ModelCheckpoint({self.monitor}, {self.mode}, {trigger})"
+        of_format_1 = f"ModelCheckpoint({self.monitor}, {self.mode}, {trigger})"
+        alike = [
+            state
+            for key, state in states.items()
+            if key == of_format_1 or key.startswith(self._key_without_folder() + ", dirpath=")
+        ]
+        return alike[0] if len(alike) == 1 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which checkpoints are kept."""
+        """Return which checkpoints are kept; names are relative to the folder."""
+        if self.dirpath is None:
+            return {}
         return {
-            "best_model_path": self.best_model_path,
-            "best_model_score": self.best_model_score,
-            "best_k_models": dict(self.best_k_models),
-            "last_model_path": self.last_model_path,
+            "dirpath": str(storage.absolute(self.dirpath)),
+            "last_model_path": storage.relative(self.last_model_path, self.dirpath)
+            if self.last_model_path
+            else "",
+            **self._kept.state_dict(self.dirpath),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back which checkpoints are kept; those that are gone by now are forgotten."""
-        self.best_k_models = {
-            path: score for path, score in state["best_k_models"].items() if Path(path).exists()
-        }
-        self.best_model_path = state["best_model_path"]
-        self.best_model_score = state["best_model_score"]
-        self.last_model_path = state["last_model_path"]
+        """Take back which checkpoints are kept; when a fit goes on, those that are gone go."""
+        self._resumed = state
+        self._take(state, lambda name: str(storage.join(state["dirpath"], name)))
+
+    def _take(self, state: dict[str, Any], locate: Any) -> None:
+        self._kept.load_state_dict(state, locate)
+        last = state["last_model_path"]
+        self.last_model_path = (locate(last) or "") if last else ""
+
+    def _look_after_resuming(self, trainer: Trainer) -> None:
+        """Forget what is not there any more; what rank 0 sees counts."""
+        state, self._resumed = self._resumed, None
+        if state is None or self.dirpath is None:
+            return
+        folders = list(dict.fromkeys([str(self.dirpath), state["dirpath"]]))
+
+        def locate(name: str) -> str | None:
+            for folder in folders:
+                path = str(storage.join(folder, name))
+                if _is_of(path, trainer.run_id, same_folder=folder == state["dirpath"]):
+                    return path
+            return None
+
+        seen: list[Any] = []
+        if trainer.is_global_zero:
+            self._take(state, locate)
+            if self.last_model_path and storage.parent(self.last_model_path) != self.dirpath:
+                # It stays as it is, and this run has one of its own.
+                self._spared = str(storage.target_of(self.last_model_path))
+                self.last_model_path = ""
+            seen = [self.best_k_models, self._kept.latest, self.last_model_path]
+        self._kept.best, self._kept.latest, self.last_model_path = trainer.strategy.broadcast(seen)
+
+    # -- when to save
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Choose the folder, alike on every rank."""
         if stage == "fit":
             if self.dirpath is None:
-                self.dirpath = Path(trainer.log_dir) / "checkpoints"
-            self.dirpath = Path(trainer.strategy.broadcast(str(self.dirpath)))
+                self.dirpath = storage.join(trainer.checkpoint_root, "checkpoints")
+            self.dirpath = storage.at(trainer.strategy.broadcast(str(self.dirpath)))
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Look at what of the checkpoints of a run that is resumed is still there."""
+        self._look_after_resuming(trainer)
+        if self.save_on_exception and trainer.world_size > 1 and trainer.is_global_zero:
+            warnings.warn(
+                f"ModelCheckpoint(save_on_exception=True) saves nothing with {trainer.world_size} "
+                "ranks: when one fails, the others are elsewhere. Signals save in any case; "
+                "train_time_interval limits what an error costs",
+                stacklevel=2,
+            )
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Start the clock; what was resumed from need not be saved again."""
-        self._last_time_saved = time.monotonic()
+        self._trains = True
+        self._last_time_saved = trainer.agreed_time()
         self._last_step_saved = trainer.global_step
 
     def on_train_batch_end(
@@ -158,15 +279,13 @@ class ModelCheckpoint(Callback):
     ) -> None:
         """Save if enough steps or time have gone by."""
         step = trainer.global_step
-        if self.every_n_train_steps is not None:
-            due = step % self.every_n_train_steps == 0
-        elif self.train_time_interval is not None:
-            elapsed = time.monotonic() - self._last_time_saved
-            # Clocks of ranks differ, and all must save together: rank 0's counts.
-            due = trainer.strategy.broadcast(elapsed >= self.train_time_interval.total_seconds())
-        else:
+        if step == self._last_step_saved:
             return
-        if due and step != self._last_step_saved:
+        every, interval = self.every_n_train_steps, self.train_time_interval
+        if (every is not None and step % every == 0) or (
+            interval is not None
+            and trainer.agreed_time() - self._last_time_saved >= interval.total_seconds()
+        ):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
@@ -183,6 +302,34 @@ class ModelCheckpoint(Callback):
             known = trainer.has_validated or not trainer.has_validation
             self._save(trainer, among_best=known or self.monitor is None)
 
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        """Note that an error from here on has cost no training."""
+        self._trains = False
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        """Save where training stands, if that was asked for."""
+        if (
+            self.save_on_exception
+            and self._trains
+            and trainer.world_size == 1
+            and trainer.global_step != self._last_step_saved
+            and not isinstance(exception, (CheckpointError, SystemExit))
+        ):
+            try:
+                self.save_to_resume_from(trainer, "exception")
+            except Exception as error:
+                # The first error is the one to be seen.
+                warnings.warn(f"after {exception!r}, saving failed: {error}", stacklevel=2)
+        self._end()
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Give names back that were claimed."""
+        self._end()
+
+    def _end(self) -> None:
+        self._trains = False
+        self._names.release_all()
+
     def _after_training_epoch(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
@@ -193,54 +340,49 @@ class ModelCheckpoint(Callback):
             return False
         return (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
+    # -- saving
+
     def _save(self, trainer: Trainer, *, among_best: bool = True) -> None:
-        assert self.dirpath is not None
         self._last_step_saved = trainer.global_step
-        self._last_time_saved = time.monotonic()
-        if self.save_top_k != 0 and among_best:
-            self._save_best(trainer)
-        if self.save_last:
-            path = self.dirpath / "last.ckpt"
-            # The path is told to the state first, so that the checkpoint knows of itself.
-            self.last_model_path = str(path)
-            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
-
-    def _save_best(self, trainer: Trainer) -> None:
+        self._last_time_saved = trainer.agreed_time()
+        value = None
+        if among_best and self.save_top_k != 0:
+            value = float(trainer.global_step)
+            if self.monitor is not None:
+                value = float(trainer.metric(self.monitor, "ModelCheckpoint"))
+            if not self._kept.is_among_best(value):
+                value = None
+        if value is None and not (self.keep_latest_k or self.save_last):
+            return
         assert self.dirpath is not None
-        score = float(trainer.global_step)
-        better = _larger
-        if self.monitor is not None:
-            score = float(trainer.metric(self.monitor, "ModelCheckpoint"))
-            better = _smaller if self.mode == "min" else _larger
-        keeps_all = self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k
-        worst = None
-        if not keeps_all:
-            worst = _extreme(self.best_k_models, lambda a, b: better(b, a))
-            if not better(score, self.best_k_models[worst]):
-                return
-        path = str(self._new_path(trainer))
-        if worst is not None:
-            del self.best_k_models[worst]
-        self.best_k_models[path] = score
-        self.best_model_path = _extreme(self.best_k_models, better)
-        self.best_model_score = (
-            self.best_k_models[self.best_model_path] if self.monitor is not None else None
-        )
+        strategy, last = trainer.strategy, self.last_model_path
+        path = self._names.choose(strategy, self.dirpath, self.format_checkpoint_name(trainer))
+        if self.save_last and not (last and self._names.may_move(strategy, last)):
+            last = self.last_model_path = self._names.choose(strategy, self.dirpath, "last")
+        # All of it is told to the state first, so that the checkpoint knows of itself.
+        dropped = self._kept.add(path, value)
         trainer.save_checkpoint(path, weights_only=self.save_weights_only)
-        # The old one goes only once the new one is durable.
-        if worst is not None and worst != path:
-            trainer.strategy.remove_checkpoint(worst)
+        # `last` moves once its new target is durable, and the old target goes after that.
+        if self.save_last and not strategy.link_checkpoint(path, last):
+            trainer.save_checkpoint(last, weights_only=self.save_weights_only)
+        for old in dropped:
+            if old != self._spared:
+                strategy.remove_checkpoint(old)
+        self._names.release()
 
-    def _new_path(self, trainer: Trainer) -> Path:
-        """Return a path that no other checkpoint has, alike on every rank."""
+    def save_to_resume_from(self, trainer: Trainer, why: str) -> str:
+        """Save the whole state as `<why>-step=<n>.ckpt`, until there is another; return the path.
+
+        Called on every rank.
+        """
         assert self.dirpath is not None
-        name = self.format_checkpoint_name(trainer)
-        path = self.dirpath / f"{name}.ckpt"
-        version = 1
-        while trainer.is_global_zero and path.exists() and str(path) not in self.best_k_models:
-            path = self.dirpath / f"{name}-v{version}.ckpt"
-            version += 1
-        return Path(trainer.strategy.broadcast(str(path)))
+        name = f"{why}-step={trainer.global_step}"
+        path = self._names.choose(trainer.strategy, self.dirpath, name)
+        if not self.save_weights_only:
+            self._kept.add_to_resume_from(path)
+        trainer.save_checkpoint(path)
+        self._names.release()
+        return path
 
     def format_checkpoint_name(self, trainer: Trainer) -> str:
         """Return the file name for the present values, without `.ckpt`."""
@@ -261,19 +403,12 @@ class ModelCheckpoint(Callback):
         return re.sub(r"\{([^}]+)\}", fill, self.filename)
 
 
-def _larger(a: float, b: float) -> bool:
-    return a > b or (b != b and a == a)
-
-
-def _smaller(a: float, b: float) -> bool:
-    return a < b or (b != b and a == a)
-
-
-def _extreme(models: dict[str, float], better: Any) -> str:
-    """Return the path whose value is better than all others'; NaN is the worst."""
-    paths = iter(models)
-    best = next(paths)
-    for path in paths:
-        if better(models[path], models[best]):
-            best = path
-    return best
+def _is_of(path: str, run_id: str, *, same_folder: bool) -> bool:
+    """Whether a checkpoint is there, and a run's own; where nothing tells, its folder decides."""
+    if not storage.exists(path):
+        return False
+    try:
+        manifest = read_manifest(path)
+    except (CheckpointError, OSError):
+        manifest = None  # another format, or damaged
+    return same_folder if manifest is None or manifest.run is None else manifest.run == run_id

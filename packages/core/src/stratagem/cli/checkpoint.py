@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO, cast
 
 import typer
 
-from stratagem.checkpoint_archive import (
-    Archive,
-    check_entries,
-    read_archive,
-    verify_checksum,
-)
+from stratagem import checkpoint_files, storage
+from stratagem.checkpoint_archive import Archive, read_archive
 from stratagem.cli.tables import print_table
 from stratagem.errors import CheckpointError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-PathArgument = Annotated[Path, typer.Argument(help="A checkpoint file.", show_default=False)]
-PathsArgument = Annotated[list[Path], typer.Argument(help="Checkpoint files.", show_default=False)]
+PathArgument = Annotated[
+    str, typer.Argument(help="A checkpoint file, or its URL.", show_default=False)
+]
+PathsArgument = Annotated[
+    list[str], typer.Argument(help="Checkpoint files, or URLs of them.", show_default=False)
+]
 
 
 def checkpoint_app() -> typer.Typer:
@@ -43,8 +42,8 @@ def inspect(path: PathArgument, *, as_json: JsonOption = False) -> None:
     exit code is 1 if it is no checkpoint.
     """
     try:
-        with path.open("rb") as file:
-            archive = read_archive(file, str(path))
+        with storage.open_in_place(path) as file:
+            archive = read_archive(cast("BinaryIO", file), path)
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
@@ -72,17 +71,14 @@ def verify(paths: PathsArgument) -> None:
     failed = False
     for path in paths:
         try:
-            with path.open("rb") as file:
-                archive = read_archive(file, str(path))
-                verify_checksum(file, archive, str(path))
-                check_entries(file, archive, str(path))
+            archive = checkpoint_files.verify(path)
         except (CheckpointError, OSError) as error:
             print(error, file=sys.stderr)
             failed = True
             continue
         if archive.checksum is None:
             print(
-                f"{str(path)!r} cannot be verified: it has no checksum, plain torch.save made it. "
+                f"{path!r} cannot be verified: it has no checksum, plain torch.save made it. "
                 "Load it and save it again to give it one",
                 file=sys.stderr,
             )

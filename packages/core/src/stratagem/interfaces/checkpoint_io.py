@@ -30,7 +30,7 @@ class CheckpointIO(ABC):
            ranks wait until it returns. Where `takes_shards`, on every rank.
         3. `load_checkpoint` on every rank; `open_checkpoint` in its place, by a strategy that needs
            only parts of it.
-        4. `remove_checkpoint` and `link_checkpoint` on rank 0 only.
+        4. `verify_checkpoint`, `remove_checkpoint` and `link_checkpoint` on rank 0 only.
         5. `raise_errors` on every rank, before a training step, if it is overridden.
         6. `teardown` on every rank, at the end.
 
@@ -103,6 +103,14 @@ class CheckpointIO(ABC):
             CheckpointNotFoundError, CheckpointCorruptError: as `load_checkpoint` does.
         """
         return self.load_checkpoint(path)
+
+    def verify_checkpoint(self, path: str | Path) -> None:
+        """Return if the checkpoint at `path` is whole; loads it, unless a format knows better.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError: as `load_checkpoint` does.
+        """
+        self.load_checkpoint(path)
 
     @abstractmethod
     def remove_checkpoint(self, path: str | Path) -> None:

@@ -467,6 +467,14 @@ class Strategy(ABC):
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(path)
 
+    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
+        """Let `path` name the checkpoint at `target` too, once that is durable.
+
+        Every rank calls it, and is told whether the format can; where it cannot, save again.
+        """
+        linked = self.is_global_zero and self.checkpoint_io.link_checkpoint(target, path)
+        return bool(self.broadcast(linked))
+
 
 def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
     """Return the optimizers, made now if a function was given.

@@ -3,8 +3,9 @@
 ======================  ==========================================================================
 key                     value
 ======================  ==========================================================================
-format_version          of this table; a newer one is refused
+format_version          of this table; a newer one is refused, an older one migrated
 stratagem_version       that saved it
+run                     which one saved it; a run that resumes from it keeps the name
 strategy, world_size    under which it was saved; it loads under any other
 state_dict              weights and buffers by name
 optimizer_states        one for each optimizer, by parameter names
@@ -25,19 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem._plain_data import find_culprit
 from stratagem._version import __version__
-from stratagem.errors import (
-    CheckpointContentError,
-    CheckpointCorruptError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-)
+from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
+from stratagem.trainer.migrations import FORMAT_VERSION, migrate
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Prepared, Strategy
     from stratagem.trainer.run import Run
-    from stratagem.trainer.trainer import Trainer
-
-FORMAT_VERSION = 1
 
 
 def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, Any]:
@@ -52,6 +46,7 @@ def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, An
     checkpoint: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "stratagem_version": __version__,
+        "run": run.run_id,
         "strategy": trainer.plan.strategy.name,
         "world_size": strategy.world_size,
         "epoch": run.progress.epoch,
@@ -88,39 +83,39 @@ def read(strategy: Strategy, path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
     """
-    checkpoint = strategy.load_checkpoint(path)
-    check_format(checkpoint, path)
-    return checkpoint
+    return check(strategy.load_checkpoint(path), path)
 
 
-def check_format(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Refuse what is no Trainer's checkpoint, or one of a newer format.
+def check(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """Return a Trainer's checkpoint in the present format; refuse what is none.
 
     Raises:
         CheckpointCorruptError: it is of a newer format.
         CheckpointMismatchError: it has no weights.
     """
-    version = checkpoint.get("format_version", FORMAT_VERSION)
-    if version > FORMAT_VERSION:
-        raise CheckpointCorruptError(
-            f"{str(path)!r} has format version {version}, made by stratagem "
-            f"{checkpoint.get('stratagem_version')}; this is stratagem {__version__}, which reads "
-            f"up to version {FORMAT_VERSION}: upgrade stratagem-core"
-        )
+    migrated = migrate(checkpoint, path)
     if "state_dict" not in checkpoint:
         raise CheckpointMismatchError(
             f"{str(path)!r} has no 'state_dict'; it has {', '.join(map(str, checkpoint))}: "
             "expected a checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
         )
+    return migrated
 
 
-def restore_model(run: Run, prepared: Prepared, checkpoint: dict[str, Any]) -> None:
-    """Load the weights; called on every rank."""
+def restore_model(
+    run: Run, prepared: Prepared, checkpoint: dict[str, Any], path: str | Path
+) -> None:
+    """Load the weights; called on every rank.
+
+    Raises:
+        CheckpointMismatchError: they are another model's.
+    """
     trainer, module = run.trainer, run.module
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)
     module.on_load_checkpoint(checkpoint)
-    run.strategy.load_model_state(prepared, checkpoint["state_dict"])
+    with naming(path):
+        run.strategy.load_model_state(prepared, checkpoint["state_dict"])
 
 
 def restore_training(
@@ -147,7 +142,8 @@ def restore_training(
                 f"returns {len(own)}: return what it was saved with"
             )
     for optimizer, state in zip(prepared.optimizers, checkpoint["optimizer_states"], strict=True):
-        strategy.load_optimizer_state(prepared, optimizer, state)
+        with naming(path):
+            strategy.load_optimizer_state(prepared, optimizer, state)
         # It has stepped before the checkpoint; schedulers warn where they see no step before them.
         optimizer._opt_called = True  # type: ignore[attr-defined]
     for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
@@ -155,48 +151,13 @@ def restore_training(
     strategy.precision.load_state_dict(checkpoint["precision"])
     states = checkpoint["callbacks"]
     for callback in run.trainer.callbacks:
-        if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
+        if (state := callback.own_state(states)) is not None:
+            callback.load_state_dict(state)
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
     if "ranks" in checkpoint:
         run.resume_rank(checkpoint["ranks"])
-
-
-def find(trainer: Trainer, asked: str | Path) -> Path:
-    """Return the path that "best", "last" or a path means; the same on every rank.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-    """
-    from stratagem.callbacks.model_checkpoint import ModelCheckpoint
-
-    if asked not in ("best", "last"):
-        return Path(asked)
-    savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
-    if not savers:
-        raise CheckpointNotFoundError(
-            f"ckpt_path={str(asked)!r} needs a ModelCheckpoint among the callbacks; there is none: "
-            "pass a path"
-        )
-    found = ""
-    if asked == "best":
-        found = next((c.best_model_path for c in savers if c.best_model_path), "")
-    else:
-        found = next((c.last_model_path for c in savers if c.last_model_path), "")
-        folders = [c.dirpath for c in savers if c.dirpath is not None]
-        if not found:
-            files = [file for folder in folders for file in folder.glob("*.ckpt")]
-            found = str(max(files, key=lambda file: file.stat().st_mtime_ns)) if files else ""
-    found = trainer.strategy.broadcast(found)
-    if not found:
-        raise CheckpointNotFoundError(
-            f"ckpt_path={str(asked)!r}: no checkpoint has been saved yet in "
-            f"{', '.join(str(c.dirpath) for c in savers)}: fit first, or pass a path. "
-            "A new run saves in a new folder, unless ModelCheckpoint is given dirpath="
-        )
-    return Path(found)
 
 
 def _require_plain(data: Any, whose: str) -> None:

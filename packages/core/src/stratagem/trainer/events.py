@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Listener = Callable[..., Any]
 
 # Not events of a run: they are called by name, in their own places.
-_OTHERS = {"state_dict", "load_state_dict", "state_key", "monitors"}
+_OTHERS = {"state_dict", "load_state_dict", "own_state", "state_key", "monitors"}
 EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in _OTHERS)
 
 

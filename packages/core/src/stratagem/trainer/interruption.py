@@ -24,7 +24,7 @@ class Interruption(AbstractContextManager["Interruption"]):
 
     As a context it takes over SIGTERM, and the signals by which the cluster announces preemption,
     where nobody else handles them. Ranks hear a signal at different moments, or only one hears it,
-    so they tell one another by an all-reduce of three numbers, about twice a second: how many steps
+    so they tell one another by an all-reduce of four numbers, about twice a second: how many steps
     that is follows from the slowest rank's last steps, so that all ranks look after the same one.
     One process looks after every step.
 
@@ -44,6 +44,7 @@ class Interruption(AbstractContextManager["Interruption"]):
         self._steps = 0
         self._interval = 1
         self._looked_at = self._began
+        self._agreed = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -72,9 +73,11 @@ class Interruption(AbstractContextManager["Interruption"]):
         if not self._alone:
             elapsed = now - self._looked_at
             told = self._strategy.all_reduce(
-                torch.tensor([received, is_up, elapsed], dtype=torch.float64), "max"
+                torch.tensor([received, is_up, elapsed, now - self._began], dtype=torch.float64),
+                "max",
             )
             received, is_up, elapsed = int(told[0]), bool(told[1]), float(told[2])
+            self._agreed = float(told[3])
             fitting = int(self._interval * _EVERY / max(elapsed, 1e-6))
             # Grows slowly: the next steps may take longer than these.
             self._interval = max(1, min(fitting, 4 * self._interval))
@@ -82,6 +85,13 @@ class Interruption(AbstractContextManager["Interruption"]):
         if received:
             self.signal = signal.Signals(received)
         return bool(received) or is_up
+
+    def agreed_time(self) -> float:
+        """Return the seconds since this began as all ranks saw them when they looked last.
+
+        The same on every rank; one process looks at its clock.
+        """
+        return monotonic() - self._began if self._alone else self._agreed
 
     def end(self, save: Callable[[], str]) -> None:
         """End this process in order, after a signal: save, let the cluster start it again, exit.

@@ -41,6 +41,6 @@ class Progress:
         self.global_step = state["global_step"]
         self.batches = state["batches"]
         self.epoch_is_done = state["epoch_is_done"]
-        self.validated = state.get("validated", 0)
+        self.validated = state["validated"]
         if self.epoch_is_done:
             self.next_epoch()

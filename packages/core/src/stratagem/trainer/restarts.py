@@ -14,6 +14,8 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stratagem import storage
+from stratagem.checkpoint_files import first_whole
 from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -44,13 +46,13 @@ class Restarts:
         True
     """
 
-    def __init__(self, strategy: Strategy, folder: Path) -> None:
+    def __init__(self, strategy: Strategy, folder: storage.Location) -> None:
         self._strategy = strategy
         self._run_id = strategy.cluster_environment.run_id()
         # The script's arguments as well: torchrun calls every run "none", unless it is told.
         key = zlib.crc32("\0".join([str(self._run_id), *sys.argv]).encode())
         name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', str(self._run_id))}-{key:08x}-{next(_fits)}.json"
-        self._file = folder.absolute() / ".stratagem" / name
+        self._file = storage.join(storage.join(storage.absolute(folder), ".stratagem"), name)
         self._agents: list[str] = []
         self._checkpoints: list[str] = []
 
@@ -87,7 +89,7 @@ class Restarts:
         """Note a checkpoint that is durable by now; called on every rank."""
         if self._run_id is None or not self._strategy.is_global_zero:
             return
-        newest = str(Path(path).absolute())
+        newest = str(storage.absolute(path))
         others = [checkpoint for checkpoint in self._checkpoints if checkpoint != newest]
         self._checkpoints = [newest, *others][:_KEPT]
         self._write()
@@ -100,7 +102,7 @@ class Restarts:
             restarted = not set(self._agents).isdisjoint(record["agents"])
         else:
             restarted = restart_count > 0
-        there = [path for path in record["checkpoints"] if Path(path).exists()]
+        there = [path for path in record["checkpoints"] if storage.exists(path)]
         if not restarted:
             if there:
                 self._say(
@@ -111,29 +113,30 @@ class Restarts:
         self._checkpoints = there
         for gone in itertools.takewhile(lambda path: path not in there, record["checkpoints"]):
             self._say(f"has saved {gone!r}, which is gone")
+        check = self._strategy.checkpoint_io.verify_checkpoint
+        whole, passed_over = first_whole(map(storage.at, there), check)
+        for text in passed_over:
+            self._say(f"has saved what cannot be used: {text}")
         given = "" if asked is None else f"ckpt_path={str(asked)!r}"
-        if not there:
+        if not whole:
             begins = f"it begins with {given}" if given else "it begins anew"
             self._say(f"was started again and has no checkpoint to go on from: {begins}")
             return ""
         # What fit was given is where the run began; it has gone on since.
         instead = f", in the place of {given}" if given else ""
-        self._say(f"was started again: resuming from {there[0]!r}{instead}")
-        return str(there[0])
+        self._say(f"was started again: resuming from {whole!r}{instead}")
+        return whole
 
     def _say(self, what: str) -> None:
         print(f"stratagem: the run {self._run_id!r} {what}", file=sys.stderr, flush=True)
 
     def _read(self) -> dict[str, Any]:
-        if not self._file.exists():
+        if not storage.exists(self._file):
             return {"agents": [], "checkpoints": []}
-        record: dict[str, Any] = json.loads(self._file.read_text())
+        record: dict[str, Any] = json.loads(storage.read(self._file))
         return record
 
     def _write(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         record = {"run": self._run_id, "agents": self._agents, "checkpoints": self._checkpoints}
-        # Replaced at once: the run may be killed at any time.
-        temporary = self._file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record, indent=1))
-        temporary.replace(self._file)
+        # In one step: the run may be killed at any time.
+        storage.write(self._file, json.dumps(record, indent=1).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from stratagem.step_module import StepModule
 from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.events import Events
+from stratagem.trainer.find_checkpoint import find_checkpoint
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import LimitedLoader
 from stratagem.trainer.logged_values import LoggedValues
@@ -77,6 +79,8 @@ class Run:
         self.train_loader: LimitedLoader | None = None
         self.val_loaders: list[LimitedLoader] = []
         self.sanity_checking = False
+        self.run_id = ""
+        """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
         self.evaluated_batches = 0
         """Batches of validation or testing in this run; the step of what is logged for each."""
         self.validated_epoch = -1
@@ -145,9 +149,10 @@ class Run:
     def _fit(self, train: Any, val: Any, ckpt_path: str | Path | None) -> None:
         trainer, module = self.trainer, self.module
         self._check_engine()
+        self.run_id = self.strategy.broadcast(secrets.token_hex(8))
         self.restarts = Restarts(self.strategy, trainer.default_root_dir)
         ckpt_path = self.restarts.begin(ckpt_path)
-        checkpoint = None if ckpt_path is None else self._read(ckpt_path)
+        checkpoint, path = self._read(ckpt_path)
         train_loader, agreement = uneven.agree(self._training_loader(train), self.strategy)
         self.resumable = Resumable(
             train_loader.loader, train_loader.name, self.strategy.global_rank
@@ -163,8 +168,9 @@ class Run:
             for optimizer in self.optimizers:
                 _count_steps(optimizer, self.progress)
         if checkpoint is not None:
-            checkpoints.restore_model(self, prepared, checkpoint)
-            checkpoints.restore_training(self, prepared, checkpoint, ckpt_path or "")
+            self.run_id = checkpoint["run"] or self.run_id
+            checkpoints.restore_model(self, prepared, checkpoint, path)
+            checkpoints.restore_training(self, prepared, checkpoint, path)
         module.__dict__["_logged"] = self.train_values
         if module.hyper_parameters:
             for logger in trainer.loggers_of_this_rank:
@@ -210,15 +216,19 @@ class Run:
         return evaluation.predict(self, self._prepare_to_evaluate(ckpt_path), ready)
 
     def _prepare_to_evaluate(self, ckpt_path: str | Path | None) -> Prepared:
-        checkpoint = None if ckpt_path is None else self._read(ckpt_path)
+        checkpoint, path = self._read(ckpt_path)
         if self.prepared is None:
             self.prepared = self.strategy.prepare(StepModule(self.module))
         if checkpoint is not None:
-            checkpoints.restore_model(self, self.prepared, checkpoint)
+            checkpoints.restore_model(self, self.prepared, checkpoint, path)
         return self.prepared
 
-    def _read(self, asked: str | Path) -> dict[str, Any]:
-        return checkpoints.read(self.strategy, checkpoints.find(self.trainer, asked))
+    def _read(self, asked: str | Path | None) -> tuple[dict[str, Any] | None, str | Path]:
+        """Return the checkpoint that was asked for, and where it is."""
+        if asked is None:
+            return None, ""
+        path = find_checkpoint(self.trainer, asked)
+        return checkpoints.read(self.strategy, path), path
 
     def _check_engine(self) -> None:
         trainer, plan = self.trainer, self.trainer.plan
@@ -401,9 +411,7 @@ class Run:
         saver = self.trainer.checkpoint_callback
         if saver is None or saver.dirpath is None:
             return ""
-        path = saver.dirpath / f"interrupted-step={self.progress.global_step}.ckpt"
-        self.trainer.save_checkpoint(path)
-        return str(path)
+        return saver.save_to_resume_from(self.trainer, "interrupted")
 
     def step_schedulers(self, interval: str, count: int) -> None:
         """Step the schedulers that are due after the `count`-th epoch or step."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem import storage
 from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
@@ -78,7 +79,9 @@ class Trainer:
             (True: 100).
         enable_checkpointing: add a ModelCheckpoint if there is none.
         enable_progress_bar: add a ProgressBar if there is none.
-        default_root_dir: where logs and checkpoints go; None: the current folder.
+        default_root_dir: where logs and checkpoints go; None: the current folder. With a URL, the
+            checkpoints of a ModelCheckpoint without `dirpath` go to its `checkpoints`, and logs to
+            the current folder.
         gpus, tpu_cores: shorthands, see `Lite`.
 
     Raises:
@@ -144,7 +147,9 @@ class Trainer:
         )
         if sync_batchnorm:
             self.strategy.sync_batchnorm = True
-        self.default_root_dir = Path.cwd() if default_root_dir is None else Path(default_root_dir)
+        self.default_root_dir = storage.at(
+            Path.cwd() if default_root_dir is None else default_root_dir
+        )
 
         # How long, and how much of the data.
         self.fast_dev_run = options.check_fast_dev_run(fast_dev_run)
@@ -222,7 +227,8 @@ class Trainer:
         if self.fast_dev_run or logger is False:
             return []
         if logger is None or logger is True:
-            return [CSVLogger(self.default_root_dir)]
+            root = self.default_root_dir
+            return [CSVLogger(Path.cwd() if storage.is_url(root) else root)]
         given = list(logger) if isinstance(logger, (list, tuple)) else [logger]
         for one in given:
             if not isinstance(one, Logger):
@@ -348,6 +354,21 @@ class Trainer:
         return str(self.default_root_dir)
 
     @property
+    def checkpoint_root(self) -> storage.Location:
+        """The folder in which checkpoints get one of their own: that of the logs, or a URL."""
+        root = self.default_root_dir
+        return root if storage.is_url(root) else Path(self.log_dir)
+
+    @property
+    def run_id(self) -> str:
+        """A name of the present fit, the same on every rank; a resumed one keeps the first's."""
+        return self.last_run.run_id
+
+    def agreed_time(self) -> float:
+        """Return the seconds since the run began, the same on every rank; see `Interruption`."""
+        return self.last_run.interruption.agreed_time()
+
+    @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """The values for the progress bar."""
         return self.last_run.train_values.bar
@@ -425,9 +446,10 @@ class Trainer:
                 the datamodule's or the model's.
             val_dataloaders: one or several.
             datamodule: in place of loaders.
-            ckpt_path: checkpoint to resume from: a path, "last" or "best"; None: begin anew. Where
-                the cluster has started the run again (torchrun with restarts, a SLURM job that was
-                queued again), the last checkpoint that it has saved goes before.
+            ckpt_path: checkpoint to resume from: a path or URL; "last", the newest that is whole;
+                or "best"; None: begin anew. Where the cluster has started the run again (torchrun
+                with restarts, a SLURM job that was queued again), the last whole checkpoint that it
+                has saved goes before.
 
         Raises:
             UserCodeError: the model or a loader does not keep its contract.
@@ -452,7 +474,7 @@ class Trainer:
             model: None: the one that was fitted.
             dataloaders: one or several; None: the datamodule's or the model's.
             datamodule: in place of loaders.
-            ckpt_path: weights to load before: a path, "last" or "best".
+            ckpt_path: weights to load before: a path or URL, "last" or "best".
             verbose: print the values.
         """
         return self._evaluate("validate", model, dataloaders, datamodule, ckpt_path, verbose)
@@ -549,8 +571,8 @@ class Trainer:
         self.logged_metrics.update(outcome["logged_metrics"])
         states = outcome["callbacks"]
         for callback in self.callbacks:
-            if callback.state_key in states:
-                callback.load_state_dict(states[callback.state_key])
+            if (state := callback.own_state(states)) is not None:
+                callback.load_state_dict(state)
         self.progress.load_state_dict(outcome["progress"])
         self._trained_elsewhere = model
         return outcome["result"]
@@ -634,6 +656,7 @@ class Trainer:
         Raises:
             CheckpointContentError: something in it is not plain data; says what.
         """
+        filepath = storage.at(filepath)
         checkpoint = checkpoints.collect(self.last_run, self._prepared, weights_only=weights_only)
         self.strategy.save_checkpoint(checkpoint, filepath)
         restarts = self.last_run.restarts

@@ -25,5 +25,6 @@ def manifest_of(checkpoint: dict[str, Any], saver: CheckpointIO) -> Manifest:
         world_size=None if saver.ranks is None else saver.ranks.world_size,
         epoch=number("epoch"),
         global_step=number("global_step"),
+        run=run if isinstance(run := checkpoint.get("run"), str) else None,
         contents=names_of(checkpoint),
     )

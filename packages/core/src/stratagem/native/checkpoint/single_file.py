@@ -11,6 +11,7 @@ from typing import IO, Any, cast
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from stratagem import checkpoint_files, storage
 from stratagem._plain_data import find_culprit, find_oversized
 from stratagem.checkpoint_archive import (
     ArchiveWriter,
@@ -61,7 +62,7 @@ class SingleFileCheckpointIO(CheckpointIO):
             CheckpointContentError: something in it is not plain data.
             CheckpointSaveError: the file system refused; what was at the path is still there.
         """
-        path = Path(path)
+        path = storage.at(path)
         if culprit := find_culprit(checkpoint, "checkpoint"):
             raise CheckpointContentError(
                 f"cannot save {path}: {culprit}, which could not be loaded without executing code. "
@@ -71,11 +72,11 @@ class SingleFileCheckpointIO(CheckpointIO):
             raise CheckpointContentError(
                 f"cannot save {path}: {oversized}. Store the tensor before it was expanded"
             )
-        if path.is_dir():
+        if isinstance(path, Path) and path.is_dir():
             raise CheckpointSaveError(f"cannot save {str(path)!r}: it is a directory, give a file")
         file = None
         try:
-            with DurableFile(path) as file:
+            with _create(path) as file:
                 writer = ArchiveWriter(file)
                 _write_contents(checkpoint, writer)
                 writer.finish(manifest_of(checkpoint, self))
@@ -83,7 +84,7 @@ class SingleFileCheckpointIO(CheckpointIO):
         except OSError as error:
             if file is not None and file.renamed:
                 state = "it is in its place, but may be lost in a power cut"
-            elif path.exists():
+            elif _may_exist(path):
                 state = "what was there before is unchanged"
             else:
                 state = "nothing is there"
@@ -94,20 +95,20 @@ class SingleFileCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; see `CheckpointIO.load_checkpoint`."""
-        path = Path(path)
-        if not path.exists():
-            there = sorted(p.name for p in path.parent.glob("*.ckpt"))
+        path = storage.at(path)
+        if not storage.exists(path):
+            folder = storage.parent(path)
+            there = sorted(storage.name_of(e.path) for e in checkpoint_files.find_all([folder]))
             raise CheckpointNotFoundError(
-                f"there is no checkpoint at {str(path)!r}; in {str(path.parent)!r} there are: "
+                f"there is no checkpoint at {str(path)!r}; in {str(folder)!r} there are: "
                 f"{', '.join(there) or 'none'}"
             )
-        if path.is_dir():
+        if isinstance(path, Path) and path.is_dir():
             raise CheckpointCorruptError(
                 f"{str(path)!r} is a directory; expected a checkpoint file, such as one of "
                 f"{', '.join(sorted(p.name for p in path.glob('*.ckpt'))) or 'none there'}"
             )
-        # Unbuffered: the checksum reads in large pieces of its own.
-        with path.open("rb", buffering=0) as file:
+        with storage.open_local(path) as file:
             archive = read_archive(file, str(path))
             if self.verify:
                 verify_checksum(file, archive, str(path))
@@ -122,9 +123,39 @@ class SingleFileCheckpointIO(CheckpointIO):
             raise CheckpointCorruptError(f"{str(path)!r} was refused: {oversized}")
         return loaded
 
+    def verify_checkpoint(self, path: str | Path) -> None:
+        """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
+        checkpoint_files.verify(path)
+
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the file at `path`, if there is one."""
-        Path(path).unlink(missing_ok=True)
+        storage.remove(path)
+
+    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
+        """Make `path` a symbolic link to `target`, or a copy of it on an object store.
+
+        Raises:
+            CheckpointSaveError: the file system refused; `path` names what it named before.
+        """
+        try:
+            return storage.link(target, path)
+        except OSError as error:
+            raise CheckpointSaveError(
+                f"cannot let {str(path)!r} name {str(target)!r}: {type(error).__name__}: {error}; "
+                "it names what it named before",
+                errno=error.errno,
+            ) from error
+
+
+def _create(path: storage.Location) -> DurableFile | storage.RemoteFile:
+    return DurableFile(path) if isinstance(path, Path) else storage.RemoteFile(path)
+
+
+def _may_exist(path: storage.Location) -> bool:
+    try:
+        return storage.exists(path)
+    except OSError:
+        return True  # of a file system that cannot be reached: it has changed nothing
 
 
 def _write_contents(checkpoint: dict[str, Any], writer: ArchiveWriter) -> None:

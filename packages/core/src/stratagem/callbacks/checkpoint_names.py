@@ -1,0 +1,87 @@
+"""CheckpointNames: the names under which a run saves in its folder, which no other run has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stratagem import storage
+from stratagem.checkpoint_files import SUFFIX
+from stratagem.claims import Claim, claim
+from stratagem.errors import CheckpointSaveError
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.strategy import Strategy
+
+
+class CheckpointNames:
+    """Chooses names on rank 0, and tells the others.
+
+    A name is claimed until something is there, so that two runs which choose at the same moment do
+    not choose the same one.
+    """
+
+    def __init__(self) -> None:
+        self._claims: list[Claim] = []
+        self._claim_on_last: Claim | None = None
+        self._moves_last = False
+
+    def choose(self, strategy: Strategy, folder: storage.Location, name: str) -> str:
+        """Return a path that nothing has and nobody is about to have; called on every rank.
+
+        It is `folder/name.ckpt`, or with `-v1`, `-v2` and so on after the name.
+
+        Raises:
+            CheckpointSaveError: the folder cannot be written to.
+        """
+        path, problem = "", ""
+        if strategy.is_global_zero:
+            try:
+                path = self._claim(folder, name)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        path, problem = strategy.broadcast([path, problem])
+        if problem:
+            raise CheckpointSaveError(f"cannot save in {str(folder)!r}: {problem}")
+        return str(path)
+
+    def _claim(self, folder: storage.Location, name: str) -> str:
+        version = 0
+        while True:
+            versioned = f"{name}-v{version}" if version else name
+            claimed = claim(storage.join(folder, versioned + SUFFIX))
+            if claimed is not None:
+                self._claims.append(claimed)
+                return str(claimed.path)
+            version += 1
+
+    def may_move(self, strategy: Strategy, last: str) -> bool:
+        """Return whether `last.ckpt` of a run is this process's to move; called on every rank.
+
+        Of two that have resumed from one checkpoint, and both think so, the first is right.
+        """
+        if strategy.is_global_zero and not self._moves_last:
+            claimed = claim(last, may_exist=True)
+            self._moves_last = claimed is not None
+            if claimed is not None and claimed.ends_with_process:
+                self._claim_on_last = claimed
+            elif claimed is not None:
+                # It would outlive a run that is killed, and keep `last` from the one that resumes.
+                claimed.release()
+        return bool(strategy.broadcast(self._moves_last))
+
+    def release(self) -> None:
+        """Give back the names of what is there by now: nobody takes those any more."""
+        kept = []
+        for claimed in self._claims:
+            if storage.exists(claimed.path):
+                claimed.release()
+            else:
+                kept.append(claimed)  # it is still being written
+        self._claims = kept
+
+    def release_all(self) -> None:
+        """Give everything back, at the end of a run."""
+        for claimed in (*self._claims, self._claim_on_last):
+            if claimed is not None:
+                claimed.release()
+        self._claims, self._claim_on_last, self._moves_last = [], None, False

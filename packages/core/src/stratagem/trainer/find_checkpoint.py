@@ -1,0 +1,78 @@
+"""Which checkpoint "last", "best" or a path means."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stratagem import storage
+from stratagem.checkpoint_files import find_all, first_whole
+from stratagem.errors import CheckpointNotFoundError
+
+if TYPE_CHECKING:
+    from stratagem.callbacks.model_checkpoint import ModelCheckpoint
+    from stratagem.trainer.trainer import Trainer
+
+
+def find_checkpoint(trainer: Trainer, asked: str | Path) -> storage.Location:
+    """Return the path that "best", "last" or a path means; the same on every rank.
+
+    "last" is the newest checkpoint that is whole: one of this Trainer's run if there is any, else
+    one of whoever saved in the same folders. Rank 0 looks, and says what it has passed over.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    from stratagem.callbacks.model_checkpoint import ModelCheckpoint
+
+    if asked not in ("best", "last"):
+        return storage.at(asked)
+    savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+    if not savers:
+        raise CheckpointNotFoundError(
+            f"ckpt_path={str(asked)!r} needs a ModelCheckpoint among the callbacks; there is none: "
+            "pass a path"
+        )
+    found, problem = "", ""
+    passed_over: list[str] = []
+    if trainer.is_global_zero:
+        try:
+            if asked == "best":
+                found = next((c.best_model_path for c in savers if c.best_model_path), "")
+            else:
+                found, passed_over = first_whole(
+                    _candidates(savers), trainer.strategy.checkpoint_io.verify_checkpoint
+                )
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+    for text in passed_over:
+        warnings.warn(f"ckpt_path='last': {text}", stacklevel=2)
+    found, problem = trainer.strategy.broadcast([found, problem])
+    folders = ", ".join(str(c.dirpath) for c in savers)
+    if problem:
+        raise CheckpointNotFoundError(
+            f"ckpt_path={str(asked)!r}: {folders} cannot be searched: {problem}"
+        )
+    if not found:
+        raise CheckpointNotFoundError(
+            f"ckpt_path={str(asked)!r}: no checkpoint has been saved yet in {folders}: fit first, "
+            "or pass a path. A new run saves in a new folder, unless ModelCheckpoint is given "
+            "dirpath="
+            if not passed_over
+            else f"ckpt_path='last': none of the {len(passed_over)} checkpoint(s) in {folders} is "
+            "whole"
+        )
+    return storage.at(found)
+
+
+def _candidates(savers: list[ModelCheckpoint]) -> list[storage.Location]:
+    """Return what "last" may mean, the most wanted first."""
+    # Training cannot go on from weights alone.
+    savers = [c for c in savers if not c.save_weights_only] or savers
+    found = find_all(c.dirpath for c in savers if c.dirpath is not None)
+    own = {str(storage.absolute(path)) for c in savers for path in c.kept_paths}
+    return [
+        entry.path
+        for entry in sorted(found, key=lambda e: str(storage.absolute(e.path)) not in own)
+    ]
