@@ -808,10 +808,10 @@ def test_another_models_checkpoint_is_refused_and_the_difference_named(
         Net.load_from_checkpoint(saved, width=7)
     assert str(caught.value) == (
         f"'{saved}': the checkpoint belongs to another model: these have another shape: "
-        "net.0.weight (5, 3) (the model has (7, 3)), net.0.bias (5,) (the model has (7,)), net.1.weight (5,) (the "
-        "model has (7,)), net.1.bias (5,) (the model has (7,)), net.1.running_mean (5,) (the model "
-        "has (7,)) and 2 more. Build the model that it was saved from, or load with strict=False "
-        "to skip names that do not match"
+        "net.0.weight (5, 3) (the model has (7, 3)), net.0.bias (5,) (the model has (7,)), "
+        "net.1.weight (5,) (the model has (7,)), net.1.bias (5,) (the model has (7,)), "
+        "net.1.running_mean (5,) (the model has (7,)) and 2 more. Build the model that it was "
+        "saved from, or load with strict=False to skip names that do not match"
     )
 
     class Renamed(Net):
@@ -828,8 +828,8 @@ def test_another_models_checkpoint_is_refused_and_the_difference_named(
         with pytest.raises(CheckpointMismatchError) as caught:
             load()
         assert str(caught.value).startswith(
-            f"'{saved}': the checkpoint belongs to another model: it lacks head.weight, head.bias; it has "
-            "net.3.weight, net.3.bias, which the model lacks. Build the model"
+            f"'{saved}': the checkpoint belongs to another model: it lacks head.weight, "
+            "head.bias; it has net.3.weight, net.3.bias, which the model lacks. Build the model"
         )
     partly = Renamed.load_from_checkpoint(saved, strict=False)
     state = SingleFileCheckpointIO().load_checkpoint(saved)["state_dict"]
@@ -868,9 +868,9 @@ def test_other_optimizers_or_schedulers_are_refused(saved: Path, tmp_path: Path)
         "it was saved with"
     )
     assert resume(Grouped(5)) == (
-        f"'{saved}': the checkpoint's optimizer has no parameter group of net.0.weight, net.0.bias; "
-        "its groups are net.0.weight, net.0.bias, net.1.weight, net.1.bias, net.3.weight and 1 more: use the "
-        "optimizer and the parameter groups that it was saved with"
+        f"'{saved}': the checkpoint's optimizer has no parameter group of net.0.weight, "
+        "net.0.bias; its groups are net.0.weight, net.0.bias, net.1.weight, net.1.bias, "
+        "net.3.weight and 1 more: use the optimizer and the parameter groups that it was saved with"
     )
 
 

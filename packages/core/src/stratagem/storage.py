@@ -312,7 +312,7 @@ class RemoteFile:
         with _naming(self._url):
             if self._appears_whole:
                 self._file.discard()
-                # Otherwise the interpreter would complete the upload when it closes the file.
+                # Otherwise it would be flushed when the interpreter closes it.
                 self._file.closed = True
             else:
                 self._file.close()

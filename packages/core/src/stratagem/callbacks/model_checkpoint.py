@@ -229,19 +229,20 @@ class ModelCheckpoint(Callback):
         state, self._resumed = self._resumed, None
         if state is None or self.dirpath is None:
             return
-        folders = list(dict.fromkeys([str(self.dirpath), state["dirpath"]]))
+        now, then = self.dirpath, storage.absolute(state["dirpath"])
+        folders = [now] if storage.absolute(now) == then else [now, then]
 
         def locate(name: str) -> str | None:
             for folder in folders:
                 path = str(storage.join(folder, name))
-                if _is_of(path, trainer.run_id, same_folder=folder == state["dirpath"]):
+                if _is_of(path, trainer.run_id, same_folder=folder == folders[-1]):
                     return path
             return None
 
         seen: list[Any] = []
         if trainer.is_global_zero:
             self._take(state, locate)
-            if self.last_model_path and storage.parent(self.last_model_path) != self.dirpath:
+            if self.last_model_path and storage.parent(self.last_model_path) != now:
                 # It stays as it is, and this run has one of its own.
                 self._spared = str(storage.target_of(self.last_model_path))
                 self.last_model_path = ""

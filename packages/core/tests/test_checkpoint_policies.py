@@ -1,0 +1,618 @@
+"""Which checkpoints are kept, which is the last one, and whose they are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Callback, Lite, Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
+from stratagem.callbacks.checkpoint_names import CheckpointNames
+from stratagem.checkpoint import SingleFileCheckpointIO
+from stratagem.claims import claim
+from stratagem.errors import CheckpointNotFoundError, CheckpointSaveError
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+class Line(Module):
+    """A line; its steps need no time. `scores` are logged as "score", one for each step."""
+
+    def __init__(self, scores: tuple[float, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+        self.scores = scores
+        self.first_step: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.first_step is None:
+            self.first_step = self.global_step
+        if self.scores:
+            self.log("score", self.scores[self.global_step])
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2) / 16), batch_size=1)
+
+
+def fit(saver: ModelCheckpoint, steps: int, *callbacks: Callback, **arguments: Any) -> Line:
+    """Train for so many steps, eight in an epoch, and return the model."""
+    model: Line = arguments.pop("model", None) or Line()
+    ckpt_path = arguments.pop("ckpt_path", None)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        max_steps=steps,
+        callbacks=[saver, *callbacks],
+        **arguments,
+    )
+    trainer.fit(model, loader(), ckpt_path=ckpt_path)
+    return model
+
+
+def each_step(folder: Path, **arguments: Any) -> ModelCheckpoint:
+    arguments = {"filename": "{step}", "every_n_train_steps": 1, **arguments}
+    return ModelCheckpoint(folder, **arguments)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---------------------------------------------------------------- when, and which
+
+
+def test_steps_epochs_and_time_may_be_combined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    class Slow(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            nonlocal now
+            now += 1.0
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: now)
+    saver = each_step(
+        tmp_path,
+        save_top_k=-1,
+        every_n_train_steps=5,
+        every_n_epochs=1,
+        train_time_interval=timedelta(seconds=3),
+    )
+    fit(saver, 12, model=Slow())
+    # 3 by time; 5 by steps; 8 by time and epoch, once; 10 by steps; 12 is the end.
+    assert [path.removesuffix(".ckpt") for path in names(tmp_path)] == [
+        "step=10",
+        "step=12",
+        "step=3",
+        "step=5",
+        "step=8",
+    ]
+
+
+def test_without_a_monitor_the_newest_k_are_kept(tmp_path: Path) -> None:
+    saver = each_step(tmp_path, save_top_k=3)
+    fit(saver, 7)
+    assert names(tmp_path) == ["step=5.ckpt", "step=6.ckpt", "step=7.ckpt"]
+    assert saver.best_model_path == str(tmp_path / "step=7.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, [3, 5]),
+        ({"keep_latest_k": 1}, [3, 5, 8]),
+        ({"keep_latest_k": 3}, [3, 5, 6, 7, 8]),
+        ({"keep_latest_k": 2, "save_top_k": 0}, [7, 8]),
+        ({"save_last": True}, [3, 5, 8]),
+        ({"save_last": True, "save_top_k": 0}, [8]),
+    ],
+)
+def test_the_best_and_the_newest_are_kept(
+    arguments: dict[str, Any], expected: list[int], tmp_path: Path
+) -> None:
+    saver = each_step(tmp_path, **{"monitor": "score", "save_top_k": 2, **arguments})
+    fit(saver, 8, model=Line((0.9, 0.8, 0.1, 0.7, 0.2, 0.3, 0.4, 0.5)))
+    wanted = [f"step={step}.ckpt" for step in expected]
+    if "save_last" in arguments:
+        assert (tmp_path / "last.ckpt").readlink() == Path("step=8.ckpt")
+        wanted.append("last.ckpt")
+    assert names(tmp_path) == sorted(wanted)
+    if arguments.get("save_top_k") != 0:
+        assert saver.best_model_path == str(tmp_path / "step=3.ckpt")
+        assert saver.best_model_score == pytest.approx(0.1)
+
+
+class Checking(SingleFileCheckpointIO):
+    """Looks at what `last.ckpt` names before anything is removed."""
+
+    checked = 0
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        last = Path(path).with_name("last.ckpt")
+        assert last.resolve() != Path(path)
+        self.verify_checkpoint(last)
+        self.checked += 1
+        super().remove_checkpoint(path)
+
+
+def test_what_last_names_is_there_at_any_time(tmp_path: Path) -> None:
+    io = Checking()
+    fit(each_step(tmp_path, save_last=True), 5, plugins=io)
+    assert io.checked == 4
+    # It moves with its folder.
+    moved = (tmp_path).rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    assert io.load_checkpoint(moved / "last.ckpt")["global_step"] == 5
+
+
+def test_where_nothing_can_be_linked_last_is_saved_a_second_time(tmp_path: Path) -> None:
+    class NoLinks(SingleFileCheckpointIO):
+        def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
+            return False
+
+    fit(each_step(tmp_path, save_last=True), 3, plugins=NoLinks())
+    assert names(tmp_path) == ["last.ckpt", "step=3.ckpt"]
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert NoLinks().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 3
+
+
+class Fails(Callback):
+    """Raises in the step after `step`, the first time that it comes by."""
+
+    def __init__(self, step: int, error: BaseException) -> None:
+        self.step, self.error = step, error
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("in the user's code"), KeyboardInterrupt()])
+def test_an_error_leaves_a_checkpoint_until_there_is_another(
+    error: BaseException, tmp_path: Path
+) -> None:
+    def saver() -> ModelCheckpoint:
+        return each_step(tmp_path, every_n_train_steps=4, save_on_exception=True)
+
+    with pytest.raises(type(error)):
+        fit(saver(), 10, Fails(6, error))
+    assert names(tmp_path) == ["exception-step=6.ckpt", "step=4.ckpt"]
+    resumed = fit(saver(), 10, ckpt_path="last")
+    assert resumed.first_step == 6
+    assert names(tmp_path) == ["step=8.ckpt"]
+    expected = fit(each_step(tmp_path / "expected"), 10)
+    assert torch.equal(resumed.net.weight, expected.net.weight)
+
+
+def test_an_error_of_saving_upon_an_error_does_not_hide_it(tmp_path: Path) -> None:
+    class Full(SingleFileCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+            raise CheckpointSaveError("no space")
+
+    saver = each_step(tmp_path, every_n_train_steps=100, save_on_exception=True)
+    with (
+        pytest.raises(ValueError, match="first"),
+        pytest.warns(UserWarning, match=r"after ValueError\('first'\), saving failed: no space"),
+    ):
+        fit(saver, 10, Fails(6, ValueError("first")), plugins=Full())
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointSaveError) as caught:
+        fit(each_step(tmp_path / "file"), 1)
+    assert str(caught.value).startswith(f"cannot save in '{tmp_path / 'file'}': ")
+
+
+# ---------------------------------------------------------------- the last one
+
+
+def test_last_is_the_newest_that_is_whole_and_what_was_passed_over_is_said(
+    tmp_path: Path,
+) -> None:
+    fit(each_step(tmp_path, save_top_k=-1, save_last=True), 6)
+    # The newest is gone, so that `last.ckpt` leads nowhere; then a flipped bit; then half a file.
+    (tmp_path / "step=6.ckpt").unlink()
+    flipped = bytearray((tmp_path / "step=5.ckpt").read_bytes())
+    flipped[1000] ^= 1
+    (tmp_path / "step=5.ckpt").write_bytes(flipped)
+    half = (tmp_path / "step=4.ckpt").read_bytes()
+    (tmp_path / "step=4.ckpt").write_bytes(half[: len(half) // 2])
+    for age, step in enumerate((5, 4, 3, 2, 1)):
+        os.utime(tmp_path / f"step={step}.ckpt", (10**9 - age,) * 2)
+
+    class Counting(SingleFileCheckpointIO):
+        verified: list[str]
+
+        def verify_checkpoint(self, path: str | Path) -> None:
+            self.verified = [*getattr(self, "verified", []), Path(path).name]
+            super().verify_checkpoint(path)
+
+    io = Counting()
+    with pytest.warns(UserWarning, match="was passed over") as caught:
+        model = fit(each_step(tmp_path), 8, ckpt_path="last", plugins=io)
+    assert model.first_step == 3
+    assert io.verified == [f"step={step}.ckpt" for step in (6, 5, 4, 3)]
+    told = [str(warning.message) for warning in caught]
+    missing = str(tmp_path / "step=6.ckpt")
+    assert told[0] == (
+        f"ckpt_path='last': {missing!r} was passed over: there is no checkpoint at {missing!r}"
+    )
+    assert re.fullmatch(r"ckpt_path='last': '.*step=5\.ckpt' was passed over: .*damaged.*", told[1])
+    assert re.fullmatch(r"ckpt_path='last': '.*step=4\.ckpt' was passed over: .*whole.*", told[2])
+
+
+def test_where_none_is_whole_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_bytes(b"nothing")
+    with (
+        pytest.raises(CheckpointNotFoundError) as caught,
+        pytest.warns(UserWarning, match=r"a\.ckpt' was passed over"),
+    ):
+        fit(each_step(tmp_path), 8, ckpt_path="last")
+    assert str(caught.value) == (
+        f"ckpt_path='last': none of the 1 checkpoint(s) in {tmp_path} is whole"
+    )
+
+
+def test_of_equally_old_ones_the_last_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    fit(each_step(tmp_path, save_top_k=-1), 11)
+    for path in tmp_path.iterdir():
+        os.utime(path, (10**9, 10**9))
+    assert fit(each_step(tmp_path), 12, ckpt_path="last").first_step == 11
+
+
+def test_the_checkpoints_of_ones_own_run_go_before_newer_ones_of_another(tmp_path: Path) -> None:
+    saver = each_step(tmp_path)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, max_steps=3, callbacks=saver
+    )
+    trainer.fit(Line(), loader())
+    fit(each_step(tmp_path, filename="other-{step}"), 7)
+    again = Line()
+    trainer.max_steps = 5
+    trainer.fit(again, loader(), ckpt_path="last")
+    assert again.first_step == 3
+
+
+# ---------------------------------------------------------------- whose they are
+
+TWO_RUNS = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from stratagem import Callback, Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
+
+class Marked(Module):
+    def __init__(self, mark):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Meets(Callback):
+    # Both runs are at the same step when they choose its name.
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        print("at a step", flush=True)
+        sys.stdin.readline()
+
+saver = ModelCheckpoint("shared", "{step}", every_n_train_steps=1, save_top_k=2, save_last=True)
+trainer = Trainer(
+    accelerator="cpu", logger=False, enable_progress_bar=False, max_steps=8,
+    callbacks=[saver, Meets()],
+)
+data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=1)
+trainer.fit(Marked(sys.argv[1]), data)
+print("kept", sorted(map(str, [*saver.best_k_models, saver.last_model_path])), flush=True)
+"""
+
+
+def test_two_runs_in_one_folder_never_touch_each_others_files(
+    tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    (tmp_path / "script.py").write_text(TWO_RUNS)
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "script.py", mark],
+            env=script_environment,
+            cwd=tmp_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for mark in ("first", "second")
+    ]
+    for _ in range(8):
+        for run in runs:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "at a step\n"
+        for run in runs:
+            assert run.stdin is not None
+            run.stdin.write("go\n")
+            run.stdin.flush()
+    kept = {}
+    for run, mark in zip(runs, ("first", "second"), strict=True):
+        said, _ = run.communicate(timeout=60)
+        assert run.returncode == 0
+        kept[mark] = json.loads(said.removeprefix("kept ").replace("'", '"'))
+    assert len({*kept["first"], *kept["second"]}) == 6
+    assert names(tmp_path / "shared") == sorted(
+        Path(path).name for paths in kept.values() for path in paths
+    )
+    assert {Path(path).name for paths in kept.values() for path in paths} == {
+        *(f"step={step}{version}.ckpt" for step in (7, 8) for version in ("", "-v1")),
+        "last.ckpt",
+        "last-v1.ckpt",
+    }
+    for mark, paths in kept.items():
+        for path in paths:
+            loaded = SingleFileCheckpointIO().load_checkpoint(tmp_path / path)
+            assert loaded["hyper_parameters"]["mark"] == mark
+
+
+def test_of_two_runs_that_resume_from_one_checkpoint_one_moves_last(tmp_path: Path) -> None:
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    last = str(tmp_path / "last.ckpt")
+    first, second = CheckpointNames(), CheckpointNames()
+    assert first.may_move(lite.strategy, last)
+    assert not second.may_move(lite.strategy, last)
+    first.release_all()
+    assert second.may_move(lite.strategy, last)
+    second.release_all()
+    assert names(tmp_path) == []
+
+
+def test_the_claim_of_a_process_that_was_killed_is_void(
+    tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    program = (
+        "import sys, time\n"
+        "from stratagem.claims import claim\n"
+        "claimed = [claim(path) for path in sys.argv[1:]]\n"
+        "print('claimed', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, str(path), str(other)],
+        env=script_environment,
+        stdout=subprocess.PIPE,
+    )
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    assert claim(path) is None
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    mine = claim(path)
+    assert mine is not None
+    assert names(tmp_path) == [".last.ckpt.claim"]
+    mine.release()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["where it was", "moved", "copied"])
+def test_a_resumed_run_removes_its_own_wherever_they_are_by_now(how: str, tmp_path: Path) -> None:
+    def saver(folder: Path) -> ModelCheckpoint:
+        return each_step(folder, monitor="score", save_top_k=2, save_last=True)
+
+    before, after = tmp_path / "before", tmp_path / "after"
+    scores = (0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+    fit(saver(before), 3, model=Line(scores))
+    if how == "moved":
+        before.rename(after)
+    elif how == "copied":
+        shutil.copytree(before, after, symlinks=True)
+    else:
+        after = before
+    second = saver(after)
+    model = fit(second, 5, model=Line(scores), ckpt_path="last")
+    assert model.first_step == 3
+    assert names(after) == ["last.ckpt", "step=4.ckpt", "step=5.ckpt"]
+    assert second.last_model_path == str(after / "last.ckpt")
+    if how == "copied":
+        assert names(before) == ["last.ckpt", "step=2.ckpt", "step=3.ckpt"]
+
+
+def test_a_run_that_resumes_into_another_runs_folder_leaves_that_ones_files(
+    tmp_path: Path,
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    fit(each_step(there, save_last=True), 3)
+    whose = (there / "step=3.ckpt").read_bytes()
+    fit(each_step(here, save_last=True), 3)
+    saver = each_step(there, save_last=True)
+    fit(saver, 5, ckpt_path=here / "last.ckpt")
+    assert (there / "step=3.ckpt").read_bytes() == whose
+    assert names(there) == ["last-v1.ckpt", "last.ckpt", "step=3.ckpt", "step=5.ckpt"]
+    assert (there / "last.ckpt").readlink() == Path("step=3.ckpt")
+    # Of the run that it resumes it removes what is not kept, but for what `last` names there.
+    assert names(here) == ["last.ckpt", "step=3.ckpt"]
+
+
+def test_callbacks_that_differ_in_any_argument_have_states_of_their_own(tmp_path: Path) -> None:
+    def savers(folder: Path) -> list[ModelCheckpoint]:
+        return [
+            each_step(folder / "a"),
+            each_step(folder / "b"),
+            each_step(folder / "b", filename="top-{step}", save_top_k=3),
+        ]
+
+    first = savers(tmp_path)
+    fit(first[0], 2, *first[1:])
+    assert len({saver.state_key for saver in first}) == 3
+    again = savers(tmp_path)
+    # The one that was saved last knows of the others.
+    fit(again[0], 3, *again[1:], ckpt_path=tmp_path / "b" / "top-step=2.ckpt")
+    assert names(tmp_path / "a") == ["step=3.ckpt"]
+    assert names(tmp_path / "b") == [
+        "step=3.ckpt",
+        *(f"top-step={step}.ckpt" for step in (1, 2, 3)),
+    ]
+
+
+# ---------------------------------------------------------------- older formats
+
+
+def test_a_checkpoint_of_the_first_format_is_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code of then saved it after 3 steps in the folder `runs`."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "runs" / "epoch=0-step=3.ckpt"
+    path.parent.mkdir()
+    shutil.copy(Path(__file__).parent / "data" / "trainer_format_1.zip", path)
+    saved = torch.load(path, weights_only=True)
+    assert saved["format_version"] == 1
+    assert "ranks" not in saved
+    assert "validated" not in saved["progress"]
+    # It knows what it may remove.
+    saver = ModelCheckpoint(path.parent, every_n_train_steps=3)
+    model = fit(saver, 6, ckpt_path=path)
+    assert model.first_step == 3
+    assert names(path.parent) == ["epoch=0-step=6.ckpt"]
+
+
+# ---------------------------------------------------------------- two ranks
+
+TWO_RANKS = """
+import os, sys, warnings
+from datetime import timedelta
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from stratagem import Callback, Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
+from stratagem.checkpoint import SingleFileCheckpointIO
+from stratagem.trainer import interruption
+
+class Net(Module):
+    first = None
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        if self.first is None:
+            self.first = self.global_step
+        # Clocks of the ranks differ by 0.3 s, and a step takes 0.1 s.
+        global now
+        now += 0.1
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+now = 0.3 * int(os.environ.get("LOCAL_RANK", 0))
+interruption.monotonic = lambda: now
+
+class Counts(Callback):
+    monitors = True  # told after ModelCheckpoint
+    def __init__(self):
+        self.in_steps = []
+    def on_train_batch_start(self, trainer, *args):
+        self.before = sends
+    def on_train_batch_end(self, trainer, *args):
+        self.in_steps.append(sends - self.before)
+
+sends = 0
+verified = []
+class Noting(SingleFileCheckpointIO):
+    def verify_checkpoint(self, path):
+        verified.append(Path(path).name)
+        super().verify_checkpoint(path)
+
+def trainer(steps):
+    counts = Counts()
+    saver = ModelCheckpoint(
+        "saved", "{step}", train_time_interval=timedelta(seconds=2), save_top_k=-1,
+        save_last=True, save_on_exception=True,
+    )
+    made = Trainer(
+        strategy="ddp", devices=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+        max_steps=steps, callbacks=[saver, counts], plugins=Noting(),
+    )
+    broadcast = made.strategy.broadcast
+    def counting(*args, **kwargs):
+        global sends
+        sends += 1
+        return broadcast(*args, **kwargs)
+    made.strategy.broadcast = counting
+    return made, saver, counts
+
+data = DataLoader(TensorDataset(torch.ones(400, 2)), batch_size=1)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    first, saver, counts = trainer(100)
+    first.fit(Net(), data)
+texts = [str(w.message) for w in told if "save_on_exception" in str(w.message)]
+steps = sorted(int(Path(p).stem.removeprefix("step=")) for p in saver.best_k_models)
+newest = Path("saved", f"step={steps[-1]}.ckpt")
+if first.is_global_zero:
+    newest.write_bytes(newest.read_bytes()[:-10])
+first.strategy.barrier()
+verified.clear()
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    second, *_ = trainer(101)
+    model = Net()
+    second.fit(model, data, ckpt_path="last")
+over = [str(w.message) for w in told if "passed over" in str(w.message)]
+free = sum(count == 0 for count in counts.in_steps)
+Path(f"rank{first.global_rank}").write_text(
+    repr((steps, free, len(counts.in_steps), texts, model.first, len(over), verified))
+)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_save_after_the_same_steps_by_time_and_agree_on_the_last(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    run_script(TWO_RANKS)
+    seen = [eval((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
+    steps, free, count, texts, first, over, verified = seen[0]
+    # 100 steps of 0.1 s: a save every 2 s, and up to 0.6 s later.
+    assert 4 <= len(steps) <= 5
+    assert all(20 <= b - a <= 26 for a, b in itertools.pairwise(steps))
+    # The other steps ask nobody for the time.
+    assert free == count - len(steps)
+    assert texts == [
+        "ModelCheckpoint(save_on_exception=True) saves nothing with 2 ranks: when one fails, the "
+        "others are elsewhere. Signals save in any case; train_time_interval limits what an error "
+        "costs"
+    ]
+    # Rank 0 looks for the last one, and says what it has passed over.
+    assert (first, over) == (steps[-2], 1)
+    assert verified == [f"step={steps[-1]}.ckpt", f"step={steps[-2]}.ckpt"]
+    assert seen[1] == (steps, free, count, [], first, 0, [])

@@ -1,0 +1,371 @@
+"""Checkpoints at URLs: on an S3-compatible server and in fsspec's memory, beside local ones."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from moto.server import ThreadedMotoServer
+from torch import Tensor, nn
+
+from stratagem import Lite, Module, Trainer, checkpoint_files, storage
+from stratagem.checkpoint import SingleFileCheckpointIO
+from stratagem.claims import claim
+from stratagem.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    ConfigurationError,
+)
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, str]]:
+    """A server with a bucket `bucket`; the variables by which s3fs finds it."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    yield {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }
+    server.stop()
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def folder(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> storage.Location:
+    """An empty folder of each kind."""
+    if request.param == "local":
+        return tmp_path
+    if request.param == "memory":
+        return f"memory://{tmp_path.name}"
+    for name, value in request.getfixturevalue("s3").items():
+        monkeypatch.setenv(name, value)
+    files = fsspec.filesystem("s3")
+    if not files.exists("bucket"):
+        files.mkdir("bucket")
+    return f"s3://bucket/{tmp_path.name}"
+
+
+# ---------------------------------------------------------------- paths
+
+
+def test_urls_stay_as_they_are_and_what_is_local_is_a_path() -> None:
+    assert storage.at("s3://bucket/run/") == "s3://bucket/run"
+    assert storage.at("file:///data/run") == Path("/data/run")
+    assert storage.join("s3://bucket/run", "a.ckpt") == "s3://bucket/run/a.ckpt"
+    assert storage.parent("s3://bucket/run/a.ckpt") == "s3://bucket/run"
+    assert storage.name_of("s3://bucket/run/a.ckpt") == "a.ckpt"
+    assert storage.absolute("s3://bucket/run") == "s3://bucket/run"
+    assert storage.relative("s3://bucket/run/a.ckpt", "s3://bucket/run") == "a.ckpt"
+    assert storage.relative("/data/other/a.ckpt", "/data/run") == "/data/other/a.ckpt"
+
+
+def test_a_url_that_went_through_pathlib_is_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        storage.at(Path("s3://bucket/run"))
+    assert str(caught.value) == (
+        f"received {Path('s3://bucket/run')!r}, a URL of which pathlib has taken a slash: pass it "
+        "as a str"
+    )
+
+
+def test_a_url_that_nothing_knows_is_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        storage.exists("nowhere://bucket/run")
+    assert str(caught.value) == (
+        "'nowhere://bucket/run': Protocol not known: nowhere; expected a local path, or a URL such "
+        "as s3://bucket/folder"
+    )
+
+
+def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigurationError) as caught:
+        storage.exists("gs://bucket/run")
+    assert str(caught.value).startswith("'gs://bucket/run' needs a package that is not installed: ")
+    assert "gcsfs" in str(caught.value)
+
+
+# ---------------------------------------------------------------- a format and its files
+
+
+def test_a_checkpoint_is_saved_linked_listed_loaded_and_removed(folder: storage.Location) -> None:
+    io = SingleFileCheckpointIO()
+    first, second, last = (storage.join(folder, name) for name in ("a.ckpt", "b.ckpt", "last.ckpt"))
+    io.save_checkpoint({"number": 1, "weights": torch.ones(1000)}, first)
+    io.save_checkpoint({"number": 2}, second)
+    assert io.link_checkpoint(first, last)
+    assert io.load_checkpoint(last)["number"] == 1
+    assert io.link_checkpoint(second, last)
+    assert io.load_checkpoint(last)["number"] == 2
+    io.verify_checkpoint(last)
+    manifest = checkpoint_files.read_manifest(first)
+    assert manifest is not None
+    assert manifest.contents == ("number", "weights")
+    assert (io.load_checkpoint(first)["weights"] == 1).all()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        io.load_checkpoint(storage.join(folder, "c.ckpt"))
+    assert str(caught.value).startswith(
+        f"there is no checkpoint at '{folder}/c.ckpt'; in '{folder}' there are: a.ckpt, b.ckpt"
+    )
+    with pytest.raises(CheckpointNotFoundError):
+        io.verify_checkpoint(storage.join(folder, "c.ckpt"))
+    for path in (first, first, last, second):
+        io.remove_checkpoint(path)
+    assert storage.entries(folder) == []
+
+
+def test_a_changed_byte_is_found_and_the_place_named(folder: storage.Location) -> None:
+    io, path = SingleFileCheckpointIO(), storage.join(folder, "a.ckpt")
+    io.save_checkpoint({"weights": torch.ones(1000)}, path)
+    data = bytearray(storage.read(path))
+    data[2000] ^= 1
+    storage.write(path, bytes(data))
+    for look in (io.load_checkpoint, io.verify_checkpoint):
+        with pytest.raises(CheckpointCorruptError, match=str(path)):
+            look(path)
+
+
+@pytest.mark.parametrize("size", [1000, 12 << 20])
+def test_a_save_that_ends_early_leaves_what_was_there(
+    size: int, folder: storage.Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload in one piece, and one in several, of which some are there by then."""
+    if str(folder).startswith("s3:"):
+        monkeypatch.setattr(fsspec.filesystem("s3"), "default_block_size", 5 << 20)
+    io, path = SingleFileCheckpointIO(), storage.join(folder, "a.ckpt")
+    io.save_checkpoint({"number": 1}, path)
+    save = torch.save
+
+    def full(contents: Any, file: Any) -> None:
+        save(contents, file)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    weights = torch.zeros(size // 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(CheckpointSaveError, match=r"No space left.*is unchanged"):
+            io.save_checkpoint({"number": 2, "weights": weights}, path)
+    assert io.load_checkpoint(path) == {"number": 1}
+    assert [entry.path for entry in storage.entries(folder)] == [path]
+    if isinstance(folder, str):
+        files = fsspec.core.url_to_fs(folder)[0]
+        files.invalidate_cache()
+        assert [storage.name_of(found) for found in files.find(folder)] == ["a.ckpt"]
+        if "s3" in files.protocol:
+            # Parts that nobody sees would be paid for.
+            assert not files.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads")
+    io.save_checkpoint({"number": 3, "weights": weights}, path)
+    assert io.load_checkpoint(path)["weights"].numel() == size // 4
+
+
+def test_a_name_is_claimed_by_one_only(folder: storage.Location) -> None:
+    path = storage.join(folder, "a.ckpt")
+    mine = claim(path)
+    assert mine is not None
+    assert claim(path) is None
+    storage.write(path, b"saved")
+    mine.release()
+    assert claim(path) is None
+    again = claim(path, may_exist=True)
+    assert again is not None
+    again.release()
+    assert [entry.path for entry in storage.entries(folder)] == [path]
+
+
+def test_a_server_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    fsspec.filesystem("s3").clear_instance_cache()
+    monkeypatch.setattr(fsspec.filesystem("s3"), "retries", 1)
+    with pytest.raises(CheckpointSaveError, match=r"cannot save 's3://bucket/x/a\.ckpt': "):
+        SingleFileCheckpointIO().save_checkpoint({}, "s3://bucket/x/a.ckpt")
+    fsspec.filesystem("s3").clear_instance_cache()
+
+
+# ---------------------------------------------------------------- the copy that is read
+
+
+def test_who_asks_at_the_same_time_shares_one_copy_which_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    url = f"memory://{tmp_path.name}/a.ckpt"
+    SingleFileCheckpointIO().save_checkpoint({"number": 1}, url)
+    fetched = []
+    both = threading.Barrier(2)
+    flock, get_file = fcntl.flock, MemoryFileSystem.get_file
+
+    def meet(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX:
+            both.wait(timeout=30)  # each has opened the copy by now
+        flock(descriptor, operation)
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fetched.append(args[0])
+        return get_file(self, *args, **kwargs)
+
+    monkeypatch.setattr(fcntl, "flock", meet)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", count)
+    read: list[bytes] = []
+
+    def fetch() -> None:
+        with storage.open_local(url) as file:
+            read.append(file.read())
+
+    threads = [threading.Thread(target=fetch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read[0] == read[1] == storage.read(url)
+    assert len(fetched) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_for_the_copy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    url = f"memory://{tmp_path.name}/a.ckpt"
+    storage.write(url, b"0123456789")
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", full)
+    with pytest.raises(OSError, match="no room") as caught, storage.open_local(url):
+        pass
+    assert caught.value.strerror == (
+        f"no room in {str(tmp_path)!r} for the 10 bytes of {url!r}: set TMPDIR to a directory that "
+        "has it"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- both front ends
+
+
+class Line(Module):
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(width, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return [torch.ones(2, self.hparams.width)] * 4
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_lite_saves_and_loads_at_a_url(folder: storage.Location) -> None:
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    path = str(storage.join(folder, "lite.ckpt"))
+    model = lite.setup(nn.Linear(2, 1))
+    lite.save(path, {"model": model, "step": 3})
+    other = lite.setup(nn.Linear(2, 1))
+    state = {"model": other, "step": 0}
+    assert lite.load(path, state) == {}
+    assert state["step"] == 3
+    assert torch.equal(other.weight, model.weight)
+    with pytest.raises(CheckpointMismatchError, match=f"^'{path}': the checkpoint belongs to an"):
+        lite.load(path, {"model": lite.setup(nn.Linear(3, 1))})
+
+
+def test_a_root_at_a_url_gets_the_checkpoints_and_logs_stay_here(
+    folder: storage.Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, enable_progress_bar=False, default_root_dir=folder
+    )
+    trainer.fit(Line())
+    assert trainer.checkpoint_callback is not None
+    path = trainer.checkpoint_callback.best_model_path
+    inside = "" if isinstance(folder, str) else "stratagem_logs/version_0/"
+    assert path == f"{folder}/{inside}checkpoints/epoch=0-step=4.ckpt"
+    assert (tmp_path / "stratagem_logs" / "version_0").is_dir()
+    loaded = Line.load_from_checkpoint(path)
+    assert trainer.run is not None
+    assert torch.equal(loaded.net.weight, trainer.run.module.state_dict()["net.weight"])
+
+
+TRAINING = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from stratagem import Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
+
+class Net(Module):
+    first = None
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        if self.first is None:
+            self.first = self.global_step
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+saver = ModelCheckpoint(sys.argv[1], "{step}", every_n_train_steps=2, save_last=True)
+trainer = Trainer(
+    strategy="ddp", devices=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+    max_steps=int(sys.argv[2]), callbacks=saver,
+)
+model = Net()
+data = DataLoader(TensorDataset(torch.arange(64.0).reshape(32, 2) / 64), batch_size=2)
+trainer.fit(model, data, ckpt_path=sys.argv[3] if len(sys.argv) > 3 else None)
+if trainer.is_global_zero:
+    print(model.first, saver.best_model_path, model.net.weight.tolist())
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_save_to_s3_and_another_process_goes_on_from_the_last(
+    run_script: RunScript, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    files = fsspec.filesystem("s3")
+    if not files.exists("bucket"):
+        files.mkdir("bucket")
+    expected = run_script(TRAINING, "saved", "7").stdout.split(maxsplit=2)
+    url = "s3://bucket/two-ranks"
+    run_script(TRAINING, url, "5", env=s3)
+    again = run_script(TRAINING, url, "7", "last", env=s3).stdout.split(maxsplit=2)
+    assert again == ["4", f"{url}/step=6.ckpt", expected[2]]
+    files.invalidate_cache()
+    there = sorted(storage.name_of(path) for path in files.find(url))
+    assert there == ["last.ckpt", "step=6.ckpt"]
+    for command, told in (("inspect", "global step"), ("verify", "whole")):
+        program = "from stratagem.cli import main; main()"
+        said = run_script(program, "checkpoint", command, f"{url}/last.ckpt", env=s3).stdout
+        assert told in said
