@@ -56,11 +56,13 @@ class Directory:
     Attributes:
         path: the directory.
         manifest: who saved what; None: `torch.distributed.checkpoint` alone made it.
+        checksum: of the manifest, 32 hexadecimal digits; None likewise.
         files: by name.
     """
 
     path: Path
     manifest: Manifest | None
+    checksum: str | None
     files: Mapping[str, SavedFile]
 
     @property
@@ -93,7 +95,7 @@ def read_directory(path: Path) -> Directory:
     file = path / MANIFEST
     if not file.is_file():
         if (path / LAYOUT).is_file():
-            return Directory(path, None, {})
+            return Directory(path, None, None, {})
         there = sorted(p.name for p in path.glob("*.ckpt"))
         raise CheckpointNotFoundError(
             f"{str(path)!r} is a directory without {MANIFEST!r}, so it is no checkpoint; expected "
@@ -121,7 +123,7 @@ def read_directory(path: Path) -> Directory:
                 f"{str(file)!r} was refused: it names the file {name!r}, which leads out of the "
                 "directory"
             )
-    return Directory(path, manifest, files)
+    return Directory(path, manifest, checksum, files)
 
 
 def verify_files(directory: Directory, names: Iterable[str] | None = None) -> None:
