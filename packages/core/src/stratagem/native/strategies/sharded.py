@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stratagem.errors import UserCodeError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.optimizer_state import load_named_state, load_weights, named_state
 from stratagem.interfaces.parallel import ParallelStrategy
 from stratagem.interfaces.shards import SavedTensor
@@ -32,6 +32,8 @@ from stratagem.native.sharding.replicated import (
     broadcast_from_first,
     find_replicated,
 )
+
+STATE_DICT_TYPES = ("full", "sharded")
 
 _ROOT = "_stratagem_sharded_root"
 
@@ -64,12 +66,27 @@ class ShardedStrategy(ParallelStrategy):
     """Trains with parameters, gradients and optimizer state spread over ranks.
 
     A subclass says how ranks are arranged (`mesh_shape`) and shards a model over them (`shard`).
+
+    Args:
+        state_dict_type: "full" gathers a checkpoint on rank 0, which writes one file; "sharded"
+            lets every rank write its part into a directory, as `checkpoint_io="directory"` does.
+        **parts: see `ParallelStrategy`.
+
+    Raises:
+        ConfigurationError: `state_dict_type` is something else.
     """
 
     device_mesh: DeviceMesh
     """How the ranks are arranged; there once processes are launched."""
 
-    def __init__(self, **parts: Any) -> None:
+    def __init__(self, *, state_dict_type: str = "full", **parts: Any) -> None:
+        if state_dict_type not in STATE_DICT_TYPES:
+            raise ConfigurationError(
+                f"state_dict_type={state_dict_type!r}: expected one of "
+                f"{', '.join(map(repr, STATE_DICT_TYPES))}"
+            )
+        if state_dict_type == "sharded" and parts.get("checkpoint_io") is None:
+            parts["checkpoint_io"] = "directory"
         super().__init__(**parts)
         self._replicated: list[nn.Parameter] = []
         self._holds_gradients = False
