@@ -13,10 +13,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from state_matrix import FORMATS, SAVED_AT, STEPS, WAYS
 
 SCRIPT = Path(__file__).parent / "state_matrix.py"
-ALL_WAYS = [way for ways in WAYS.values() for way in ways]
+RANKS = (1, 2, 4)
+WAYS = (
+    "single_device",
+    "fsdp on 1",
+    "ddp",
+    "ddp_sharded",
+    "fsdp",
+    "fsdp SHARD_GRAD_OP",
+    "fsdp NO_SHARD",
+    "fsdp HYBRID_SHARD",
+    "model_parallel",
+)
+FORMATS = ("single_file", "directory")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +38,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list
     environment = {k: v for k, v in os.environ.items() if not k.startswith("STRATAGEM")}
     found: dict[str, dict[str, list[float]]] = {"save": {}, "resume": {}}
     for what, told in found.items():
-        for ranks in WAYS:
+        for ranks in RANKS:
             finished = subprocess.run(
                 [sys.executable, str(SCRIPT), str(ranks), what, "saved"],
                 cwd=folder,
@@ -42,13 +53,13 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list
     return found
 
 
-@pytest.mark.parametrize("target", ALL_WAYS)
-@pytest.mark.parametrize("source", ALL_WAYS)
+@pytest.mark.parametrize("target", WAYS)
+@pytest.mark.parametrize("source", WAYS)
 def test_the_next_losses_are_those_of_a_run_without_an_interruption(
     source: str, target: str, losses: dict[str, dict[str, list[float]]]
 ) -> None:
     expected = losses["save"][source]
-    assert len(expected) == 2 * (STEPS - SAVED_AT)  # two micro-batches a step
+    assert len(expected) == 20  # ten steps of two micro-batches
     for form in FORMATS:
         resumed = losses["resume"][f"{source}.{form} -> {target}"]
         if source == target:
