@@ -266,6 +266,26 @@ def test_last_is_the_newest_that_is_whole_and_what_was_passed_over_is_said(
     assert re.fullmatch(r"ckpt_path='last': '.*step=4\.ckpt' was passed over: .*whole.*", told[2])
 
 
+def test_all_of_it_holds_for_checkpoints_that_are_directories(tmp_path: Path) -> None:
+    saver = each_step(tmp_path, save_last=True, keep_latest_k=2)
+    fit(saver, 4, plugins="directory")
+    assert names(tmp_path) == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    assert (tmp_path / "last.ckpt").readlink() == Path("step=4.ckpt")
+    damaged = tmp_path / "step=4.ckpt" / "state.ckpt"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    again = each_step(tmp_path, save_last=True, keep_latest_k=2)
+    with pytest.warns(UserWarning, match=r"step=4\.ckpt' was passed over: .*state\.ckpt.*damaged"):
+        model = fit(again, 5, plugins="directory", ckpt_path="last")
+    assert model.first_step == 3
+    # The damaged one is not this run's to remove: step 3 does not know of it.
+    assert names(tmp_path) == [
+        "last.ckpt",
+        "step=4-v1.ckpt",
+        "step=4.ckpt",
+        "step=5.ckpt",
+    ]
+
+
 def test_where_none_is_whole_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(b"nothing")
     with (

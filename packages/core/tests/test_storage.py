@@ -18,8 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 from torch import Tensor, nn
 
-from stratagem import Lite, Module, Trainer, checkpoint_files, storage
-from stratagem.checkpoint import SingleFileCheckpointIO
+from stratagem import Lite, Module, Trainer, storage
+from stratagem.checkpoint import DirectoryCheckpointIO, SingleFileCheckpointIO
+from stratagem.checkpoint_description import describe_checkpoint
 from stratagem.claims import claim
 from stratagem.errors import (
     CheckpointCorruptError,
@@ -117,7 +118,7 @@ def test_a_checkpoint_is_saved_linked_listed_loaded_and_removed(folder: storage.
     assert io.link_checkpoint(second, last)
     assert io.load_checkpoint(last)["number"] == 2
     io.verify_checkpoint(last)
-    manifest = checkpoint_files.read_manifest(first)
+    manifest = describe_checkpoint(first).manifest
     assert manifest is not None
     assert manifest.contents == ("number", "weights")
     assert (io.load_checkpoint(first)["weights"] == 1).all()
@@ -175,6 +176,15 @@ def test_a_save_that_ends_early_leaves_what_was_there(
             assert not files.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads")
     io.save_checkpoint({"number": 3, "weights": weights}, path)
     assert io.load_checkpoint(path)["weights"].numel() == size // 4
+
+
+def test_a_directory_is_not_saved_at_a_url() -> None:
+    with pytest.raises(CheckpointSaveError) as caught:
+        DirectoryCheckpointIO().save_checkpoint({}, "memory://run/a.ckpt")
+    assert str(caught.value) == (
+        "cannot save 'memory://run/a.ckpt': a checkpoint that is a directory lies on a file system "
+        "that all ranks share, not at a URL: give a local path, or use the format 'single_file'"
+    )
 
 
 def test_a_name_is_claimed_by_one_only(folder: storage.Location) -> None:

@@ -5,38 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from typing import BinaryIO, cast
 
 from stratagem import storage
-from stratagem.checkpoint_archive import (
-    Archive,
-    Manifest,
-    check_entries,
-    read_archive,
-    verify_checksum,
-)
+from stratagem.checkpoint_description import Description, describe_checkpoint
+from stratagem.checkpoint_directory import MANIFEST
 from stratagem.errors import CheckpointError, CheckpointNotFoundError
 
 SUFFIX = ".ckpt"
-MANIFEST = "manifest.json"
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
-    """Return what a checkpoint says of itself, of which a few kilobytes are read.
-
-    Returns:
-        None: plain `torch.save` made it.
-
-    Raises:
-        CheckpointCorruptError: it is no checkpoint.
-        OSError: it cannot be read.
-    """
-    with storage.open_in_place(path) as file:
-        return read_archive(cast("BinaryIO", file), str(path)).manifest
-
-
-def verify(path: str | os.PathLike[str]) -> Archive:
-    """Read a checkpoint whole and compare it with its checksum, if it has one.
+def verify(path: str | os.PathLike[str]) -> Description:
+    """Read a checkpoint whole and compare it with its checksums, if it has any.
 
     Raises:
         CheckpointNotFoundError: nothing is there.
@@ -44,11 +23,9 @@ def verify(path: str | os.PathLike[str]) -> Archive:
         OSError: it cannot be read.
     """
     try:
-        with storage.open_local(path) as file:
-            archive = read_archive(file, str(path))
-            verify_checksum(file, archive, str(path))
-            check_entries(file, archive, str(path))
-            return archive
+        return describe_checkpoint(os.fspath(path), verify=True)
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"there is no checkpoint at {str(path)!r}") from error
 

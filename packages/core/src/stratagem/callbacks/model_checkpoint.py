@@ -12,7 +12,7 @@ from stratagem import storage
 from stratagem.callbacks.callback import Callback
 from stratagem.callbacks.checkpoint_names import CheckpointNames
 from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
-from stratagem.checkpoint_files import read_manifest
+from stratagem.checkpoint_description import describe_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -409,7 +409,7 @@ def _is_of(path: str, run_id: str, *, same_folder: bool) -> bool:
     if not storage.exists(path):
         return False
     try:
-        manifest = read_manifest(path)
+        manifest = describe_checkpoint(path).manifest
     except (CheckpointError, OSError):
         manifest = None  # another format, or damaged
     return same_folder if manifest is None or manifest.run is None else manifest.run == run_id

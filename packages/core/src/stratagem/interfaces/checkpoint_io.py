@@ -20,6 +20,8 @@ class Ranks(Protocol):
 
     def gather_plain(self, data: Any) -> list[Any]: ...  # noqa: D102
 
+    def store(self) -> Any: ...  # noqa: D102
+
 
 class CheckpointIO(ABC):
     """Writes, reads and removes checkpoints.

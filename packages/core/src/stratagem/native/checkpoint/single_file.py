@@ -15,6 +15,8 @@ from stratagem import checkpoint_files, storage
 from stratagem._plain_data import find_culprit, find_oversized
 from stratagem.checkpoint_archive import (
     ArchiveWriter,
+    Manifest,
+    Sink,
     check_entries,
     not_whole,
     read_archive,
@@ -27,6 +29,8 @@ from stratagem.errors import (
     CheckpointSaveError,
 )
 from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.shards import read_whole
+from stratagem.native.checkpoint.durable_directory import remove_any
 from stratagem.native.checkpoint.durable_file import DurableFile
 from stratagem.native.checkpoint.manifest import manifest_of
 
@@ -77,9 +81,7 @@ class SingleFileCheckpointIO(CheckpointIO):
         file = None
         try:
             with _create(path) as file:
-                writer = ArchiveWriter(file)
-                _write_contents(checkpoint, writer)
-                writer.finish(manifest_of(checkpoint, self))
+                write_archive(checkpoint, manifest_of(checkpoint, self), file)
                 file.commit()
         except OSError as error:
             if file is not None and file.renamed:
@@ -104,10 +106,7 @@ class SingleFileCheckpointIO(CheckpointIO):
                 f"{', '.join(there) or 'none'}"
             )
         if isinstance(path, Path) and path.is_dir():
-            raise CheckpointCorruptError(
-                f"{str(path)!r} is a directory; expected a checkpoint file, such as one of "
-                f"{', '.join(sorted(p.name for p in path.glob('*.ckpt'))) or 'none there'}"
-            )
+            return read_whole(self.open_checkpoint(path))
         with storage.open_local(path) as file:
             archive = read_archive(file, str(path))
             if self.verify:
@@ -123,13 +122,27 @@ class SingleFileCheckpointIO(CheckpointIO):
             raise CheckpointCorruptError(f"{str(path)!r} was refused: {oversized}")
         return loaded
 
+    def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
+        path = storage.at(path)
+        if not isinstance(path, Path) or not path.is_dir():
+            return self.load_checkpoint(path)
+        # torch.distributed.checkpoint takes a while to import.
+        from stratagem.native.checkpoint.directory_reading import open_directory
+
+        return open_directory(path, verify=self.verify, ranks=self.ranks)
+
     def verify_checkpoint(self, path: str | Path) -> None:
         """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
         checkpoint_files.verify(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the file at `path`, if there is one."""
-        storage.remove(path)
+        """Remove what is at `path`, if there is anything."""
+        path = storage.at(path)
+        if isinstance(path, Path):
+            remove_any(path)
+        else:
+            storage.remove(path)
 
     def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
         """Make `path` a symbolic link to `target`, or a copy of it on an object store.
@@ -158,14 +171,21 @@ def _may_exist(path: storage.Location) -> bool:
         return True  # of a file system that cannot be reached: it has changed nothing
 
 
-def _write_contents(checkpoint: dict[str, Any], writer: ArchiveWriter) -> None:
+def write_archive(contents: dict[str, Any], manifest: Manifest, sink: Sink) -> None:
+    """Write contents, manifest and checksum to `sink`.
+
+    Raises:
+        OSError: what the sink raised.
+    """
+    writer = ArchiveWriter(sink)
     try:
         with _without_crc32():
-            torch.save(checkpoint, cast("IO[bytes]", writer))
+            torch.save(contents, cast("IO[bytes]", writer))
     except RuntimeError:
         if writer.error is not None:
             raise writer.error from None
         raise
+    writer.finish(manifest)
 
 
 def _load(source: str, path: str, size: int) -> Any:
