@@ -188,6 +188,23 @@ def test_a_checkpoint_that_is_gone_is_passed_over(
     assert f"the run '7' has saved {gone!r}, which is gone" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_is_damaged_is_passed_over(
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(Cluster(), killed_after=5)
+    fit(Cluster(count=1), killed_after=8)
+    (record,) = (tmp_path / ".stratagem").glob("*.json")
+    newest, before = map(Path, json.loads(record.read_text())["checkpoints"])
+    # Removed by ModelCheckpoint, when the newest was there.
+    before.write_bytes(newest.read_bytes())
+    newest.write_bytes(newest.read_bytes()[:-100])
+    capsys.readouterr()
+    assert fit(Cluster(count=2), killed_after=8)[1] == 6
+    said = capsys.readouterr().err
+    assert f"has saved what cannot be used: {str(newest)!r} was passed over: " in said
+    assert f"resuming from {str(before)!r}" in said
+
+
 def test_a_run_whose_checkpoints_are_all_gone_begins_anew_and_says_so(
     fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
