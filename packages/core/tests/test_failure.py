@@ -253,7 +253,7 @@ class TwoRanks:
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         assert op == "max"
         self.asked += 1
-        other = self.other.pop(0) if self.other else [0.0, 0.0, 0.001]
+        other = self.other.pop(0) if self.other else [0.0, 0.0, 0.001, 0.0]
         return torch.maximum(tensor, torch.tensor(other, dtype=tensor.dtype))
 
 
@@ -272,10 +272,12 @@ def test_ranks_ask_one_another_less_often_the_shorter_their_steps_are(
 
 
 def test_a_signal_on_another_rank_ends_this_one_at_the_next_look() -> None:
-    strategy = TwoRanks([[0.0, 0.0, 10.0], [float(signal.SIGTERM), 0.0, 10.0]])
+    strategy = TwoRanks([[0.0, 0.0, 10.0, 10.0], [float(signal.SIGTERM), 0.0, 10.0, 20.0]])
     interruption = Interruption(strategy, None)  # type: ignore[arg-type]
     assert not interruption.look()
+    assert interruption.agreed_time() == 10.0
     assert interruption.look()
+    assert interruption.agreed_time() == 20.0
     assert interruption.signal is signal.SIGTERM
 
 

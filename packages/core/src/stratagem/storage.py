@@ -2,32 +2,27 @@
 
 The only place that asks which of the two a path is. Local paths are `Path`s and URLs are `str`s,
 since `pathlib` makes "s3:/bucket" of "s3://bucket"; `at` makes one of them of what a user gives.
-fsspec is imported when the first URL comes up.
+fsspec is imported when the first URL comes up; `remote_files` is what needs it.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
 import os
 import re
-import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, BinaryIO, cast
 
 from stratagem.errors import ConfigurationError
+from stratagem.remote_files import RemoteFile, fetch, file_system, is_object_store, protocols
 
 Location = Path | str
 """A local path, or a URL."""
 
-# There an object appears when its upload is completed, all at once.
-_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"})
 _COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 # What a file system says that has no symbolic links.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -117,7 +112,7 @@ def exists(path: str | os.PathLike[str]) -> bool:
     path = at(path)
     if isinstance(path, Path):
         return path.exists()
-    with _remote(path) as (files, there):
+    with file_system(path) as (files, there):
         return bool(files.exists(there))
 
 
@@ -126,7 +121,7 @@ def is_directory(path: str | os.PathLike[str]) -> bool:
     path = at(path)
     if isinstance(path, Path):
         return path.is_dir()
-    with _remote(path) as (files, there):
+    with file_system(path) as (files, there):
         return bool(files.isdir(there))
 
 
@@ -158,7 +153,7 @@ def entries(folder: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _remote_entries(folder: str) -> list[Entry]:
-    with _remote(folder) as (files, there):
+    with file_system(folder) as (files, there):
         try:
             listed = files.ls(there, detail=True)
         except FileNotFoundError:
@@ -197,7 +192,7 @@ def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with path.open("rb", buffering=0) as file:
             yield cast("BinaryIO", file)
     else:
-        with os.fdopen(_fetch(path), "rb", buffering=0) as file:
+        with os.fdopen(fetch(path), "rb", buffering=0) as file:
             yield cast("BinaryIO", file)
 
 
@@ -209,7 +204,7 @@ def open_in_place(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         with path.open("rb") as file:
             yield file
         return
-    with _remote(path) as (files, there):
+    with file_system(path) as (files, there):
         opened = files.open(there, "rb", block_size=1 << 17)
     with opened as file:
         yield file
@@ -220,38 +215,8 @@ def read(path: str | os.PathLike[str]) -> bytes:
     path = at(path)
     if isinstance(path, Path):
         return path.read_bytes()
-    with _remote(path) as (files, there):
+    with file_system(path) as (files, there):
         return bytes(files.cat_file(there))
-
-
-def _fetch(url: str) -> int:
-    """Copy what a URL leads to into a local file without a name; return its descriptor."""
-    with _remote(url) as (files, there):
-        size = files.info(there)["size"]
-        key = hashlib.sha256(f"{url} {files.ukey(there)}".encode()).hexdigest()[:32]
-        copy = Path(tempfile.gettempdir(), f"stratagem-{os.getuid()}-{key}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(copy, flags, 0o600)
-        try:
-            # Whoever has the lock fetches; the others wait, and find it whole.
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if size is None or os.fstat(descriptor).st_size != size:
-                os.ftruncate(descriptor, 0)
-                files.get_file(there, f"/proc/self/fd/{descriptor}")
-        except BaseException as error:
-            os.close(descriptor)
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise OSError(
-                    errno.ENOSPC,
-                    f"no room in {str(copy.parent)!r} for the {size} bytes of {url!r}: set TMPDIR "
-                    "to a directory that has it",
-                ) from error
-            raise
-        finally:
-            # Those who have it open keep it.
-            copy.unlink(missing_ok=True)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        return descriptor
 
 
 # -- writing
@@ -271,84 +236,11 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         file.commit()
 
 
-class RemoteFile:
-    """Writes to a URL; `commit` lets the whole of it appear there.
-
-    On an object store that is the completion of the upload, elsewhere the renaming of a file beside
-    it. Leaving the `with` block without `commit` leaves nothing.
-
-    Args:
-        url: where to.
-
-    Attributes:
-        renamed: whether it is in its place.
-
-    Raises:
-        ConfigurationError: no file system is installed for such a URL.
-        OSError: it cannot be written to.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.renamed = False
-        self._url = url
-        self._size = 0
-        with _remote(url) as (files, there):
-            self._appears_whole = _is_object_store(files)
-            self._files, self._target, self._path = files, there, there
-            if self._appears_whole:
-                self._file = files.open(there, "wb", autocommit=False)
-            else:
-                folder = there.rpartition("/")[0]
-                files.makedirs(folder, exist_ok=True)
-                self._path = f"{folder}/.stratagem-{secrets.token_hex(8)}.saving"
-                self._file = files.open(self._path, "wb")
-
-    def __enter__(self) -> RemoteFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.renamed:
-            return
-        with _naming(self._url):
-            if self._appears_whole:
-                self._file.discard()
-                # Otherwise it would be flushed when the interpreter closes it.
-                self._file.closed = True
-            else:
-                self._file.close()
-                self._files.rm_file(self._path)
-
-    def write(self, data: memoryview) -> int:
-        """Write all of `data`."""
-        with _naming(self._url):
-            self._file.write(data)
-        self._size += len(data)
-        return len(data)
-
-    def commit(self) -> None:
-        """Return once what was written is there.
-
-        Raises:
-            OSError: it is not.
-        """
-        with _naming(self._url):
-            self._file.close()
-            if self._appears_whole:
-                self._file.commit()
-            else:
-                self._files.mv(self._path, self._target)
-            self.renamed = True
-            self._files.invalidate_cache()
-            stored = self._files.info(self._target)["size"]
-        if stored != self._size:
-            raise OSError(f"{self._url!r} has {stored} bytes, of {self._size} that were written")
-
-
 def remove(path: str | os.PathLike[str]) -> None:
     """Remove a file, a link, or a directory with what is in it, if there is one."""
     path = at(path)
     if not isinstance(path, Path):
-        with _remote(path) as (files, there):
+        with file_system(path) as (files, there):
             if files.exists(there):
                 files.rm(there, recursive=bool(files.isdir(there)))
     elif path.is_dir() and not path.is_symlink():
@@ -369,8 +261,8 @@ def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> bool:
     target, path = at(target), at(path)
     if isinstance(path, Path):
         return _link_local(Path(target), path)
-    with _remote(path) as (files, there):
-        if not _is_object_store(files) and "memory" not in _protocols(files):
+    with file_system(path) as (files, there):
+        if not is_object_store(files) and "memory" not in protocols(files):
             return False
         files.cp_file(files._strip_protocol(str(target)), there)
         return True
@@ -397,51 +289,3 @@ def _link_local(target: Path, path: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
-
-
-# -- fsspec
-
-
-@contextmanager
-def _remote(url: str) -> Iterator[tuple[Any, str]]:
-    """The file system of a URL, and what it calls the path there."""
-    try:
-        from fsspec.core import url_to_fs
-
-        files, there = url_to_fs(url)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{url!r} needs a package that is not installed: {error}"
-        ) from error
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{url!r}: {error}; expected a local path, or a URL such as s3://bucket/folder"
-        ) from error
-    with _naming(url):
-        # Other processes write there too.
-        files.invalidate_cache()
-        yield files, there
-
-
-@contextmanager
-def _naming(url: str) -> Iterator[None]:
-    """Make an OSError of whatever a file system raises: each has errors of its own."""
-    try:
-        yield
-    except (OSError, NotImplementedError, ConfigurationError) as error:
-        if isinstance(error, NotImplementedError):
-            raise OSError(
-                errno.ENOTSUP, f"{url!r}: this file system cannot do it: {error}"
-            ) from error
-        raise
-    except Exception as error:
-        raise OSError(f"{url!r}: {type(error).__name__}: {error}") from error
-
-
-def _protocols(files: Any) -> set[str]:
-    protocol = files.protocol
-    return {protocol} if isinstance(protocol, str) else set(protocol)
-
-
-def _is_object_store(files: Any) -> bool:
-    return not _OBJECT_STORES.isdisjoint(_protocols(files))

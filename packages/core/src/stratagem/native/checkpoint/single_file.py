@@ -33,6 +33,7 @@ from stratagem.interfaces.shards import read_whole
 from stratagem.native.checkpoint.durable_directory import remove_any
 from stratagem.native.checkpoint.durable_file import DurableFile
 from stratagem.native.checkpoint.manifest import manifest_of
+from stratagem.remote_files import RemoteFile
 
 
 class SingleFileCheckpointIO(CheckpointIO):
@@ -160,8 +161,8 @@ class SingleFileCheckpointIO(CheckpointIO):
             ) from error
 
 
-def _create(path: storage.Location) -> DurableFile | storage.RemoteFile:
-    return DurableFile(path) if isinstance(path, Path) else storage.RemoteFile(path)
+def _create(path: storage.Location) -> DurableFile | RemoteFile:
+    return DurableFile(path) if isinstance(path, Path) else RemoteFile(path)
 
 
 def _may_exist(path: storage.Location) -> bool:
