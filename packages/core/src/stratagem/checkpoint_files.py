@@ -30,6 +30,23 @@ def verify(path: str | os.PathLike[str]) -> Description:
         raise CheckpointNotFoundError(f"there is no checkpoint at {str(path)!r}") from error
 
 
+def is_of_run(path: str | os.PathLike[str], run: str, *, default: bool) -> bool:
+    """Return whether a checkpoint is there that a run has saved.
+
+    Args:
+        path: where.
+        run: its name, as manifests have it.
+        default: what is true of a checkpoint that does not say whose it is.
+    """
+    if not storage.exists(path):
+        return False
+    try:
+        manifest = describe_checkpoint(os.fspath(path)).manifest
+    except (CheckpointError, OSError):
+        return default  # damaged, or of a format that is not core's
+    return default if manifest is None or manifest.run is None else manifest.run == run
+
+
 def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[storage.Entry]:
     """Return the checkpoints in some folders, the newest first, each once.
 

@@ -82,6 +82,9 @@ class CheckpointNames:
     def release_all(self) -> None:
         """Give everything back, at the end of a run."""
         for claimed in (*self._claims, self._claim_on_last):
-            if claimed is not None:
-                claimed.release()
+            try:
+                if claimed is not None:
+                    claimed.release()
+            except OSError:
+                pass  # a marker is left, which is void soon; there may be an error that matters
         self._claims, self._claim_on_last, self._moves_last = [], None, False

@@ -12,7 +12,7 @@ from stratagem import storage
 from stratagem.callbacks.callback import Callback
 from stratagem.callbacks.checkpoint_names import CheckpointNames
 from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
-from stratagem.checkpoint_description import describe_checkpoint
+from stratagem.checkpoint_files import is_of_run
 from stratagem.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class ModelCheckpoint(Callback):
         def locate(name: str) -> str | None:
             for folder in folders:
                 path = str(storage.join(folder, name))
-                if _is_of(path, trainer.run_id, same_folder=folder == folders[-1]):
+                if is_of_run(path, trainer.run_id, default=folder == folders[-1]):
                     return path
             return None
 
@@ -402,14 +402,3 @@ class ModelCheckpoint(Callback):
             return f"{name.replace('/', '_')}={text}"
 
         return re.sub(r"\{([^}]+)\}", fill, self.filename)
-
-
-def _is_of(path: str, run_id: str, *, same_folder: bool) -> bool:
-    """Whether a checkpoint is there, and a run's own; where nothing tells, its folder decides."""
-    if not storage.exists(path):
-        return False
-    try:
-        manifest = describe_checkpoint(path).manifest
-    except (CheckpointError, OSError):
-        manifest = None  # another format, or damaged
-    return same_folder if manifest is None or manifest.run is None else manifest.run == run_id
