@@ -31,6 +31,7 @@ from stratagem.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from stratagem.trainer.resume import state_of_rank
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Prepared, Strategy
@@ -71,7 +72,7 @@ def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, An
             ],
             lr_schedulers=[c.scheduler.state_dict() for c in run.schedulers],
             precision=strategy.precision.state_dict(),
-            ranks=strategy.gather_plain(run.state_of_rank()),
+            ranks=strategy.gather_plain(state_of_rank(run)),
             callbacks={key: state for key, state in callbacks.items() if state},
         )
         if run.datamodule is not None:
@@ -160,8 +161,8 @@ def restore_training(
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
-    if "ranks" in checkpoint:
-        run.resume_rank(checkpoint["ranks"])
+    if "ranks" in checkpoint and run.rank_state is not None:
+        run.rank_state.resume(checkpoint["ranks"])
 
 
 def find(trainer: Trainer, asked: str | Path) -> Path:

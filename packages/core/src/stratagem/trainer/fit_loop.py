@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Prepared
     from stratagem.trainer.loaders import LimitedLoader
     from stratagem.trainer.progress import Progress
+    from stratagem.trainer.resume import RankState
     from stratagem.trainer.run import Run
 
 
 def fit(
-    run: Run, prepared: Prepared, loader: LimitedLoader, agreement: Agreement | None = None
+    run: Run,
+    prepared: Prepared,
+    loader: LimitedLoader,
+    rank_state: RankState,
+    agreement: Agreement | None = None,
 ) -> None:
     """Train until a limit is reached or `Trainer.should_stop` is set.
 
@@ -31,6 +36,7 @@ def fit(
         run: this one.
         prepared: the model.
         loader: this rank's training batches.
+        rank_state: where in them this rank begins.
         agreement: what ranks ask before each step, where their numbers of batches may differ.
     """
     trainer, module, progress, events = run.trainer, run.module, run.progress, run.events
@@ -45,7 +51,7 @@ def fit(
     if not module.training:
         module.train()
     events.tell("on_train_start")
-    run.restore_random_state()
+    rank_state.begin_training()
     try:
         # No batch at all was asked for with limit_train_batches=0.
         while loader.batches > 0 and not _is_finished(run):
@@ -57,7 +63,7 @@ def fit(
             events.tell("on_train_epoch_start")
             run.train_values.in_step = True
 
-            batches, passed_over = run.begin_epoch(epoch, progress.batches)
+            batches, passed_over = rank_state.begin_epoch(epoch, progress.batches)
             if agreement is not None:
                 agreement.remember(passed_over)
             left = loader.batches - progress.batches

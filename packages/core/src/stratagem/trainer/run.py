@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Prepared
 from stratagem.lite_wrappers import wrap_optimizer
 from stratagem.module import Module
-from stratagem.random_state import random_state, set_random_state
 from stratagem.resumable import Resumable
 from stratagem.step_module import StepModule
 from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
@@ -29,6 +27,7 @@ from stratagem.trainer.logged_values import LoggedValues
 from stratagem.trainer.optimization import SchedulerConfig, configure
 from stratagem.trainer.progress import Progress
 from stratagem.trainer.restarts import Restarts
+from stratagem.trainer.resume import RankState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,10 +83,8 @@ class Run:
         self.restarts: Restarts | None = None
         """In a fit: what a restart by the cluster goes on from."""
         self._names_of_validation: set[str] = set()
-        self.resumable: Resumable | None = None
-        self._resumed: dict[str, Any] | None = None
-        """What this rank resumes with, until the loop takes it."""
-        self._told_inexact = False
+        self.rank_state: RankState | None = None
+        """In a fit: what this rank saves for itself and goes on with."""
         self.interruption = Interruption(self.strategy, trainer.max_time)
 
     def execute(self, *args: Any) -> Any:
@@ -149,10 +146,9 @@ class Run:
         ckpt_path = self.restarts.begin(ckpt_path)
         checkpoint = None if ckpt_path is None else self._read(ckpt_path)
         train_loader, agreement = uneven.agree(self._training_loader(train), self.strategy)
-        self.resumable = Resumable(
-            train_loader.loader, train_loader.name, self.strategy.global_rank
-        )
-        train_loader = self.train_loader = replace(train_loader, loader=self.resumable.loader)
+        data = Resumable(train_loader.loader, train_loader.name, self.strategy.global_rank)
+        self.rank_state = RankState(self.strategy, self.progress, data)
+        train_loader = self.train_loader = replace(train_loader, loader=data.loader)
         self.val_loaders = self._validation_loaders(val)
         step_module = StepModule(module)
         if self.strategy.sync_batchnorm:
@@ -174,7 +170,7 @@ class Run:
         if checkpoint is None:
             self._check_sanity()
         with self.interruption:
-            fit_loop.fit(self, prepared, train_loader, agreement)
+            fit_loop.fit(self, prepared, train_loader, self.rank_state, agreement)
         self.events.tell("on_fit_end")
 
     def _make_optimizers(self) -> list[Optimizer]:
@@ -281,74 +277,6 @@ class Run:
             )
             for index, loader in enumerate(several)
         ]
-
-    def begin_epoch(self, epoch: int, done: int) -> tuple[Iterator[Any], list[Any]]:
-        """Return the training batches of an epoch after the first `done`.
-
-        Returns:
-            They, and the last one that was passed over, if it was read.
-        """
-        assert self.resumable is not None
-        resumed, self._resumed = self._resumed, None
-        loader_state = None if resumed is None else resumed["loader"]
-        begun = self.resumable.begin(epoch, done, loader_state)
-        if resumed is not None:
-            # Last, since the loader has drawn numbers of its own.
-            set_random_state(resumed["random"])
-        return begun
-
-    def restore_random_state(self) -> None:
-        """Go on with the random numbers of the checkpoint, if its epoch was at an end."""
-        if self._resumed is not None and self.progress.batches == 0:
-            set_random_state(self._resumed["random"])
-            self._resumed = None
-
-    def state_of_rank(self) -> dict[str, Any]:
-        """Return what differs between the ranks: random numbers and the loader's position."""
-        self._tell_inexact()
-        loader = {} if self.resumable is None else self.resumable.state()
-        return {"random": random_state(), "loader": loader}
-
-    def _tell_inexact(self) -> None:
-        """Say once, at the first save, what a resume would not repeat."""
-        told, self._told_inexact = self._told_inexact, True
-        if told or self.resumable is None or not self.resumable.inexact:
-            return
-        if self.strategy.is_global_zero:
-            warnings.warn(
-                "a run that resumes from this checkpoint in the middle of an epoch may differ: "
-                + self.resumable.inexact,
-                stacklevel=2,
-            )
-
-    def resume_rank(self, states: list[dict[str, Any]]) -> None:
-        """Take what `state_of_rank` returned on each rank."""
-        if len(states) == self.strategy.world_size:
-            self._resumed = states[self.strategy.global_rank]
-        elif self.progress.batches:
-            self._divide_anew(states)
-
-    def _divide_anew(self, states: list[dict[str, Any]]) -> None:
-        """Go on after as many samples as the ranks had trained on that saved the checkpoint."""
-        progress, resumable = self.progress, self.resumable
-        assert resumable is not None
-        batch_size = states[0]["loader"].get("batch_size", 1)
-        of_step = resumable.batch_size * self.strategy.data_shard[1]
-        # Ranks take samples in turn: together they have read the first ones of the epoch's order.
-        samples = progress.batches * batch_size * len(states)
-        progress.batches, again = divmod(samples, of_step)
-        if self.strategy.is_global_zero and (again or not resumable.is_ordered):
-            what = (
-                f"{again} samples are trained on again"
-                if resumable.is_ordered
-                else "its random order is another one, so that some samples are trained on again "
-                "and others are left out"
-            )
-            warnings.warn(
-                f"the checkpoint was saved by {len(states)} rank(s) in the middle of an epoch, and "
-                f"these are {self.strategy.world_size}: {what}",
-                stacklevel=2,
-            )
 
     def set_epoch(self, loader: LimitedLoader) -> None:
         """Tell a loader's samplers the present epoch."""
