@@ -63,10 +63,10 @@ def fit(
             events.tell("on_train_epoch_start")
             run.train_values.in_step = True
 
-            batches, passed_over = rank_state.begin_epoch(epoch, progress.batches)
+            batches, passed_over, most = rank_state.begin_epoch(epoch, progress.batches)
             if agreement is not None:
                 agreement.remember(passed_over)
-            left = loader.batches - progress.batches
+            left = min(loader.batches - progress.batches, most)
             # Resumed from a checkpoint that was saved before the validation of its step.
             validation_is_due = (
                 progress.batches > progress.validated
@@ -84,6 +84,10 @@ def fit(
                 elif len(micro_batches) < wanted and ranks > 1:
                     raise UserCodeError(_broken_promise(loader, progress, len(micro_batches)))
                 if not micro_batches:
+                    if progress.batches == 0:
+                        raise UserCodeError(
+                            f"{loader.name} yielded no batch; expected at least one"
+                        )
                     break
                 step.begin(len(micro_batches), weights)
                 one_step(prepared, step, micro_batches)
@@ -104,9 +108,6 @@ def fit(
                     break
                 if progress.global_step == trainer.max_steps:
                     break
-            if progress.batches == 0:
-                raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
-
             # What follows sees the epoch as finished, so that a checkpoint saved from here on
             # resumes with the next one. A stop in the middle leaves it unfinished.
             progress.epoch_is_done = left <= 0 or not micro_batches

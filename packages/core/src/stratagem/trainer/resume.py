@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -35,71 +34,44 @@ class RankState:
         self._strategy = strategy
         self._progress = progress
         self._data = data
-        self._resumed: dict[str, Any] | None = None
-        """What this rank resumes with, until the loop takes it."""
-        self._told_inexact = False
+        self._random: dict[str, Any] | None = None
+        """The random numbers that this rank goes on with, until the loop takes them."""
+        self._within_epoch = False
 
     def state(self) -> dict[str, Any]:
         """Return what differs between the ranks: random numbers and the loader's position."""
-        self._tell_inexact()
         return {"random": random_state(), "loader": self._data.state()}
 
-    def _tell_inexact(self) -> None:
-        """Say once, at the first save, what a resume would not repeat."""
-        told, self._told_inexact = self._told_inexact, True
-        if told or not self._data.inexact:
-            return
-        if self._strategy.is_global_zero:
-            warnings.warn(
-                "a run that resumes from this checkpoint in the middle of an epoch may differ: "
-                + self._data.inexact,
-                stacklevel=2,
-            )
-
     def resume(self, states: list[dict[str, Any]]) -> None:
-        """Take what `state` returned on each rank."""
-        if len(states) == self._strategy.world_size:
-            self._resumed = states[self._strategy.global_rank]
-        elif self._progress.batches:
-            self._divide_anew(states)
+        """Take what `state` returned on each rank; the progress is that of the checkpoint.
 
-    def _divide_anew(self, states: list[dict[str, Any]]) -> None:
-        """Go on after as many samples as the ranks had trained on that saved the checkpoint."""
-        progress, data = self._progress, self._data
-        batch_size = states[0]["loader"].get("batch_size", 1)
-        of_step = data.batch_size * self._strategy.data_shard[1]
-        # Ranks take samples in turn: together they have read the first ones of the epoch's order.
-        samples = progress.batches * batch_size * len(states)
-        progress.batches, again = divmod(samples, of_step)
-        if self._strategy.is_global_zero and (again or not data.is_ordered):
-            what = (
-                f"{again} samples are trained on again"
-                if data.is_ordered
-                else "its random order is another one, so that some samples are trained on again "
-                "and others are left out"
-            )
-            warnings.warn(
-                f"the checkpoint was saved by {len(states)} rank(s) in the middle of an epoch, and "
-                f"these are {self._strategy.world_size}: {what}",
-                stacklevel=2,
-            )
+        Of more ranks than saved, the further ones keep their own random numbers.
+        """
+        progress, rank = self._progress, self._strategy.global_rank
+        self._random = states[rank]["random"] if rank < len(states) else None
+        self._within_epoch = progress.batches > 0
+        before = progress.batches
+        progress.batches = self._data.resume([state["loader"] for state in states], before)
+        if before:
+            progress.validated = progress.validated * progress.batches // before
 
     def begin_training(self) -> None:
         """Go on with the random numbers of the checkpoint, if its epoch was at an end."""
-        if self._resumed is not None and self._progress.batches == 0:
-            set_random_state(self._resumed["random"])
-            self._resumed = None
+        if not self._within_epoch:
+            self._restore_random_state()
 
-    def begin_epoch(self, epoch: int, done: int) -> tuple[Iterator[Any], list[Any]]:
+    def begin_epoch(self, epoch: int, done: int) -> tuple[Iterator[Any], list[Any], float]:
         """Return the training batches of an epoch after the first `done`.
 
         Returns:
-            They, and the last one that was passed over, if it was read.
+            They; the last one that was passed over, if it was read; and how many they are at most.
         """
-        resumed, self._resumed = self._resumed, None
-        loader_state = None if resumed is None else resumed["loader"]
-        begun = self._data.begin(epoch, done, loader_state)
-        if resumed is not None:
-            # Last, since the loader has drawn numbers of its own.
-            set_random_state(resumed["random"])
-        return begun
+        batches, passed_over = self._data.begin(epoch, done)
+        # Last, since the loader has drawn numbers of its own.
+        self._restore_random_state()
+        return batches, passed_over, self._data.left
+
+    def _restore_random_state(self) -> None:
+        if self._random is not None:
+            set_random_state(self._random)
+            self._random = None

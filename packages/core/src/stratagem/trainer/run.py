@@ -83,8 +83,8 @@ class Run:
         self.restarts: Restarts | None = None
         """In a fit: what a restart by the cluster goes on from."""
         self._names_of_validation: set[str] = set()
-        self.rank_state: RankState | None = None
-        """In a fit: what this rank saves for itself and goes on with."""
+        self.rank_state: RankState | None = before.rank_state if before and same else None
+        """After the beginning of a fit: what this rank saves for itself and goes on with."""
         self.interruption = Interruption(self.strategy, trainer.max_time)
 
     def execute(self, *args: Any) -> Any:
@@ -146,7 +146,12 @@ class Run:
         ckpt_path = self.restarts.begin(ckpt_path)
         checkpoint = None if ckpt_path is None else self._read(ckpt_path)
         train_loader, agreement = uneven.agree(self._training_loader(train), self.strategy)
-        data = Resumable(train_loader.loader, train_loader.name, self.strategy.global_rank)
+        data = Resumable(
+            train_loader.loader,
+            train_loader.name,
+            self.strategy.global_rank,
+            self.strategy.data_shard,
+        )
         self.rank_state = RankState(self.strategy, self.progress, data)
         train_loader = self.train_loader = replace(train_loader, loader=data.loader)
         self.val_loaders = self._validation_loaders(val)
