@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from stratagem import Module, Trainer
+from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -257,3 +259,120 @@ def test_each_rank_goes_on_with_its_own_random_numbers(
         losses = json.loads((whole / f"losses{rank}.json").read_text())
         assert json.loads((rest / f"losses{rank}.json").read_text()) == losses[4:]
     assert losses != json.loads((whole / "losses0.json").read_text()), "ranks differ"
+
+
+# ---------------------------------------------------------------- within an accumulation window
+
+
+class Saving(Callback):
+    """Asks for a checkpoint at each micro-batch, and notes what is there right after."""
+
+    def __init__(self, folder: Path, event: str) -> None:
+        self.folder = folder
+        self.at_once: list[bool] = []
+        setattr(self, event, self.save)
+
+    def save(self, trainer: Trainer, module: Module, *_: Any) -> None:
+        path = self.folder / f"asked{len(self.at_once)}.ckpt"
+        trainer.save_checkpoint(path)
+        assert path.exists() is not trainer.is_within_step
+        self.at_once.append(path.exists())
+
+
+def accumulated(folder: Path, seed: int, *callbacks: Callback, **options: Any) -> list[str]:
+    """Return the losses of two epochs of 8 batches, 3 for a step, so that the last has 2."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    net = Net()
+    net.net.insert(1, nn.BatchNorm1d(8))
+    samples = Augmented()
+    loader = DataLoader(samples, batch_size=3, shuffle=True)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        callbacks=list(callbacks),
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        default_root_dir=folder,
+    )
+    trainer.fit(net, loader, **options)
+    running = net.net[1].running_mean
+    assert isinstance(running, Tensor)
+    return [*net.losses, str(running.tolist())]
+
+
+@pytest.mark.parametrize("event", ["on_train_batch_end", "on_train_batch_start"])
+def test_a_checkpoint_asked_for_within_a_step_is_saved_after_it_and_is_exact(
+    event: str, tmp_path: Path
+) -> None:
+    saving = Saving(tmp_path, event)
+    np.random.seed(3)
+    whole = accumulated(tmp_path, 1, saving)
+    at_end = [False, False, True, False, False, True, False, True]
+    assert saving.at_once == (at_end * 2 if event == "on_train_batch_end" else [False] * 16)
+    for number, trained in ((0, 3), (1, 3), (2, 3), (4, 6), (6, 8), (9, 11), (12, 14)):
+        path = tmp_path / f"asked{number}.ckpt"
+        assert accumulated(tmp_path, 99, ckpt_path=path) == whole[trained:], f"asked{number}"
+
+
+def test_weights_alone_are_saved_within_a_step(tmp_path: Path) -> None:
+    class Weights(Callback):
+        def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
+            trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+            assert trainer.is_within_step
+            assert (tmp_path / "weights.ckpt").exists()
+
+    accumulated(tmp_path, 1, Weights())
+
+
+def test_a_saver_by_time_waits_for_the_step_before_it_removes_the_older_one(
+    tmp_path: Path,
+) -> None:
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            there = len(list(tmp_path.glob("*.ckpt")))
+            # Called before the saver: what is there is the step's before.
+            assert there == min(trainer.global_step - (not trainer.is_within_step), 1)
+
+    saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(0), filename="{step}")
+    accumulated(tmp_path, 1, Look(), saver)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=6.ckpt"]
+
+
+def test_a_signal_within_a_step_ends_the_run_after_it(tmp_path: Path) -> None:
+    class Terminated(Callback):
+        def on_train_batch_end(
+            self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 4:
+                signal.raise_signal(signal.SIGTERM)
+
+    np.random.seed(3)
+    whole = accumulated(tmp_path, 1)
+    np.random.seed(3)
+    saver = ModelCheckpoint(tmp_path / "saved")
+    with pytest.raises(SystemExit):
+        accumulated(tmp_path, 1, Terminated(), saver)
+    (path,) = (tmp_path / "saved").glob("interrupted-step=2.ckpt")
+    assert accumulated(tmp_path, 99, ckpt_path=path) == whole[6:]
+
+
+def test_a_save_after_an_error_within_a_step_says_that_it_is_not_exact(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(
+            self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 4:
+                raise RuntimeError("it fails here")
+
+        def on_exception(self, trainer: Trainer, module: Module, error: BaseException) -> None:
+            with pytest.warns(UserWarning, match="within an optimizer step that an error has end"):
+                trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    with pytest.raises(RuntimeError, match="it fails here"):
+        accumulated(tmp_path, 1, Fails())
+    # The step's three batches are taken again.
+    assert len(accumulated(tmp_path, 1, ckpt_path=tmp_path / "failed.ckpt")) == 16 - 3 + 1

@@ -20,6 +20,7 @@ hyper_parameters        what save_hyperparameters kept
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,13 @@ def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, An
     }
     _require_plain(checkpoint["hyper_parameters"], f"the hyperparameters of {_kind(module)}")
     if not weights_only:
+        if run.step is not None and run.step.is_under_way and strategy.is_global_zero:
+            warnings.warn(
+                "this checkpoint is saved within an optimizer step that an error has ended: a run "
+                "that resumes from it takes that step's batches again, but with the random numbers "
+                "and the buffers (such as those of batch norm) of the error's time",
+                stacklevel=3,
+            )
         callbacks = {c.state_key: c.state_dict() for c in trainer.callbacks}
         for key, state in callbacks.items():
             _require_plain(state, f"the state of the callback {key}")

@@ -40,7 +40,7 @@ def fit(
         agreement: what ranks ask before each step, where their numbers of batches may differ.
     """
     trainer, module, progress, events = run.trainer, run.module, run.progress, run.events
-    step = Step(run, prepared)
+    step = run.step = Step(run, prepared)
     one_step = run.strategy.train_step if module.automatic_optimization else step.manual
     look = run.interruption.look
     check = run.divergence_check(prepared)
@@ -92,6 +92,8 @@ def fit(
                 step.begin(len(micro_batches), weights)
                 one_step(prepared, step, micro_batches)
                 step.end()
+                if run.saves_due:
+                    run.save_due()
                 left -= len(micro_batches)
 
                 validation_is_due = progress.batches % validate_every < len(micro_batches)
@@ -179,6 +181,11 @@ class Step(TrainStep):
         self._micro_batches = micro_batches
         self._weights = weights
         self._logged.counts = True
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has batches that do not count as trained on yet."""
+        return self._micro_batches > 0
 
     def end(self) -> None:
         """Count the batches of a step that was not taken."""

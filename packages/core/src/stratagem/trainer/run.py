@@ -85,6 +85,11 @@ class Run:
         self._names_of_validation: set[str] = set()
         self.rank_state: RankState | None = before.rank_state if before and same else None
         """After the beginning of a fit: what this rank saves for itself and goes on with."""
+        self.step: fit_loop.Step | None = None
+        """In a fit: the optimizer step, which may be under way."""
+        self.saves_due: list[str | Path] = []
+        """Checkpoints that were asked for within the present step, to be saved after it."""
+        self.has_failed = False
         self.interruption = Interruption(self.strategy, trainer.max_time)
 
     def execute(self, *args: Any) -> Any:
@@ -122,6 +127,7 @@ class Run:
             status = "success"
             return result
         except BaseException as error:
+            self.has_failed = True
             self.events.tell("on_exception", error)
             raise
         finally:
@@ -328,6 +334,17 @@ class Run:
         if not every or self.strategy.world_size == 1:
             return None
         return DivergenceCheck(self.strategy, prepared.original, every)
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether an optimizer step is under way; one that an error ended is not."""
+        return self.step is not None and self.step.is_under_way and not self.has_failed
+
+    def save_due(self) -> None:
+        """Save what was asked for within the step that has just been taken."""
+        due, self.saves_due = self.saves_due, []
+        for path in dict.fromkeys(due):
+            self.trainer.save_checkpoint(path)
 
     def save_interrupted(self) -> str:
         """Save the run where checkpoints go, before a signal ends it; return the path, or ""."""
