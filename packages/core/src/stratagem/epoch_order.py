@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
-from stratagem._plain_data import find_culprit
+from stratagem._plain_data import encode, find_culprit
 from stratagem.data import ShardedSampler, deal
 from stratagem.random_state import (
     generator_states,
@@ -111,6 +119,18 @@ class Indices:
         assert self._begun is not None
         self._begun.prime()
 
+    def why_not_drawn_again(self) -> str:
+        """Return why a resumed run would draw another order, or ""; once its order was drawn.
+
+        A sampler of the user's is drawn from again for it, a copy; torch's own are known.
+        """
+        inner = self.sampler
+        while hasattr(inner, "sampler") and type(inner) in (BatchSampler, ShardedSampler):
+            inner = inner.sampler
+        if type(inner) in _KNOWN or self._begun is None or not self._next.is_own:
+            return ""
+        return self._begun.why_not_drawn_again(_copy(self.sampler))
+
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers asks twice, and uses the last.
         self._begun = copy.copy(self._next)
@@ -161,6 +181,34 @@ class _Draw:
             drawn = list(islice(indices, 1))
         self._rest = chain(drawn, indices)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the sampler's, not what is left of an epoch that was dealt anew."""
+        return self._draws
+
+    def why_not_drawn_again(self, sampler: Any) -> str:
+        """Compare with what a copy of the sampler draws; all random numbers stay as they are."""
+        assert self.start is not None
+        generators = self._owner.generators
+        before = generator_states(generators)
+        with random_state_kept():
+            set_random_state(self.start)
+            set_generator_states(generators, self.start["generators"])
+            indices = iter(sampler)
+            is_same = self.first == _checksum(list(islice(indices, 1)))
+            drawn = encode(random_state())
+            next(indices, None)
+            is_lazy = not torch.equal(drawn, encode(random_state()))
+        set_generator_states(generators, before)
+        if not is_same:
+            return "draws from what is not in the checkpoint"
+        if is_lazy:
+            return (
+                "draws its indices one by one from the random numbers that training draws from: "
+                "let it draw an epoch's at once, or from a generator that it holds"
+            )
+        return ""
+
     def plain(self) -> Iterator[Any]:
         self.prime()
         yield from self._rest
@@ -172,6 +220,24 @@ class _Draw:
         for number, indices in enumerate(self._rest, self._number + self._done):
             seed = (first_seed + number * 7_919) % 2**32
             yield [seed, *indices] if is_batched else (seed, indices)
+
+
+_KNOWN = (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+"""Samplers that draw alike in each process, an epoch's indices at once or from a generator."""
+
+
+def _copy(sampler: Any) -> Any:
+    """Return a copy, with copies of the samplers that it holds; generators are shared."""
+    copied = copy.copy(sampler)
+    if hasattr(sampler, "sampler"):
+        copied.sampler = _copy(sampler.sampler)
+    return copied
 
 
 def _checksum(indices: list[Any]) -> int | None:

@@ -16,7 +16,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.epoch_order import Deal, Indices, Order, order_of
-from stratagem.random_state import generator_states, generators_of, set_generator_states
+from stratagem.random_state import (
+    generator_states,
+    generators_of,
+    random_state,
+    set_generator_states,
+)
 
 
 class Resumable:
@@ -64,6 +69,8 @@ class Resumable:
         self._deal: Deal | None = None
         self._resumed: dict[str, Any] | None = None
         self._told = False
+        self._had_workers = False
+        """Whether the run that is resumed had persistent workers by now."""
         if _has_state(loader):
             self._stateful = loader
         elif isinstance(loader, (list, tuple)):
@@ -92,8 +99,7 @@ class Resumable:
         inner = loader.batch_sampler if is_batched else loader.sampler
         with_workers = loader.num_workers > 0
         held_by_data = generators_of(*_chain(loader.dataset, "dataset"))
-        samplers = [*_chain(loader.sampler, "sampler"), *_chain(loader.batch_sampler, "sampler")]
-        self._generators = generators_of(loader, *samplers)
+        self._generators = generators_of_loader(loader)
         if not with_workers:
             self._generators += [g for g in held_by_data if g not in self._generators]
         elif held_by_data:
@@ -146,6 +152,9 @@ class Resumable:
         if isinstance(self._order, Order) and first.get("order") == self._order.kind:
             self._take_seed(first.get("seed"))
         if batches == 0:
+            if own is not None:
+                set_generator_states(self._generators, own.get("generators", ()))
+                self._had_workers = own.get("had_workers", False)
             return 0
         if own is not None and all(own.get(k) == v for k, v in self._layout().items()):
             self._resumed = own
@@ -191,7 +200,7 @@ class Resumable:
             return "they were divided by another sampler"
         return "" if first.get("order") else "the order in which they were read is not known"
 
-    def begin(self, epoch: int, done: int) -> tuple[Iterator[Any], list[Any]]:
+    def begin(self, epoch: int, done: int, of: float = math.inf) -> tuple[Iterator[Any], list[Any]]:
         """Return the batches of an epoch after the first `done`, and the last before them.
 
         The last one is returned only where it was read.
@@ -199,13 +208,21 @@ class Resumable:
         Args:
             epoch: which.
             done: how many to pass over.
+            of: how many there are; infinity: not known.
         """
         resumed, self._resumed = self._resumed, None
         if self._indices is None:
-            return self._begin_without_indices(done, resumed)
+            # At the end of an epoch, a state would be that of an iteration that never begins.
+            return (iter(()), []) if 0 < of <= done else self._read_over(done, resumed)
         self.left, self._deal, dealt = math.inf, None, None
         if resumed is None:
-            self._indices.begin(epoch, done)
+            start = None
+            if self._had_workers:
+                # Workers are started again, for which the loader draws a number that the run that
+                # is resumed has not drawn here.
+                start = {**random_state(), "generators": generator_states(self._generators)}
+                self._had_workers = False
+            self._indices.begin(epoch, done, start)
             return iter(self.loader), []
         passed_over, number, start = done, 0, resumed.get("start")
         if resumed.get("deal"):
@@ -230,7 +247,7 @@ class Resumable:
         set_generator_states(self._generators, resumed["generators"])
         return batches, []
 
-    def _begin_without_indices(
+    def _read_over(
         self, done: int, resumed: dict[str, Any] | None
     ) -> tuple[Iterator[Any], list[Any]]:
         if self._stateful is not None and resumed is not None and "own" in resumed:
@@ -249,15 +266,12 @@ class Resumable:
 
         Warns, once and on rank 0, if a resume would not be exact.
         """
-        if self.inexact and not self._told:
-            self._told = True
-            self._warn(
-                "a run that resumes from this checkpoint in the middle of an epoch may differ: "
-                + self.inexact
-            )
+        if not self._told:
+            self._tell_inexact()
         index, count = self._shard
         state: dict[str, Any] = {"shard": index, "shards": count, "batch_size": self.batch_size}
         if self._indices is not None:
+            state["had_workers"] = has_persistent_workers(self.loader)
             state["order"] = self._kind()
             state["seed"] = self._seed()
             state["first"] = self._indices.first
@@ -269,6 +283,19 @@ class Resumable:
             state["own"] = self._stateful.state_dict()
         return state
 
+    def _tell_inexact(self) -> None:
+        if self._indices is not None:
+            if self._indices.start is None:
+                return  # no batch of it was read yet
+            if not self.inexact and (reason := self._indices.why_not_drawn_again()):
+                self.inexact = f"the sampler of {self._name} {reason}"
+        self._told = True
+        if self.inexact:
+            self._warn(
+                "a run that resumes from this checkpoint in the middle of an epoch may differ: "
+                + self.inexact
+            )
+
     def _seed(self) -> int | None:
         if isinstance(self._order, Order) and self._order.kind != "whole":
             return int(self._user_loader.sampler.seed)  # type: ignore[attr-defined]
@@ -277,6 +304,17 @@ class Resumable:
     def _warn(self, message: str) -> None:
         if self._rank == 0:
             warnings.warn(message, stacklevel=3)
+
+
+def generators_of_loader(loader: Any) -> list[Any]:
+    """Return the generators that a loader and its samplers hold."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return generators_of(loader, *(s for sampler in samplers for s in _chain(sampler, "sampler")))
+
+
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether a loader's workers were started and stay from epoch to epoch."""
+    return getattr(loader, "_iterator", None) is not None
 
 
 def _has_state(thing: Any) -> bool:

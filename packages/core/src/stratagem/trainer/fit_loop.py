@@ -63,7 +63,9 @@ def fit(
             events.tell("on_train_epoch_start")
             run.train_values.in_step = True
 
-            batches, passed_over, most = rank_state.begin_epoch(epoch, progress.batches)
+            batches, passed_over, most = rank_state.begin_epoch(
+                epoch, progress.batches, loader.batches
+            )
             if agreement is not None:
                 agreement.remember(passed_over)
             left = min(loader.batches - progress.batches, most)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from stratagem.random_state import random_state, set_random_state
+from stratagem.random_state import (
+    generator_states,
+    random_state,
+    random_state_kept,
+    set_generator_states,
+    set_random_state,
+)
+from stratagem.resumable import generators_of_loader, has_persistent_workers
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
@@ -37,10 +44,22 @@ class RankState:
         self._random: dict[str, Any] | None = None
         """The random numbers that this rank goes on with, until the loop takes them."""
         self._within_epoch = False
+        self._validation: list[Any] = []
+
+    def follow_validation(self, loaders: list[Any]) -> None:
+        """Let what validation loaders hold go on too: generators and persistent workers."""
+        self._validation = loaders
 
     def state(self) -> dict[str, Any]:
         """Return what differs between the ranks: random numbers and the loader's position."""
-        return {"random": random_state(), "loader": self._data.state()}
+        return {
+            "random": random_state(),
+            "loader": self._data.state(),
+            "validation": [
+                [has_persistent_workers(loader), *generator_states(generators_of_loader(loader))]
+                for loader in self._validation
+            ],
+        }
 
     def resume(self, states: list[dict[str, Any]]) -> None:
         """Take what `state` returned on each rank; the progress is that of the checkpoint.
@@ -48,25 +67,38 @@ class RankState:
         Of more ranks than saved, the further ones keep their own random numbers.
         """
         progress, rank = self._progress, self._strategy.global_rank
-        self._random = states[rank]["random"] if rank < len(states) else None
+        self._random = None
+        if rank < len(states):
+            self._random = states[rank]["random"]
+            self._resume_validation(states[rank].get("validation", []))
         self._within_epoch = progress.batches > 0
         before = progress.batches
         progress.batches = self._data.resume([state["loader"] for state in states], before)
         if before:
             progress.validated = progress.validated * progress.batches // before
 
+    def _resume_validation(self, states: list[list[Any]]) -> None:
+        for loader, (had_workers, *generators) in zip(self._validation, states, strict=False):
+            if had_workers:
+                # To start them a loader draws a number, which that run had drawn before.
+                with random_state_kept():
+                    iter(loader)
+            set_generator_states(generators_of_loader(loader), generators)
+
     def begin_training(self) -> None:
         """Go on with the random numbers of the checkpoint, if its epoch was at an end."""
         if not self._within_epoch:
             self._restore_random_state()
 
-    def begin_epoch(self, epoch: int, done: int) -> tuple[Iterator[Any], list[Any], float]:
-        """Return the training batches of an epoch after the first `done`.
+    def begin_epoch(
+        self, epoch: int, done: int, of: float
+    ) -> tuple[Iterator[Any], list[Any], float]:
+        """Return the training batches of an epoch after the first `done` of so many.
 
         Returns:
             They; the last one that was passed over, if it was read; and how many they are at most.
         """
-        batches, passed_over = self._data.begin(epoch, done)
+        batches, passed_over = self._data.begin(epoch, done, of)
         # Last, since the loader has drawn numbers of its own.
         self._restore_random_state()
         return batches, passed_over, self._data.left

@@ -161,6 +161,7 @@ class Run:
         self.rank_state = RankState(self.strategy, self.progress, data)
         train_loader = self.train_loader = replace(train_loader, loader=data.loader)
         self.val_loaders = self._validation_loaders(val)
+        self.rank_state.follow_validation([one.loader for one in self.val_loaders])
         step_module = StepModule(module)
         if self.strategy.sync_batchnorm:
             self.strategy.synchronize_batch_norm(step_module)
