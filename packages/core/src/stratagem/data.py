@@ -21,6 +21,9 @@ from torch.utils.data import (
 from stratagem.errors import UserCodeError
 from stratagem.seed import WorkerSeed, chosen_seed, seeds_workers
 
+UNKNOWN = float("inf")
+"""The length of what does not know its length."""
+
 
 class ShardedSampler(Sampler[Any]):
     """The part of a sampler's indices that one rank reads: every `count`-th one.
@@ -169,3 +172,11 @@ def set_epoch(loader: Any, epoch: int) -> None:
     ):
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
+
+
+def length_of(loader: Any) -> float:
+    """Return a loader's number of batches; infinity if it has no length."""
+    try:
+        return float(len(loader))
+    except (TypeError, NotImplementedError):
+        return UNKNOWN

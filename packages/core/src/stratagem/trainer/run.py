@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from stratagem.data import set_epoch
+from stratagem.data import UNKNOWN, set_epoch
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Prepared
@@ -311,9 +311,9 @@ class Run:
                     "check_val_every_n_epoch"
                 )
             return interval
-        if batches == loaders.UNKNOWN:
+        if batches == UNKNOWN:
             if interval == 1.0:
-                return loaders.UNKNOWN
+                return UNKNOWN
             raise UserCodeError(
                 f"the training data loader has no length, so val_check_interval={interval} cannot "
                 "be taken of it: pass a number of batches (int)"
@@ -406,7 +406,7 @@ class Run:
         if not self.val_loaders or steps == 0:
             return
         assert self.prepared is not None
-        limit = loaders.UNKNOWN if steps == -1 else steps
+        limit = UNKNOWN if steps == -1 else steps
         few = [
             LimitedLoader(one.loader, min(one.batches, limit), one.name) for one in self.val_loaders
         ]
