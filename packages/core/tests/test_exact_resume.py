@@ -24,6 +24,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -206,6 +207,7 @@ EXACT: dict[str, Callable[[], Any]] = {
     "generators": with_generators,
     "weighted": weighted,
     "drop_last": lambda: shuffled(drop_last=True),
+    "subset": lambda: sampled(SubsetRandomSampler(range(24))),
     "with replacement": lambda: sampled(RandomSampler(range(24), replacement=True)),
     "distributed, with a seed": lambda: sampled(
         DistributedSampler(range(24), 1, 0, seed=8)  # type: ignore[arg-type]

@@ -222,6 +222,10 @@ class Own(BatchSampler):
 
 
 CANNOT: dict[str, tuple[Callable[[], Any], str]] = {
+    "list": (
+        lambda: [torch.tensor([number]) for number in range(6)],
+        "which samples a rank reads is up to the loader",
+    ),
     "iterable": (
         lambda: DataLoader(Stream(), batch_size=2),
         "which samples a rank reads is up to the loader",
