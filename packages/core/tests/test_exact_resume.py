@@ -200,6 +200,16 @@ class StatefulData(IterableDataset[Tensor]):
         self.loaded = state["position"]
 
 
+class OwnState(DataLoader[Any]):
+    """As torchdata's StatefulDataLoader; what it would save is not enough, so it is not asked."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
 EXACT: dict[str, Callable[[], Any]] = {
     "shuffled": shuffled,
     "two workers": lambda: shuffled(num_workers=2),
@@ -212,6 +222,7 @@ EXACT: dict[str, Callable[[], Any]] = {
     "distributed, with a seed": lambda: sampled(
         DistributedSampler(range(24), 1, 0, seed=8)  # type: ignore[arg-type]
     ),
+    "loader with a state": lambda: OwnState(Augmented(), batch_size=4, shuffle=True),
     "single samples": of_single_samples,
     "custom batches": custom_batches,
     "batch sampler of the user's": lambda: DataLoader(Augmented(), batch_sampler=OwnBatches()),

@@ -33,8 +33,10 @@ class Resumable:
     are seeded for each batch, by the state at the start of the epoch and the batch's number, so
     that random augmentation repeats as well.
 
-    A loader, or an IterableDataset without workers, that has `state_dict` and `load_state_dict`
-    goes on by its own state. Of others batches are read and passed over.
+    An IterableDataset without workers, or a loader that reads no dataset by index, goes on by its
+    own state if it has `state_dict` and `load_state_dict`. Of others batches are read and passed
+    over. (A StatefulDataLoader that reads by index is resumed as any DataLoader: its own state
+    knows nothing of the random numbers in workers.)
 
     Ranks that are not as many as saved, or that take batches of another size, go on after the same
     samples of the epoch's order: the rest is dealt to them in turn.
@@ -71,7 +73,10 @@ class Resumable:
         self._told = False
         self._had_workers = False
         """Whether the run that is resumed had persistent workers by now."""
-        if _has_state(loader):
+        reads_by_index = isinstance(loader, DataLoader) and not isinstance(
+            loader.dataset, IterableDataset
+        )
+        if _has_state(loader) and not reads_by_index:
             self._stateful = loader
         elif isinstance(loader, (list, tuple)):
             pass  # it yields the same in each process
@@ -80,7 +85,7 @@ class Resumable:
                 f"{name} is a {type(loader).__name__}, of which the batches before are read and "
                 "passed over: they are right if it yields the same ones in each process"
             )
-        elif not isinstance(loader.dataset, IterableDataset):
+        elif reads_by_index:
             self._wrap(loader)
         elif _has_state(loader.dataset) and loader.num_workers == 0:
             self._stateful = loader.dataset
@@ -314,7 +319,8 @@ def generators_of_loader(loader: Any) -> list[Any]:
 
 def has_persistent_workers(loader: Any) -> bool:
     """Whether a loader's workers were started and stay from epoch to epoch."""
-    return getattr(loader, "_iterator", None) is not None
+    persistent = getattr(loader, "persistent_workers", False)
+    return persistent and getattr(loader, "_iterator", None) is not None
 
 
 def _has_state(thing: Any) -> bool:
