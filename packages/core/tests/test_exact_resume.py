@@ -35,6 +35,15 @@ from stratagem.callbacks import ModelCheckpoint
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small wait for their threads most of the time, on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Augmented(Dataset[Tensor]):
     """Samples with noise from three sources of random numbers."""
 
@@ -261,6 +270,14 @@ class Counter(OwnSampler):
         return iter([(7 * self.epoch * index) % 24 for index in range(24)])
 
 
+class OneIteration(OwnSampler):
+    def __init__(self) -> None:
+        self.rest = iter(list(range(24)) * 3)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.rest
+
+
 INEXACT: dict[str, tuple[Callable[[], Any], str]] = {
     "iterable": (
         lambda: DataLoader(Counting(), batch_size=4),
@@ -285,6 +302,10 @@ INEXACT: dict[str, tuple[Callable[[], Any], str]] = {
     "counter": (
         lambda: sampled(Counter(random.shuffle)),
         "the sampler of the training data loader draws from what is not in the checkpoint",
+    ),
+    "one iteration": (
+        lambda: sampled(OneIteration()),
+        "the sampler of the training data loader has one iteration only",
     ),
     "no loader": (
         lambda: map(torch.as_tensor, [torch.ones(4, 4)] * 6),

@@ -191,17 +191,21 @@ class _Draw:
         assert self.start is not None
         generators = self._owner.generators
         before = generator_states(generators)
-        with random_state_kept():
-            set_random_state(self.start)
-            set_generator_states(generators, self.start["generators"])
-            indices = iter(sampler)
-            is_same = self.first == _checksum(list(islice(indices, 1)))
-            drawn = encode(random_state())
-            next(indices, None)
-            is_lazy = not torch.equal(drawn, encode(random_state()))
-        set_generator_states(generators, before)
-        if not is_same:
-            return "draws from what is not in the checkpoint"
+        try:
+            with random_state_kept():
+                inner = getattr(sampler, "sampler", sampler)
+                if iter(inner) is iter(inner):
+                    return "has one iteration only, of which a resumed run would begin another"
+                set_random_state(self.start)
+                set_generator_states(generators, self.start["generators"])
+                indices = iter(sampler)
+                if self.first != _checksum(list(islice(indices, 1))):
+                    return "draws from what is not in the checkpoint"
+                drawn = encode(random_state())
+                next(indices, None)
+                is_lazy = not torch.equal(drawn, encode(random_state()))
+        finally:
+            set_generator_states(generators, before)
         if is_lazy:
             return (
                 "draws its indices one by one from the random numbers that training draws from: "

@@ -328,9 +328,9 @@ def _has_state(thing: Any) -> bool:
 
 
 def _chain(thing: Any, attribute: str) -> list[Any]:
-    """Return a thing, what it holds under `attribute`, and so on."""
+    """Return a thing, what it holds under `attribute`, and so on, ten deep at most."""
     found: list[Any] = []
-    while thing is not None and not any(thing is other for other in found):
+    while thing is not None and len(found) < 10 and not any(thing is other for other in found):
         found.append(thing)
         thing = getattr(thing, attribute, None)
     return found
