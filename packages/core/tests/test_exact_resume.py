@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import signal
 import subprocess
@@ -256,6 +257,12 @@ def test_losses_after_a_resume_are_those_of_the_run_that_went_on(kind: str, tmp_
         assert rest == whole[stopped:], f"resumed from {name} of {steps} steps"
 
 
+def test_persistent_workers_end_with_the_fit(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    fit(EXACT["persistent workers"], tmp_path, seed=1, max_steps=8)
+    assert set(multiprocessing.active_children()) <= before
+
+
 class OneByOne(OwnSampler):
     def __iter__(self) -> Iterator[int]:
         for _ in range(24):
@@ -377,6 +384,7 @@ def test_validation_loaders_go_on(workers: int, tmp_path: Path) -> None:
             persistent_workers=workers > 0,
         )
         trainer.fit(net, shuffled(), val, ckpt_path=ckpt_path)
+        val._iterator = None  # ends the workers; the garbage collector takes 5 s for each
         return net.read, net.losses
 
     read, losses = run(None)

@@ -103,6 +103,10 @@ class RankState:
         self._restore_random_state()
         return batches, passed_over, self._data.left
 
+    def close(self) -> None:
+        """Let go of the training data, at the end of the fit."""
+        self._data.close()
+
     def _restore_random_state(self) -> None:
         if self._random is not None:
             set_random_state(self._random)

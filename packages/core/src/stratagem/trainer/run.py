@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,7 +182,7 @@ class Run:
         self.events.tell("on_fit_start")
         if checkpoint is None:
             self._check_sanity()
-        with self.interruption:
+        with self.interruption, closing(self.rank_state):
             fit_loop.fit(self, prepared, train_loader, self.rank_state, agreement)
         self.events.tell("on_fit_end")
 
