@@ -200,7 +200,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     text.write_text("These are notes, not weights.\n" * 100)
     with pytest.raises(CheckpointCorruptError, match=r"notes\.txt"):
         SingleFileCheckpointIO().load_checkpoint(text)
-    with pytest.raises(CheckpointCorruptError, match="is a directory; expected a checkpoint file"):
+    with pytest.raises(CheckpointNotFoundError, match="is a directory without 'manifest.json'"):
         SingleFileCheckpointIO().load_checkpoint(tmp_path)
     torch.save([1, 2], tmp_path / "list.ckpt")
     with pytest.raises(CheckpointCorruptError) as caught:
