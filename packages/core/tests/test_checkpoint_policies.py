@@ -198,7 +198,10 @@ def test_an_error_leaves_a_checkpoint_until_there_is_another(
     def saver() -> ModelCheckpoint:
         return each_step(tmp_path, every_n_train_steps=4, save_on_exception=True)
 
-    with pytest.raises(type(error)):
+    with (
+        pytest.raises(type(error)),
+        pytest.warns(UserWarning, match="saved within an optimizer step that an error has ended"),
+    ):
         fit(saver(), 10, Fails(6, error))
     assert names(tmp_path) == ["exception-step=6.ckpt", "step=4.ckpt"]
     resumed = fit(saver(), 10, ckpt_path="last")
@@ -208,6 +211,7 @@ def test_an_error_leaves_a_checkpoint_until_there_is_another(
     assert torch.equal(resumed.net.weight, expected.net.weight)
 
 
+@pytest.mark.filterwarnings("ignore:this checkpoint is saved within an optimizer step")
 def test_an_error_of_saving_upon_an_error_does_not_hide_it(tmp_path: Path) -> None:
     class Full(SingleFileCheckpointIO):
         def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
