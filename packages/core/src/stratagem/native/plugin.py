@@ -92,6 +92,12 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="One file with a checksum, replaced atomically, loaded weights-only",
         ),
+        CheckpointIOSpec(
+            name="async",
+            target="stratagem.native.checkpoint.asynchronous:AsyncCheckpointIO",
+            api_version=1,
+            summary="Another format, written while training goes on",
+        ),
         LauncherSpec(
             name="in_process",
             target="stratagem.native.launchers.in_process:InProcessLauncher",

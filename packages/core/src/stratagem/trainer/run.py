@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -126,6 +127,7 @@ class Run:
             return result
         except BaseException as error:
             self.events.tell("on_exception", error)
+            self._let_saves_finish()
             raise
         finally:
             # What was logged before an error is what explains it.
@@ -134,6 +136,14 @@ class Run:
                 logger.finalize(status)
             module.__dict__["_logged"] = None
             restore_modes()
+
+    def _let_saves_finish(self) -> None:
+        """While an error ends the run: what was saved before it becomes durable."""
+        try:
+            self.strategy.checkpoint_io.wait()
+        # The run ends with its own error; this one would take its place.
+        except Exception as error:
+            print(f"stratagem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def _position(self) -> str:
         if self.stage != "fit":
@@ -176,6 +186,7 @@ class Run:
         with self.interruption:
             fit_loop.fit(self, prepared, train_loader, agreement)
         self.events.tell("on_fit_end")
+        self.strategy.checkpoint_io.wait()
 
     def _make_optimizers(self) -> list[Optimizer]:
         optimizers, self.schedulers = configure(self.module)
@@ -389,6 +400,18 @@ class Run:
             and progress.epoch + progress.epoch_is_done >= trainer.min_epochs
         )
 
+    def look(self) -> Callable[[], bool]:
+        """Return what is called after each step: whether the fit is to end here."""
+        look, checkpoint_io = self.interruption.look, self.strategy.checkpoint_io
+        if not checkpoint_io.asynchronous:
+            return look
+
+        def look_at_saves_too() -> bool:
+            checkpoint_io.raise_errors()
+            return look()
+
+        return look_at_saves_too
+
     def divergence_check(self, prepared: Prepared) -> DivergenceCheck | None:
         """Return what compares the ranks every few steps, if that was asked for."""
         every = self.trainer.detect_divergence
@@ -403,6 +426,7 @@ class Run:
             return ""
         path = saver.dirpath / f"interrupted-step={self.progress.global_step}.ckpt"
         self.trainer.save_checkpoint(path)
+        self.strategy.finish_saves()
         return str(path)
 
     def step_schedulers(self, interval: str, count: int) -> None:
