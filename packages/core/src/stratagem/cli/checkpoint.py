@@ -17,6 +17,7 @@ from stratagem.checkpoint_archive import (
     verify_checksum,
 )
 from stratagem.cli.tables import print_table
+from stratagem.cli.torture import torture
 from stratagem.errors import CheckpointError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -33,6 +34,7 @@ def checkpoint_app() -> typer.Typer:
     )
     app.command()(inspect)
     app.command()(verify)
+    app.command()(torture)
     return app
 
 
