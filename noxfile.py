@@ -35,6 +35,7 @@ TEST_TOOLS = [
     "numpy==2.4.6",
     "pytest==9.2.0",
     "ruff==0.17.5",
+    "safetensors==0.8.0",
     "scikit-learn==1.9.1",
     "torchmetrics==1.9.0",
 ]

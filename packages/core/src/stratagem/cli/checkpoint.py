@@ -1,4 +1,7 @@
-"""`stratagem checkpoint`: what is in a checkpoint file, and whether it is whole; without torch."""
+"""`stratagem checkpoint`: what is in a checkpoint file, and whether it is whole; without torch.
+
+The commands that need torch are in files of their own, `torture.py` and `weights.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from stratagem.checkpoint_archive import (
 )
 from stratagem.cli.tables import print_table
 from stratagem.cli.torture import torture
+from stratagem.cli.weights import average, convert
 from stratagem.errors import CheckpointError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -28,12 +32,14 @@ PathsArgument = Annotated[list[Path], typer.Argument(help="Checkpoint files.", s
 def checkpoint_app() -> typer.Typer:
     """Return the commands about checkpoints."""
     app = typer.Typer(
-        help="Look into checkpoint files, and check them.",
+        help="Look into checkpoints, check them, and make others of them.",
         no_args_is_help=True,
         rich_markup_mode=None,
     )
     app.command()(inspect)
     app.command()(verify)
+    app.command()(convert)
+    app.command()(average)
     app.command()(torture)
     return app
 
