@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter, OrderedDict, defaultdict
 from copy import deepcopy
 from typing import Any
@@ -10,6 +11,12 @@ import torch
 from torch import Tensor
 
 from stratagem.interfaces.shards import Shards
+
+# Not `copy_`, whose threads wait for one another: where other processes use the cores, it took 1.25 s
+# for 1.2 GB, and this 0.10 s, as on an idle machine. It lets go of the interpreter's lock.
+_memmove = ctypes.CDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes)
 
@@ -132,9 +139,11 @@ class _Taking:
             there.pop() if there else torch.empty(size[0], dtype=torch.uint8, pin_memory=pinned)
         )
         self.used[size].append(memory)
-        memory.copy_(whole, non_blocking=pinned)
         if pinned:
+            memory.copy_(whole, non_blocking=True)
             self._devices.add(whole.device)
+        else:
+            _memmove(memory.data_ptr(), whole.data_ptr(), whole.numel())
         return memory
 
     def _has_plain_memory(self, tensor: Tensor) -> bool:
