@@ -182,8 +182,12 @@ def main() -> None:
     saves = {"write, fsync": plain_write, "torch.save, fsync": torch_save}
     saves |= {"stratagem": stratagem_save, "stratagem, no checksum": save_without_checksum}
     in_background = AsyncCheckpointIO()
-    blocking: dict[str, Callable[[State, Path], object]] = {"torch.save": plain_torch_save}
-    blocking["stratagem, async"] = lambda state, path: in_background.save_checkpoint(state, path)
+    blocking = {"torch.save": plain_torch_save}
+
+    def save_in_background(state: State, path: Path) -> None:
+        in_background.save_checkpoint(dict(state), path)
+
+    blocking["stratagem, async"] = save_in_background
     loads = {"torch.load(mmap=True)": torch_load, "stratagem": stratagem_load}
     loads["stratagem, verify=False"] = unverified_load
     state = make_state(given.layers, given.width)
