@@ -543,7 +543,7 @@ def test_checkpoint_inspect_shows_the_manifest(program: Program) -> None:
 def test_checkpoint_inspect_says_that_a_file_has_no_manifest(program: Program) -> None:
     program.python("-c", SAVE)
     said = program("checkpoint", "inspect", "plain.ckpt")
-    assert said.stderr == "plain.ckpt has no manifest: plain torch.save made it\n"
+    assert said.stderr == "plain.ckpt has no manifest: plain torch made it\n"
     assert row_of(said.stdout, "bytes") == [
         "bytes",
         str(program.folder.joinpath("plain.ckpt").stat().st_size),
@@ -571,7 +571,7 @@ def test_checkpoint_verify_tells_whole_files_from_others(program: Program) -> No
     damaged, plain = said.stderr.splitlines()
     assert damaged.startswith("'flipped.ckpt' is damaged: ")
     assert plain == (
-        "'plain.ckpt' cannot be verified: it has no checksum, plain torch.save made it. Load it "
+        "'plain.ckpt' cannot be verified: it has no checksum, plain torch made it. Load it "
         "and save it again to give it one"
     )
 

@@ -20,6 +20,8 @@ class Ranks(Protocol):
 
     def gather_plain(self, data: Any) -> list[Any]: ...  # noqa: D102
 
+    def store(self) -> Any: ...  # noqa: D102
+
 
 class CheckpointIO(ABC):
     """Writes, reads and removes checkpoints.
@@ -32,7 +34,7 @@ class CheckpointIO(ABC):
            only parts of it.
         4. `remove_checkpoint` and `link_checkpoint` on rank 0 only.
         5. Where `asynchronous`: `raise_errors` on every rank, before a training step; `wait` on
-           every rank, at the end of a run, however it ends.
+           every rank, at the end of a run; `wait_at_error`, if it ends with an error.
         6. `teardown` on every rank, at the end.
 
     Paths are local, or URLs that fsspec knows ("s3://bucket/run/last.ckpt"), as `str` or `Path`.
@@ -129,6 +131,12 @@ class CheckpointIO(ABC):
 
     def wait(self) -> None:
         """Return once everything that was saved is durable; raise what went wrong."""
+
+    def wait_at_error(self) -> None:
+        """Do as `wait`, in a run that ends with an error: other ranks may be gone."""
+
+    def rank_was_lost(self) -> None:
+        """Let no write in the background wait for other ranks any longer: it fails instead."""
 
     def teardown(self) -> None:
         """Finish what is still being written, and raise what went wrong in it."""

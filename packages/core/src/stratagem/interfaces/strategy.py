@@ -408,6 +408,19 @@ class Strategy(ABC):
     def barrier(self, name: str = "") -> None:
         """Wait until every rank is here; `name` stands in the error if one does not come."""
 
+    def store(self) -> Any:
+        """Return a `torch.distributed` store of the ranks, over a connection of its own.
+
+        For threads beside training, which must not use its collectives.
+
+        Raises:
+            ConfigurationError: this strategy has none.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no store by which its ranks could tell each other how a "
+            "save in the background goes: save sharded checkpoints synchronously"
+        )
+
     # -- state
 
     def model_state(self, prepared: Prepared) -> dict[str, Any]:

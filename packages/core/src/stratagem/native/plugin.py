@@ -93,6 +93,12 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             summary="One file with a checksum, replaced atomically, loaded weights-only",
         ),
         CheckpointIOSpec(
+            name="directory",
+            target="stratagem.native.checkpoint.directory:DirectoryCheckpointIO",
+            api_version=1,
+            summary="A directory that all ranks write together, each its shards (DCP)",
+        ),
+        CheckpointIOSpec(
             name="async",
             target="stratagem.native.checkpoint.asynchronous:AsyncCheckpointIO",
             api_version=1,

@@ -140,7 +140,7 @@ class Run:
     def _let_saves_finish(self) -> None:
         """While an error ends the run: what was saved before it becomes durable."""
         try:
-            self.strategy.checkpoint_io.wait()
+            self.strategy.checkpoint_io.wait_at_error()
         # The run ends with its own error; this one would take its place.
         except Exception as error:
             print(f"stratagem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

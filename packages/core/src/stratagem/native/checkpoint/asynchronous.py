@@ -17,7 +17,10 @@ from stratagem.interfaces.checkpoint_io import CheckpointIO, Ranks
 from stratagem.interfaces.shards import Shards
 from stratagem.native.checkpoint.contents import check_contents
 from stratagem.native.checkpoint.snapshot import Snapshots
-from stratagem.rank import at_end_of_rank, record_failure
+from stratagem.rank import at_end_of_rank, record_failure, this_rank
+
+_GRACE = 20.0
+"""Seconds that a rank which ends with an error gives the others to write their shares."""
 
 
 class AsyncCheckpointIO(CheckpointIO):
@@ -88,7 +91,7 @@ class AsyncCheckpointIO(CheckpointIO):
         snapshot = self._snapshots.take(checkpoint)
         # Here and now, since it may communicate.
         rest = self.inner.prepare_save(snapshot, path)
-        self._write = _Write(snapshot, path, rest)
+        self._write = _Write(snapshot, path, rest, self.inner.rank_was_lost)
         self._write.start()
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -147,6 +150,15 @@ class AsyncCheckpointIO(CheckpointIO):
             self._write = None
             write.raise_error()
 
+    def wait_at_error(self) -> None:
+        write = self._write
+        if write is not None:
+            write.join_at_error()
+            self.wait()
+
+    def rank_was_lost(self) -> None:
+        self.inner.rank_was_lost()
+
     def teardown(self) -> None:
         try:
             self.wait()
@@ -162,25 +174,33 @@ class _Write:
         snapshot: what is written.
         path: where to.
         rest: writes it.
+        give_up: lets it wait for other ranks no longer.
 
     Attributes:
         error: what it, or something after it, has raised.
     """
 
     def __init__(
-        self, snapshot: dict[str, Any], path: str | Path, rest: Callable[[], None]
+        self,
+        snapshot: dict[str, Any],
+        path: str | Path,
+        rest: Callable[[], None],
+        give_up: Callable[[], None],
     ) -> None:
         self.snapshot = snapshot
         self.path = path
         self.error: BaseException | None = None
         self._todo = [rest]
+        self._give_up = give_up
         self._ended = False
         self._raised = False
         self._lock = threading.Lock()
-        # Not a daemon: at the end of the program the interpreter waits for it.
-        self._thread = threading.Thread(target=self._run, name="stratagem-save")
+        # A daemon: for another one the interpreter would wait, also where it waits for a rank that
+        # is gone. `_at_end` knows.
+        self._thread = threading.Thread(target=self._run, name="stratagem-save", daemon=True)
 
     def start(self) -> None:
+        at_end_of_rank(self._at_end)
         self._thread.start()
 
     def then(self, action: Callable[[], None]) -> bool:
@@ -200,28 +220,46 @@ class _Write:
             self._raised = True
             raise self.error
 
+    def join_at_error(self) -> None:
+        """Do as `join`, where other ranks may be gone: their shares come soon or never."""
+        self._thread.join(0 if this_rank.lost_peer else _GRACE)
+        if self._thread.is_alive():
+            self._give_up()
+        self.join()
+
     def _run(self) -> None:
         try:
             while (action := self._next()) is not None:
                 action()
         # The boundary of the thread: whoever waits for it raises this.
         except BaseException as error:
-            at_end_of_rank(self._end_with_error)
             with self._lock:
                 self._ended = True
                 self.error = error
+        else:
+            try:
+                this_rank.at_end.remove(self._at_end)
+            except ValueError:
+                pass  # the process is at its end, and waits
 
     def _next(self) -> Callable[[], None] | None:
         with self._lock:
             self._ended = not self._todo
             return self._todo.pop(0) if self._todo else None
 
-    def _end_with_error(self) -> None:
-        """At the end of the process: if nobody was told of the error, it is the process's end."""
+    def _at_end(self) -> None:
+        """At the end of the process: wait; an error that nobody was told of is the process's."""
+        failed = this_rank.failed or this_rank.lost_peer
+        if failed:
+            self.join_at_error()
+        else:
+            self.join()
         if self._raised or self.error is None:
             return
-        record_failure(self.error)
         traceback.print_exception(self.error)
+        if failed:
+            return  # it ends with another error
+        record_failure(self.error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

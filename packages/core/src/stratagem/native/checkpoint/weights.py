@@ -91,17 +91,18 @@ def average(sources: Sequence[Path], target: Path, key: str | None = None) -> st
     for kept in ("format_version", "hyper_parameters"):
         if kept in first:
             checkpoint[kept] = first[kept]
-    _io("single_file").save_checkpoint(checkpoint, target)
+    _io().save_checkpoint(checkpoint, target)
     return f"{target}: the mean of {len(sources)} checkpoints, {len(mean)} tensors"
 
 
-def _io(name: str) -> CheckpointIO:
-    io: CheckpointIO = get_registry().find("checkpoint_io", name).spec.build()
+def _io() -> CheckpointIO:
+    """Return what writes a file, and reads a directory as well."""
+    io: CheckpointIO = get_registry().find("checkpoint_io", "single_file").spec.build()
     return io
 
 
 def _read(source: Path) -> dict[str, Any]:
-    return _io("directory" if source.is_dir() else "single_file").load_checkpoint(source)
+    return _io().load_checkpoint(source)
 
 
 def _refuse_existing(target: Path) -> None:
