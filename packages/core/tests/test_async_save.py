@@ -563,3 +563,56 @@ def test_it_goes_to_other_processes_as_it_was_made(tmp_path: Path) -> None:
     assert isinstance(there.inner, SingleFileCheckpointIO)
     assert not there.inner.verify
     io.wait()
+
+
+def test_shards_are_saved_as_they_were_and_a_lost_rank_is_not_waited_for(
+    run_script: Callable[..., Any],
+) -> None:
+    finished = run_script(
+        """
+        import os, signal, time
+        import torch
+        from stratagem import Lite
+
+        lite = Lite(
+            accelerator="cpu", strategy="fsdp", devices=2, plugins="directory", async_save=True
+        )
+        lite.launch()
+        torch.manual_seed(0)
+        model = lite.setup_module(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+        optimizer = lite.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.1))
+        batch = torch.ones(1, 8)
+
+        def step():
+            loss = model(batch).square().sum()
+            lite.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        for _ in range(3):
+            step()
+        lite.save("model", {"model": model, "optimizer": optimizer})
+        after = [step() for _ in range(3)]
+        lite.load("model", {"model": model, "optimizer": optimizer})
+        assert [step() for _ in range(3)] == after
+        print("the same", flush=True)
+
+        if lite.global_rank == 1:
+            def never(descriptor):
+                time.sleep(600)
+            os.fsync = never
+        lite.save("model", {"model": model, "optimizer": optimizer})
+        if lite.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            step()
+        """,
+        expect=1,
+        timeout=60,
+    )
+    assert finished.stdout == "the same\nthe same\n"
+    assert "rank 1" in finished.stderr
+    assert "SIGKILL" in finished.stderr
+    # The write in the background has told as well.
+    assert "rank 1 has not written its share of a checkpoint" in finished.stderr
