@@ -38,6 +38,7 @@ class Child:
         self, function: Callable[[Tell], None], log: IO[bytes], environ: dict[str, str]
     ) -> None:
         self._told = b""
+        self._all: list[dict[str, Any]] = []
         self._pipe, writing = os.pipe()
         sys.stdout.flush()
         self.pid = os.fork()
@@ -76,6 +77,7 @@ class Child:
             self._told += more
         line, _, self._told = self._told.partition(b"\n")
         told: dict[str, Any] = json.loads(line)
+        self._all.append(told)
         return told
 
     def wait_for(self, name: str, patience: float = PATIENCE) -> Any:
@@ -90,14 +92,13 @@ class Child:
         raise StuckError(f"it ended without having told {name!r}")
 
     def end(self) -> list[dict[str, Any]]:
-        """Kill it and its children, if they live; return what it told and nobody has read."""
+        """Kill it and its children, if they live; return everything that it has told."""
         self.kill()
         os.waitpid(self.pid, 0)
-        rest = []
-        while (told := self.next_told()) is not None:
-            rest.append(told)
+        while self.next_told() is not None:
+            pass
         os.close(self._pipe)
-        return rest
+        return self._all
 
     def kill(self) -> None:
         """Send SIGKILL to it and to its children."""
