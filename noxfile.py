@@ -35,6 +35,7 @@ TEST_TOOLS = [
     "numpy==2.4.6",
     "pytest==9.2.0",
     "ruff==0.17.5",
+    "safetensors==0.8.0",
     "scikit-learn==1.9.1",
     "torchmetrics==1.9.0",
     # An S3-compatible server and its client: moto with what serves S3 alone, 130 MB in all.
@@ -181,3 +182,12 @@ def matrix(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("./packages/core")
     session.run("python", "benchmarks/matrix.py", *session.posargs)
+
+
+@nox.session
+def torture(session: nox.Session) -> None:
+    """200 kills of writers while they save, and bad disks; not in CI, where 20 are."""
+    session.install(TORCH)
+    session.install("./packages/core")
+    directory = session.create_tmp()
+    session.run("stratagem", "checkpoint", "torture", directory, "--kills", "200", *session.posargs)

@@ -9,8 +9,9 @@ disk do meets all of them alike; printed are medians over the rounds, and the me
 first way. Every save ends on the disk (fsync of the file and of its directory). A plain write is
 that of the checkpoint's own bytes, from memory, in pieces of 1 MB. To load is to have all values
 copied into a model and its moments: of a file in the page cache, which is the worst case for a
-check of it, and of one that has to come from the disk. Extra memory is what the peak of a process
-rises in a save (`ru_maxrss`).
+check of it, and of one that has to come from the disk. An asynchronous save is timed until training
+would go on, beside `torch.save` without waiting for the disk. Without a checksum is a save whose
+hash does nothing. Extra memory is what the peak of a process rises in a save (`ru_maxrss`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from stratagem.checkpoint import SingleFileCheckpointIO
+from stratagem import checkpoint_archive
+from stratagem.checkpoint import AsyncCheckpointIO, SingleFileCheckpointIO
 
 T = TypeVar("T")
 State = dict[str, dict[str, Tensor]]
@@ -78,6 +81,28 @@ def torch_save(state: State, path: Path) -> None:
 
 def stratagem_save(state: State, path: Path) -> None:
     SingleFileCheckpointIO().save_checkpoint(state, path)
+
+
+class NoHash:
+    """Takes the place of xxhash, to see what that costs."""
+
+    def update(self, data: memoryview) -> None: ...
+
+    def hexdigest(self) -> str:
+        return "0" * 32
+
+
+class NoChecksum:
+    xxh3_128 = NoHash
+
+
+def save_without_checksum(state: State, path: Path) -> None:
+    with mock.patch.object(checkpoint_archive, "xxhash", NoChecksum):
+        stratagem_save(state, path)
+
+
+def plain_torch_save(state: State, path: Path) -> None:
+    torch.save(state, path)
 
 
 def load_into(target: State, load: Callable[[Path], Any], path: Path) -> None:
@@ -155,12 +180,20 @@ def main() -> None:
         return
 
     saves = {"write, fsync": plain_write, "torch.save, fsync": torch_save}
-    saves["stratagem"] = stratagem_save
+    saves |= {"stratagem": stratagem_save, "stratagem, no checksum": save_without_checksum}
+    in_background = AsyncCheckpointIO()
+    blocking = {"torch.save": plain_torch_save}
+
+    def save_in_background(state: State, path: Path) -> None:
+        in_background.save_checkpoint(dict(state), path)
+
+    blocking["stratagem, async"] = save_in_background
     loads = {"torch.load(mmap=True)": torch_load, "stratagem": stratagem_load}
     loads["stratagem, verify=False"] = unverified_load
     state = make_state(given.layers, given.width)
     target = {part: {n: torch.empty_like(t) for n, t in ts.items()} for part, ts in state.items()}
     saved: dict[str, list[float]] = {name: [] for name in saves}
+    blocked: dict[str, list[float]] = {name: [] for name in blocking}
     loaded: dict[str, list[float]] = {name: [] for name in loads}
     cold: dict[str, list[float]] = {name: [] for name in loads}
     with tempfile.TemporaryDirectory(dir=given.dir) as name:
@@ -175,14 +208,23 @@ def main() -> None:
                 # cloud that has been busy is slowed down for a while.
                 time.sleep(given.pause)
                 saved[way].append(seconds(partial(save, state, path)))
+            for way, save in rotated(blocking, round_):
+                path.unlink(missing_ok=True)
+                os.sync()
+                time.sleep(given.pause)
+                blocked[way].append(seconds(partial(save, state, path)))
+                in_background.wait()
             for way, load in rotated(loads, round_):
-                load_into(target, load, to_load)  # now it is in the page cache
+                # Written just now, or else how it came from the disk decides: what was read by way
+                # of page faults is slower to map.
+                stratagem_save(state, to_load)
                 loaded[way].append(seconds(partial(load_into, target, load, to_load)))
                 leave_page_cache(to_load)
                 cold[way].append(seconds(partial(load_into, target, load, to_load)))
             if round_ == 0:  # to warm up
-                for taken in (*saved.values(), *loaded.values(), *cold.values()):
-                    taken.clear()
+                for table in (saved, blocked, loaded, cold):
+                    for taken in table.values():
+                        taken.clear()
         size = to_load.stat().st_size
         command = [sys.executable, __file__, "--extra-memory", str(folder)]
         command += ["--layers", str(given.layers), "--width", str(given.width)]
@@ -194,6 +236,7 @@ def main() -> None:
         f"{size / 1e6:.0f} MB"
     )
     print_table("save until durable", saved)
+    print_table("training is blocked", blocked)
     print_table("load, from the page cache", loaded)
     print_table("load, from the disk", cold)
     print(f"\nextra memory of a save: {extra} MB")

@@ -44,8 +44,9 @@ _LARGEST_DIRECTORY = 64 << 20
 _PIECE = 1 << 20
 # What is shorter is collected to a piece.
 _SMALL = 64 << 10
-# Hashed at once without the interpreter's lock; between two of them, Ctrl-C is heard.
-_MAPPED_PIECE = 64 << 20
+# Read, or hashed where it is, at once and without the interpreter's lock; between two, Ctrl-C is
+# heard.
+_READ = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,18 +228,27 @@ def verify_checksum(file: BinaryIO, archive: Archive, path: str) -> None:
     if archive.checksum is None:
         return
     found = xxhash.xxh3_128()
-    # Mapped, not read: 24 GB/s where reading through a buffer does 13, of a file in the page cache.
+    end = archive.size - _DIGITS
     with (
         mmap.mmap(file.fileno(), archive.size, prot=mmap.PROT_READ) as mapped,
         memoryview(mapped) as contents,
     ):
-        # From a disk it then comes in longer pieces than those that `torch.load` reads; and that
-        # finds it in memory.
-        mapped.madvise(mmap.MADV_SEQUENTIAL)
-        end = archive.size - _DIGITS
-        for start in range(0, end, _MAPPED_PIECE):
-            with contents[start : min(start + _MAPPED_PIECE, end)] as piece:
-                found.update(piece)
+        buffer = memoryview(bytearray(_READ))
+        at = 0
+        while at < end:
+            size = min(_READ, end - at)
+            # From the page cache a mapping is faster, 16 GB/s where reading does 10. From the disk
+            # reading is: in 0.6 s what took 1.4 s by way of page faults; and it leaves the cache in
+            # longer pieces, so that the mapping of `torch.load` is faster afterwards.
+            if _is_cached(file, at, size):
+                with contents[at : at + size] as piece:
+                    found.update(piece)
+            else:
+                size = os.preadv(file.fileno(), [buffer[:size]], at)
+                found.update(buffer[:size])
+                if not size:
+                    break  # it was truncated since
+            at += size
     if found.hexdigest() != archive.checksum:
         raise CheckpointCorruptError(
             f"{path!r} is damaged: its contents have the checksum xxh3_128 {found.hexdigest()}, "
@@ -285,6 +295,22 @@ def not_whole(path: str, size: int, what: str) -> CheckpointCorruptError:
         f"{path!r} is not a whole checkpoint ({size} bytes): {what}. It may be truncated; use an "
         "older one"
     )
+
+
+def _is_cached(file: BinaryIO, at: int, size: int) -> bool:
+    """Whether this part of a file is in memory, as far as its first and last bytes tell."""
+    flags = getattr(os, "RWF_NOWAIT", None)
+    if flags is None:
+        return True
+    try:
+        return all(
+            os.preadv(file.fileno(), [bytearray(1)], where, flags) == 1
+            for where in (at, at + size - 1)
+        )
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system that cannot tell; most of those have nothing but memory
 
 
 def _directory_size(tail: bytes, at: int) -> int:

@@ -54,6 +54,7 @@ class Lite:
         loggers: where `log` writes.
         gpus: shorthand for `accelerator="gpu", devices=gpus`.
         tpu_cores: shorthand for `accelerator="tpu", devices=tpu_cores`.
+        async_save: write checkpoints while training goes on, in whatever format.
 
     Raises:
         ConfigurationError: the request cannot be met; nothing has been started.
@@ -98,6 +99,7 @@ class Lite:
         *,
         gpus: int | str | list[int] | None = None,
         tpu_cores: int | str | list[int] | None = None,
+        async_save: bool = False,
     ) -> None:
         for shorthand, name, value in (("gpus", "gpu", gpus), ("tpu_cores", "tpu", tpu_cores)):
             if value:  # 0 of them means the CPU, as devices=0 does
@@ -118,6 +120,7 @@ class Lite:
                 num_nodes=num_nodes,
                 environ=environment_of_request(ordinal),
                 ordinal=ordinal,
+                async_save=async_save,
                 **parts,
             ),
             get_registry(),
@@ -140,6 +143,8 @@ class Lite:
         self._prepared: list[Prepared] = []
         self._weight = 1.0
         """What the present batch counts; see `join`."""
+        self._raise_errors: Callable[[], None] | None = None
+        """Raises what failed in the background, where something may run there."""
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
 
@@ -172,12 +177,17 @@ class Lite:
 
     def _run_on_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._setup_environment()
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        self.strategy.checkpoint_io.wait()
+        return result
 
     def _setup_environment(self) -> None:
         if not self._launched:
             self.strategy.setup_environment()
-            self.strategy.checkpoint_io.setup(self.strategy, self.plan.strategy.name)
+            checkpoint_io = self.strategy.checkpoint_io
+            checkpoint_io.setup(self.strategy, self.plan.strategy.name)
+            if checkpoint_io.asynchronous:
+                self._raise_errors = checkpoint_io.raise_errors
             self._launched = True
             at_end_of_rank(functools.partial(_teardown, weakref.ref(self.strategy)))
 
@@ -373,6 +383,8 @@ class Lite:
             *args, **kwargs: those of `Tensor.backward`.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
+        if self._raise_errors is not None:
+            self._raise_errors()
         if self._weight != 1.0:
             loss = loss * self._weight
         try:
@@ -552,7 +564,8 @@ class Lite:
     def save(self, path: PathLike | Mapping[str, Any], state: Any = None) -> None:
         """Save state to a file; the two arguments may come in either order.
 
-        Called by every rank; rank 0 writes, and all return once the file is durable.
+        Called by every rank; rank 0 writes, and all return once the file is durable; with
+        `async_save=True`, once the state is copied.
 
         Args:
             path: where to, a local path or a URL.

@@ -29,6 +29,7 @@ class RunRequest:
         strategy: a name, a Strategy, or "auto".
         precision: a name, a Precision, or one of 64, 32, 16, "bf16".
         checkpoint_io: a name, a CheckpointIO, or None for the default.
+        async_save: whether it shall write while training goes on.
         cluster_environment: a name, a ClusterEnvironment, or None to detect it.
         environ: environment variables at the time of the request.
         ordinal: how many requests were made before in this process: in a rank that runs the script
@@ -42,6 +43,7 @@ class RunRequest:
     strategy: Any = "auto"
     precision: Any = "32-true"
     checkpoint_io: Any = None
+    async_save: bool = False
     cluster_environment: Any = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     ordinal: int = 0

@@ -7,6 +7,7 @@ request. Every wrong combination is refused here, before a process starts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from stratagem.devices import is_index, is_zero, parse_devices
@@ -28,6 +29,7 @@ CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 """Names the cluster environment; "none" switches detection off."""
 
 PLAIN = "plain"
+ASYNC = "async"
 _GIVEN = "given as an object"
 
 
@@ -92,7 +94,7 @@ class _Resolver:
             precision=self._precision(strategy, capabilities, accelerator),
             cluster_environment=environment,
             launcher=self._launcher(strategy, capabilities, environment, external),
-            checkpoint_io=self._checkpoint_io(capabilities),
+            checkpoint_io=self._written_behind(self._checkpoint_io(capabilities)),
             num_nodes=num_nodes,
             environments_passed_over=self.environments_passed_over,
         )
@@ -518,6 +520,15 @@ class _Resolver:
         )
         name = type(asked).__name__
         return Selected("checkpoint_io", name, _GIVEN, "you passed it", asked)
+
+    def _written_behind(self, selected: Selected) -> Selected:
+        """Return a checkpoint format as `async_save` has it: itself, or the asynchronous one."""
+        if not self.request.async_save or selected.name == ASYNC:
+            return selected
+        behind = self._find("checkpoint_io", ASYNC, f"async_save=True; it writes {selected.name}")
+        assert behind.spec is not None
+        inner = selected.name if selected.spec is not None else selected.source
+        return replace(behind, source=replace(behind.spec, init_args={"inner": inner}))
 
     def _asked(self, part: str, default: Any) -> Any:
         """Return what was asked for, in the request or in the strategy's own arguments."""

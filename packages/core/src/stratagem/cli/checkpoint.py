@@ -1,4 +1,7 @@
-"""`stratagem checkpoint`: what is in a checkpoint, whether it is whole, and others made of it."""
+"""`stratagem checkpoint`: what is in a checkpoint, whether it is whole, and others made of it.
+
+The commands that need torch are in files of their own, `torture.py` and `weights.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import typer
 
 from stratagem.checkpoint_description import Description, describe_checkpoint
 from stratagem.cli.tables import print_table
+from stratagem.cli.torture import torture
+from stratagem.cli.weights import average, convert
 from stratagem.errors import CheckpointError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -38,6 +43,9 @@ def checkpoint_app() -> typer.Typer:
     app.command()(inspect)
     app.command()(verify)
     app.command()(consolidate)
+    app.command()(convert)
+    app.command()(average)
+    app.command()(torture)
     return app
 
 

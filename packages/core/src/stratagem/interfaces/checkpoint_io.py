@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 
 class Ranks(Protocol):
@@ -33,7 +33,8 @@ class CheckpointIO(ABC):
         3. `load_checkpoint` on every rank; `open_checkpoint` in its place, by a strategy that needs
            only parts of it.
         4. `verify_checkpoint`, `remove_checkpoint` and `link_checkpoint` on rank 0 only.
-        5. `raise_errors` on every rank, before a training step, if it is overridden.
+        5. Where `asynchronous`: `raise_errors` on every rank, before a training step; `wait` on
+           every rank, at the end of a run; `wait_at_error`, if it ends with an error.
         6. `teardown` on every rank, at the end.
 
     Paths are local, or URLs that fsspec knows ("s3://bucket/run/last.ckpt"), as `str` or `Path`.
@@ -57,9 +58,12 @@ class CheckpointIO(ABC):
         {'epoch': 3}
     """
 
-    takes_shards: ClassVar[bool] = False
+    takes_shards: bool = False
     """Whether every rank hands over its part of the state, and writes it: strategies that shard
     then put `Shards` into a checkpoint, in the place of whole tensors on rank 0."""
+
+    asynchronous: bool = False
+    """Whether `save_checkpoint` returns before the checkpoint is durable."""
 
     ranks: Ranks | None = None
     """The ranks that save together; None before `setup`, and where one process works alone."""
@@ -126,8 +130,21 @@ class CheckpointIO(ABC):
         """
         return False
 
+    def when_durable(self, action: Callable[[], None]) -> None:
+        """Call a function once everything that was saved is durable, and not if that fails."""
+        action()
+
     def raise_errors(self) -> None:
-        """Raise the error of a write in the background, if there was one."""
+        """Raise the error of a write in the background, if there was one; wait for nothing."""
+
+    def wait(self) -> None:
+        """Return once everything that was saved is durable; raise what went wrong."""
+
+    def wait_at_error(self) -> None:
+        """Do as `wait`, in a run that ends with an error: other ranks may be gone."""
+
+    def rank_was_lost(self) -> None:
+        """Let no write in the background wait for other ranks any longer: it fails instead."""
 
     def teardown(self) -> None:
         """Finish what is still being written, and raise what went wrong in it."""

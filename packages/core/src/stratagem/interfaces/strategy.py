@@ -473,7 +473,14 @@ class Strategy(ABC):
         A strategy whose ranks each need a part of the state calls `open_checkpoint` of the
         `checkpoint_io`, and finds a `SavedTensor` where a tensor was saved in shards.
         """
+        self.finish_saves()
         return self.checkpoint_io.load_checkpoint(path)
+
+    def finish_saves(self) -> None:
+        """Return once everything that any rank has saved is durable; called by every rank."""
+        if self.checkpoint_io.asynchronous:
+            self.checkpoint_io.wait()
+            self.barrier("finish_saves")
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, on rank 0."""

@@ -98,6 +98,12 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="A directory that all ranks write together, each its shards (DCP)",
         ),
+        CheckpointIOSpec(
+            name="async",
+            target="stratagem.native.checkpoint.asynchronous:AsyncCheckpointIO",
+            api_version=1,
+            summary="Another format, written while training goes on",
+        ),
         LauncherSpec(
             name="in_process",
             target="stratagem.native.launchers.in_process:InProcessLauncher",

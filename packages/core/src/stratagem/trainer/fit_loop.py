@@ -42,7 +42,7 @@ def fit(
     trainer, module, progress, events = run.trainer, run.module, run.progress, run.events
     step = run.step = Step(run, prepared)
     one_step = run.strategy.train_step if module.automatic_optimization else step.manual
-    look = run.interruption.look
+    look = run.look()
     check = run.divergence_check(prepared)
     steps_schedulers = module.automatic_optimization
     ranks = run.strategy.data_shard[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -134,6 +135,7 @@ class Run:
         except BaseException as error:
             self.has_failed = True
             self.events.tell("on_exception", error)
+            self._let_saves_finish()
             raise
         finally:
             # What was logged before an error is what explains it.
@@ -142,6 +144,14 @@ class Run:
                 logger.finalize(status)
             module.__dict__["_logged"] = None
             restore_modes()
+
+    def _let_saves_finish(self) -> None:
+        """While an error ends the run: what was saved before it becomes durable."""
+        try:
+            self.strategy.checkpoint_io.wait_at_error()
+        # The run ends with its own error; this one would take its place.
+        except Exception as error:
+            print(f"stratagem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def _position(self) -> str:
         if self.stage != "fit":
@@ -191,6 +201,7 @@ class Run:
         with self.interruption, closing(self.rank_state):
             fit_loop.fit(self, prepared, train_loader, self.rank_state, agreement)
         self.events.tell("on_fit_end")
+        self.strategy.checkpoint_io.wait()
 
     def _make_optimizers(self) -> list[Optimizer]:
         optimizers, self.schedulers = configure(self.module)
@@ -340,6 +351,18 @@ class Run:
             and progress.epoch + progress.epoch_is_done >= trainer.min_epochs
         )
 
+    def look(self) -> Callable[[], bool]:
+        """Return what is called after each step: whether the fit is to end here."""
+        look, checkpoint_io = self.interruption.look, self.strategy.checkpoint_io
+        if not checkpoint_io.asynchronous:
+            return look
+
+        def look_at_saves_too() -> bool:
+            checkpoint_io.raise_errors()
+            return look()
+
+        return look_at_saves_too
+
     def divergence_check(self, prepared: Prepared) -> DivergenceCheck | None:
         """Return what compares the ranks every few steps, if that was asked for."""
         every = self.trainer.detect_divergence
@@ -363,7 +386,9 @@ class Run:
         saver = self.trainer.checkpoint_callback
         if saver is None or saver.dirpath is None:
             return ""
-        return saver.save_to_resume_from(self.trainer, "interrupted")
+        path = saver.save_to_resume_from(self.trainer, "interrupted")
+        self.strategy.finish_saves()
+        return path
 
     def step_schedulers(self, interval: str, count: int) -> None:
         """Step the schedulers that are due after the `count`-th epoch or step."""

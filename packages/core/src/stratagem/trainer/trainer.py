@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ class Trainer:
         detect_divergence: compare step and parameters of the ranks after so many optimizer steps
             (True: 100).
         enable_checkpointing: add a ModelCheckpoint if there is none.
+        async_save: write checkpoints while training goes on; needs memory of the host for a copy.
         enable_progress_bar: add a ProgressBar if there is none.
         default_root_dir: where logs and checkpoints go; None: the current folder. With a URL, the
             checkpoints of a ModelCheckpoint without `dirpath` go to its `checkpoints`, and logs to
@@ -130,6 +132,7 @@ class Trainer:
         detect_anomaly: bool = False,
         detect_divergence: bool | int = False,
         enable_checkpointing: bool = True,
+        async_save: bool = False,
         enable_progress_bar: bool = True,
         default_root_dir: str | Path | None = None,
         gpus: int | str | list[int] | None = None,
@@ -142,6 +145,7 @@ class Trainer:
             num_nodes=num_nodes,
             precision=precision,
             plugins=plugins,
+            async_save=async_save,
             gpus=gpus,
             tpu_cores=tpu_cores,
         )
@@ -666,6 +670,8 @@ class Trainer:
         file is there once the step is taken, before anything else happens; weights alone are saved
         at once.
 
+        With `async_save=True` it returns once the state is copied.
+
         Raises:
             CheckpointContentError: something in it is not plain data; says what.
         """
@@ -677,7 +683,7 @@ class Trainer:
         self.strategy.save_checkpoint(checkpoint, filepath)
         restarts = self.last_run.restarts
         if restarts is not None and not weights_only:
-            restarts.saved(filepath)
+            self.strategy.checkpoint_io.when_durable(partial(restarts.saved, filepath))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""

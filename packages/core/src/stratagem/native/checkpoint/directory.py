@@ -100,6 +100,10 @@ class DirectoryCheckpointIO(CheckpointIO):
         """Make `path` a symbolic link to `target`; see `CheckpointIO.link_checkpoint`."""
         return SingleFileCheckpointIO().link_checkpoint(target, path)
 
+    def rank_was_lost(self) -> None:
+        if self._exchange is not None:
+            self._exchange.stop()
+
     def teardown(self) -> None:
         """Wait for no other rank any more."""
         if self._exchange is not None:

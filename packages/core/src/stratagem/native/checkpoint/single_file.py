@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from stratagem import checkpoint_files, storage
-from stratagem._plain_data import find_culprit, find_oversized
+from stratagem._plain_data import find_oversized
 from stratagem.checkpoint_archive import (
     ArchiveWriter,
     Manifest,
@@ -23,13 +24,13 @@ from stratagem.checkpoint_archive import (
     verify_checksum,
 )
 from stratagem.errors import (
-    CheckpointContentError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointSaveError,
 )
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.shards import read_whole
+from stratagem.native.checkpoint.contents import check_contents
 from stratagem.native.checkpoint.durable_directory import remove_any
 from stratagem.native.checkpoint.durable_file import DurableFile
 from stratagem.native.checkpoint.manifest import manifest_of
@@ -68,15 +69,7 @@ class SingleFileCheckpointIO(CheckpointIO):
             CheckpointSaveError: the file system refused; what was at the path is still there.
         """
         path = storage.at(path)
-        if culprit := find_culprit(checkpoint, "checkpoint"):
-            raise CheckpointContentError(
-                f"cannot save {path}: {culprit}, which could not be loaded without executing code. "
-                "Store numbers, strings, tensors, and dicts, lists, tuples and sets of them"
-            )
-        if oversized := find_oversized(checkpoint, "checkpoint"):
-            raise CheckpointContentError(
-                f"cannot save {path}: {oversized}. Store the tensor before it was expanded"
-            )
+        check_contents(checkpoint, path)
         if isinstance(path, Path) and path.is_dir():
             raise CheckpointSaveError(f"cannot save {str(path)!r}: it is a directory, give a file")
         file = None
@@ -217,12 +210,27 @@ def _load(source: str, path: str, size: int) -> Any:
         raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
 
 
+_crc32_lock = threading.Lock()
+_saving = 0
+_crc32_before = True
+
+
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Leave out the archive's own checksums: ours finds more, and theirs cost a third of a save."""
-    before = get_crc32_options()
-    set_crc32_options(False)
+    """Leave out the archive's own checksums: ours finds more, and theirs cost a third of a save.
+
+    It is an option of the process, so the last of several threads that save puts it back.
+    """
+    global _saving, _crc32_before
+    with _crc32_lock:
+        if _saving == 0:
+            _crc32_before = get_crc32_options()
+            set_crc32_options(False)
+        _saving += 1
     try:
         yield
     finally:
-        set_crc32_options(before)
+        with _crc32_lock:
+            _saving -= 1
+            if _saving == 0:
+                set_crc32_options(_crc32_before)

@@ -230,6 +230,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; of sharded tensors, each rank will read its part."""
+        self.finish_saves()
         return self.checkpoint_io.open_checkpoint(path)
 
     def load_optimizer_state(

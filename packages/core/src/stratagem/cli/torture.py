@@ -1,0 +1,89 @@
+"""`stratagem checkpoint torture`: whether checkpoints survive on a file system."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stratagem.cli.tables import print_table
+from stratagem.discovery.specs import load_target
+
+
+def torture(
+    directory: Annotated[
+        Path, typer.Argument(help="Where to save; on the file system in question.")
+    ],
+    *,
+    kills: Annotated[int, typer.Option(help="Kills of writers while they save.", min=1)] = 20,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="A format's name, or several; all otherwise."),
+    ] = None,
+    asynchronous: Annotated[
+        bool | None, typer.Option("--async/--no-async", help="Both otherwise.", show_default=False)
+    ] = None,
+    size: Annotated[float, typer.Option(help="Megabytes of a checkpoint.", min=0.1)] = 16.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random moments; another one each time otherwise.")
+    ] = None,
+) -> None:
+    """Break saves in every way, and see whether a whole checkpoint is left each time.
+
+    Writers are killed at random moments, also where the disk is slow and where two ranks write; the
+    disk is full, fails to sync, or is read-only. After each, the path must hold the checkpoint that
+    was durable last, or one that was begun after it, and nothing else may be left in the directory.
+    The exit code is 1 if that was not so once.
+    """
+    # By name: the program does without torch, and this command cannot.
+    harness_formats = load_target("stratagem.torture.harness:formats", what="the harness")
+    run = load_target("stratagem.torture.harness:run", what="the harness")
+    known = harness_formats()
+    names = list(formats or known)
+    if unknown := sorted(set(names) - set(known)):
+        print(
+            f"--format {unknown[0]!r}: there is no such checkpoint format; there are "
+            f"{', '.join(known)}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(2)
+    seed = random.randrange(10**6) if seed is None else seed
+    outcome = run(
+        directory,
+        names=names,
+        ways=(False, True) if asynchronous is None else (asynchronous,),
+        kills=kills,
+        megabytes=size,
+        seed=seed,
+    )
+    print_table(
+        ("format", "saves", "torment", "runs", "in a save", "holds the new", "the old", "wrong"),
+        [_cells(row) for row in outcome.rows],
+    )
+    print(
+        f"seed {seed}; checkpoints of {size:g} MB in {directory}; TMPDIR {outcome.temporary}, "
+        f"{'on another' if outcome.is_elsewhere else 'on the same'} file system"
+    )
+    wrong = [(row, what) for row in outcome.rows for what in row.wrong]
+    for row, what in wrong:
+        print(f"{row.subject.format}, {row.torment}: {what}", file=sys.stderr)
+    if wrong:
+        print(f"\nWhat the processes printed:\n{outcome.log}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _cells(row: Any) -> tuple[str, ...]:
+    torment = f"{row.torment} ({row.note})" if row.note else row.torment
+    return (
+        row.subject.format,
+        "async" if row.subject.asynchronous else "sync",
+        torment,
+        str(row.runs),
+        str(row.in_a_save),
+        str(row.new),
+        str(row.old),
+        str(len(row.wrong)),
+    )

@@ -1,0 +1,186 @@
+"""What the command line does with the weights of checkpoints: convert them, average them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem._version import __version__
+from stratagem.discovery.registry import get_registry
+from stratagem.errors import CheckpointMismatchError, CheckpointSaveError, ConfigurationError
+from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.native.checkpoint.safetensors import write_safetensors
+
+_OF_TRAINER = "state_dict"
+# Counts of steps, which differ between any two checkpoints of one run.
+_COUNTS = "num_batches_tracked"
+
+
+def convert(source: Path, target: Path, key: str | None = None) -> str:
+    """Write the weights in a checkpoint as a safetensors file; return what was done.
+
+    Args:
+        source: a checkpoint of any format.
+        target: the new file.
+        key: which entry of the checkpoint are the weights; None: the one that can be.
+
+    Raises:
+        ConfigurationError: the target is there already, or is not to be a safetensors file.
+        CheckpointError: the source cannot be read or has no weights, or the target not be written.
+    """
+    if target.suffix != ".safetensors":
+        raise ConfigurationError(
+            f"convert writes safetensors files: expected a target that ends in .safetensors, "
+            f"received {str(target)!r}"
+        )
+    _refuse_existing(target)
+    weights, left_out = _weights(_read(source), source, key)
+    try:
+        size = write_safetensors(weights, target)
+    except OSError as error:
+        state = "nothing is there"
+        if target.exists():
+            state = "it is in its place, but may be lost in a power cut"
+        raise CheckpointSaveError(
+            f"cannot write {str(target)!r}: {type(error).__name__}: {error}; {state}",
+            errno=error.errno,
+        ) from error
+    told = f"{target}: {len(weights)} tensors, {size} bytes"
+    if left_out:
+        told += f"; left out, since they are no tensors: {', '.join(left_out)}"
+    return told
+
+
+def average(sources: Sequence[Path], target: Path, key: str | None = None) -> str:
+    """Write a checkpoint whose weights are the mean of those of others; return what was done.
+
+    Floating-point numbers are averaged in float64 and stored as they were. Integers have to agree,
+    but the largest number of batches that a batch norm layer has seen is taken. All else but the
+    hyperparameters is left out: training does not resume from a mean.
+
+    Args:
+        sources: at least two checkpoints of one model, of any format.
+        target: the new checkpoint, a single file.
+        key: which entry of the checkpoints are the weights; None: the one that can be.
+
+    Raises:
+        ConfigurationError: the target is there already, or there is nothing to average.
+        CheckpointMismatchError: they are of different models; says where they differ.
+        CheckpointError: one cannot be read, or the target not be written.
+    """
+    if len(sources) < 2:
+        raise ConfigurationError(
+            f"average needs at least two checkpoints, received {len(sources)}: "
+            f"{', '.join(map(str, sources))}"
+        )
+    _refuse_existing(target)
+    checkpoints = [_read(source) for source in sources]
+    several = [
+        _weights(checkpoint, source, key)[0]
+        for checkpoint, source in zip(checkpoints, sources, strict=True)
+    ]
+    for source, weights in zip(sources[1:], several[1:], strict=True):
+        _compare(several[0], sources[0], weights, source)
+    mean = {name: _mean(name, [w[name] for w in several], sources) for name in several[0]}
+    first, entry = checkpoints[0], _entry(checkpoints[0], sources[0], key)
+    checkpoint: dict[str, Any] = {"stratagem_version": __version__, entry: mean}
+    for kept in ("format_version", "hyper_parameters"):
+        if kept in first:
+            checkpoint[kept] = first[kept]
+    _io().save_checkpoint(checkpoint, target)
+    return f"{target}: the mean of {len(sources)} checkpoints, {len(mean)} tensors"
+
+
+def _io() -> CheckpointIO:
+    """Return what writes a file, and reads a directory as well."""
+    io: CheckpointIO = get_registry().find("checkpoint_io", "single_file").spec.build()
+    return io
+
+
+def _read(source: Path) -> dict[str, Any]:
+    return _io().load_checkpoint(source)
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise ConfigurationError(
+            f"{str(target)!r} is there already; expected a new path: remove it first, or write "
+            "elsewhere"
+        )
+
+
+def _entry(checkpoint: dict[str, Any], source: Path, key: str | None) -> str:
+    """Return the name of the entry that has the weights."""
+    if key is not None:
+        if not isinstance(checkpoint.get(key), dict):
+            raise CheckpointMismatchError(
+                f"{str(source)!r} has no weights under {key!r}; it has {', '.join(checkpoint)}"
+            )
+        return key
+    if isinstance(checkpoint.get(_OF_TRAINER), dict):
+        return _OF_TRAINER
+    fitting = [
+        name
+        for name, value in checkpoint.items()
+        if isinstance(value, dict) and any(isinstance(v, Tensor) for v in value.values())
+    ]
+    if len(fitting) != 1:
+        raise CheckpointMismatchError(
+            f"{str(source)!r} has {len(fitting)} entries that may be weights "
+            f"({', '.join(fitting) or 'of ' + ', '.join(checkpoint)}): say which, by --key"
+        )
+    return fitting[0]
+
+
+def _weights(
+    checkpoint: dict[str, Any], source: Path, key: str | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors by name, and the names of what is none."""
+    state = checkpoint[_entry(checkpoint, source, key)]
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return tensors, [name for name in state if name not in tensors]
+
+
+def _compare(
+    one: dict[str, Tensor], source: Path, other: dict[str, Tensor], other_source: Path
+) -> None:
+    only_one, only_other = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
+    differing = [
+        f"{name} is {tuple(one[name].shape)} {one[name].dtype} and {tuple(other[name].shape)} "
+        f"{other[name].dtype}"
+        for name in one.keys() & other.keys()
+        if (one[name].shape, one[name].dtype) != (other[name].shape, other[name].dtype)
+    ]
+    told = [
+        *([f"only the first has {', '.join(only_one)}"] if only_one else []),
+        *([f"only the second has {', '.join(only_other)}"] if only_other else []),
+        *sorted(differing),
+    ]
+    if told:
+        raise CheckpointMismatchError(
+            f"{str(source)!r} and {str(other_source)!r} are of different models: "
+            f"{'; '.join(told)}. Average checkpoints of one model"
+        )
+
+
+def _mean(name: str, tensors: Sequence[Tensor], sources: Sequence[Path]) -> Tensor:
+    first = tensors[0]
+    if not (first.is_floating_point() or first.is_complex()):
+        if name.endswith(_COUNTS):
+            return torch.stack(list(tensors)).amax(0)
+        for tensor, source in zip(tensors, sources, strict=True):
+            if not torch.equal(first, tensor):
+                raise CheckpointMismatchError(
+                    f"{name} has no mean, since it holds integers ({first.dtype}), and differs "
+                    f"between {str(sources[0])!r} and {str(source)!r}: average checkpoints in "
+                    "which it is alike"
+                )
+        return first
+    total = torch.zeros_like(first, dtype=torch.complex128 if first.is_complex() else torch.float64)
+    for tensor in tensors:
+        total += tensor
+    return (total / len(tensors)).to(first.dtype)

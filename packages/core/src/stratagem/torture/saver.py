@@ -1,0 +1,163 @@
+"""Saver: what runs in a process that saves one numbered checkpoint after another."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem import Lite
+from stratagem.checkpoint import CheckpointIO, Shards
+from stratagem.discovery.registry import get_registry
+from stratagem.errors import CheckpointError
+from stratagem.torture.child import Tell
+from stratagem.torture.faults import Break
+
+NAME = "model.ckpt"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tormented.
+
+    Attributes:
+        format: name of a checkpoint format.
+        asynchronous: whether it writes in the background.
+        megabytes: size of a checkpoint.
+    """
+
+    format: str
+    asynchronous: bool
+    megabytes: float
+
+    def make(self) -> CheckpointIO:
+        """Build it, as a Trainer would."""
+        registry = get_registry()
+        if self.asynchronous:
+            io: CheckpointIO = registry.find("checkpoint_io", "async").spec.build(inner=self.format)
+        else:
+            io = registry.find("checkpoint_io", self.format).spec.build()
+        return io
+
+
+class Model:
+    """Tensors that hold one number in each of their elements: that of the step.
+
+    They are changed in place, as training does, so that a save that is no snapshot mixes numbers.
+
+    Args:
+        megabytes: all of them together.
+        rank, world_size: whose part to save, where the format takes shards.
+    """
+
+    def __init__(self, megabytes: float, rank: int = 0, world_size: int = 1) -> None:
+        rows = max(4, int(megabytes * 2**20 / 4 / 256 / 8))
+        self.tensors = {f"layer{i}.weight": torch.zeros(rows, 256) for i in range(8)}
+        self.tensors.update({f"layer{i}.bias": torch.zeros(256) for i in range(8)})
+        self.tensors["scalar"] = torch.zeros(())
+        self.rank, self.world_size = rank, world_size
+
+    def train(self, number: int) -> None:
+        """Become another step's."""
+        for tensor in self.tensors.values():
+            tensor.fill_(number)
+
+    def checkpoint(self, number: int, *, shards: bool) -> dict[str, Any]:
+        """Return what is saved."""
+        state: dict[str, Any] = dict(self.tensors)
+        if shards:
+            state = {name: self._shards(tensor) for name, tensor in self.tensors.items()}
+        return {"number": number, "state_dict": state, "text": f"step {number}"}
+
+    def _shards(self, tensor: Tensor) -> Shards:
+        size = tensor.numel()
+        start, end = (size * (self.rank + i) // self.world_size for i in (0, 1))
+        return Shards.of_flat(tensor.shape, tensor.flatten()[start:end], start=start)
+
+
+def save_for_ever(subject: Subject, folder: Path, tell: Tell) -> None:
+    """Save 1, 2, 3 ... to one path; tell which save is begun, and which is durable."""
+    io = subject.make()
+    model = Model(subject.megabytes)
+    _save_for_ever(
+        model,
+        lambda checkpoint: io.save_checkpoint(checkpoint, folder / NAME),
+        io.wait,
+        tell,
+        asynchronous=subject.asynchronous,
+        shards=io.takes_shards,
+    )
+
+
+def _save_for_ever(
+    model: Model,
+    save: Callable[[dict[str, Any]], None],
+    wait: Callable[[], None],
+    tell: Tell,
+    *,
+    asynchronous: bool,
+    shards: bool,
+) -> None:
+    for number in itertools.count(1):
+        model.train(number)
+        tell(begun=number)
+        save(model.checkpoint(number, shards=shards))
+        if number == 1:
+            wait()
+        # At most one is in flight: the one before is durable.
+        tell(durable=number - 1 if asynchronous and number > 1 else number)
+
+
+def save_on_two_ranks(subject: Subject, folder: Path, tell: Tell) -> None:
+    """Do as `save_for_ever` does, on two ranks together; tell their processes' ids."""
+    lite = Lite(
+        accelerator="cpu",
+        strategy="ddp_fork",
+        devices=2,
+        plugins=subject.format,
+        async_save=subject.asynchronous,
+    )
+    lite.launch(_save_on_rank, subject, folder, tell)
+
+
+def _save_on_rank(lite: Lite, subject: Subject, folder: Path, tell: Tell) -> None:
+    strategy, io = lite.strategy, lite.strategy.checkpoint_io
+    tell(rank=lite.global_rank, pid=os.getpid())
+    _save_for_ever(
+        Model(subject.megabytes, lite.global_rank, lite.world_size),
+        lambda checkpoint: strategy.save_checkpoint(checkpoint, folder / NAME),
+        strategy.finish_saves,
+        tell if lite.is_global_zero else _tell_nobody,
+        asynchronous=subject.asynchronous,
+        shards=io.takes_shards,
+    )
+
+
+def _tell_nobody(**what: Any) -> None:
+    pass
+
+
+def save_twice(subject: Subject, folder: Path, break_disk: Break, tell: Tell) -> None:
+    """Save 1, break the disk, save 2; tell whether that was refused, and whether it broke."""
+    io = subject.make()
+    model = Model(subject.megabytes)
+    model.train(1)
+    io.save_checkpoint(model.checkpoint(1, shards=io.takes_shards), folder / NAME)
+    io.wait()
+    tell(durable=1)
+    model.train(2)
+    broke = break_disk()
+    try:
+        io.save_checkpoint(model.checkpoint(2, shards=io.takes_shards), folder / NAME)
+        io.wait()
+    except (OSError, CheckpointError) as error:
+        tell(refused=f"{type(error).__name__}: {error}")
+    else:
+        tell(saved=2)
+    tell(broke=broke(), end=True)

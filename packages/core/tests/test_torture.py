@@ -1,0 +1,119 @@
+"""`stratagem checkpoint torture`: our formats stand it, and careless ones are found out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+CARELESS = """
+    import os
+    from pathlib import Path
+
+    from stratagem.discovery import CheckpointIOSpec, hookimpl
+
+
+    def careless(name):
+        import torch
+        from stratagem.checkpoint import CheckpointIO
+
+        class Careless(CheckpointIO):
+            def save_checkpoint(self, checkpoint, path):
+                if name == "in_place":
+                    torch.save(checkpoint, path)
+                    return
+                temporary = Path(f"{path}.{os.getpid()}")
+                try:
+                    with temporary.open("wb") as file:
+                        torch.save(checkpoint, file)
+                        os.fsync(file.fileno())
+                    temporary.replace(path)
+                except OSError:
+                    pass
+
+            def load_checkpoint(self, path):
+                return torch.load(path, weights_only=True)
+
+            def remove_checkpoint(self, path):
+                Path(path).unlink(missing_ok=True)
+
+        return Careless()
+
+
+    @hookimpl
+    def stratagem_components():
+        return [
+            CheckpointIOSpec(
+                name=name, target=careless, api_version=1, init_args={"name": name},
+            )
+            for name in ("in_place", "careless")
+        ]
+"""
+
+
+def torture(folder: Path, *arguments: str, code: int) -> subprocess.CompletedProcess[str]:
+    finished = subprocess.run(
+        [sys.executable, "-m", "stratagem.cli", "checkpoint", "torture", "saved", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == code, finished.stdout + finished.stderr
+    return finished
+
+
+def rows(table: str) -> list[list[str]]:
+    lines = [line.split() for line in table.splitlines()]
+    return [line for line in lines if line and line[-1].isdigit()]
+
+
+@pytest.fixture
+def careless(tmp_path: Path) -> Path:
+    """Two formats that a user might have written."""
+    (tmp_path / "careless.py").write_text(textwrap.dedent(CARELESS))
+    info = tmp_path / "careless-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: careless\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[stratagem.backends]\ncareless = careless\n")
+    return tmp_path
+
+
+def test_our_formats_survive_twenty_kills_and_every_kind_of_bad_disk(tmp_path: Path) -> None:
+    finished = torture(tmp_path, "--kills", "20", "--size", "8", code=0)
+    told = rows(finished.stdout)
+    formats = {row[0] for row in told}
+    assert "single_file" in formats
+    assert "async" not in formats
+    assert len(told) == 12 * len(formats)
+    assert {row[-1] for row in told} == {"0"}
+    # Of six numbers: runs, in a save, holds the new, holds the old, wrong.
+    kills = [row for row in told if "-9" in " ".join(row)]
+    assert sum(int(row[-4]) for row in kills) >= 20
+    assert list((tmp_path / "saved").iterdir()) == []
+
+
+def test_careless_formats_are_found_out(careless: Path) -> None:
+    finished = torture(
+        careless,
+        *("--format", "in_place", "--format", "careless", "--no-async"),
+        *("--kills", "12", "--size", "8", "--seed", "1"),
+        code=1,
+    )
+    assert "in_place, kill -9: corrupt: " in finished.stderr
+    assert "careless, kill -9: leftover: model.ckpt." in finished.stderr
+    assert "careless, failing fsync: a save on a broken disk raised no error" in finished.stderr
+    wrong = {tuple(row[:3]): int(row[-1]) for row in rows(finished.stdout)}
+    assert wrong["in_place", "sync", "kill"] > 0
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    said = torture(tmp_path, "--format", "in_place", code=2).stderr
+    assert said.startswith("--format 'in_place': there is no such checkpoint format; there are ")
+    assert "single_file" in said
