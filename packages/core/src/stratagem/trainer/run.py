@@ -154,6 +154,7 @@ class Run:
         )
         train_loader = self.train_loader = replace(train_loader, loader=self.resumable.loader)
         self.val_loaders = self._validation_loaders(val)
+        self.strategy.take_batch_size(loaders.batch_size_of(train_loader.loader))
         step_module = StepModule(module)
         if self.strategy.sync_batchnorm:
             self.strategy.synchronize_batch_norm(step_module)
@@ -178,6 +179,9 @@ class Run:
         self.events.tell("on_fit_end")
 
     def _make_optimizers(self) -> list[Optimizer]:
+        if self.strategy.makes_optimizers and not self.module.defines("configure_optimizers"):
+            self.schedulers = []
+            return []
         optimizers, self.schedulers = configure(self.module)
         own = {id(parameter) for parameter in self.module.parameters()}
         for optimizer in optimizers:
