@@ -517,10 +517,12 @@ def test_a_plugin_that_fails_to_add_commands_stops_nobody(program: Program) -> N
 # -- stratagem checkpoint
 
 SAVE = """
-import sys, torch
-from stratagem.checkpoint import SingleFileCheckpointIO
-contents = {"epoch": 3, "strategy": "ddp", "world_size": 2, "weights": torch.ones(9)}
-SingleFileCheckpointIO().save_checkpoint(contents, "model.ckpt")
+import torch
+from stratagem import Lite
+lite = Lite(accelerator="cpu")
+lite.launch()
+contents = {"epoch": 3, "weights": torch.ones(9)}
+lite.save("model.ckpt", contents)
 torch.save(contents, "plain.ckpt")
 """
 
@@ -528,9 +530,9 @@ torch.save(contents, "plain.ckpt")
 def test_checkpoint_inspect_shows_the_manifest(program: Program) -> None:
     program.python("-c", SAVE)
     table = program("checkpoint", "inspect", "model.ckpt").stdout
-    assert row_of(table, "strategy") == ["strategy", "ddp"]
-    assert row_of(table, "world size") == ["world size", "2"]
-    assert row_of(table, "contents") == ["contents", "epoch, strategy, world_size, weights"]
+    assert row_of(table, "strategy") == ["strategy", "single_device"]
+    assert row_of(table, "world size") == ["world size", "1"]
+    assert row_of(table, "contents") == ["contents", "epoch, weights"]
     told = program.json("checkpoint", "inspect", "model.ckpt")
     assert told["stratagem"] == __version__
     assert told["epoch"] == 3
@@ -541,7 +543,7 @@ def test_checkpoint_inspect_shows_the_manifest(program: Program) -> None:
 def test_checkpoint_inspect_says_that_a_file_has_no_manifest(program: Program) -> None:
     program.python("-c", SAVE)
     said = program("checkpoint", "inspect", "plain.ckpt")
-    assert said.stderr == "plain.ckpt has no manifest: plain torch.save made it\n"
+    assert said.stderr == "plain.ckpt has no manifest: plain torch made it\n"
     assert row_of(said.stdout, "bytes") == [
         "bytes",
         str(program.folder.joinpath("plain.ckpt").stat().st_size),
@@ -569,7 +571,7 @@ def test_checkpoint_verify_tells_whole_files_from_others(program: Program) -> No
     damaged, plain = said.stderr.splitlines()
     assert damaged.startswith("'flipped.ckpt' is damaged: ")
     assert plain == (
-        "'plain.ckpt' cannot be verified: it has no checksum, plain torch.save made it. Load it "
+        "'plain.ckpt' cannot be verified: it has no checksum, plain torch made it. Load it "
         "and save it again to give it one"
     )
 

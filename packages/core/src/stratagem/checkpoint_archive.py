@@ -295,12 +295,14 @@ def _directory_size(tail: bytes, at: int) -> int:
     return size
 
 
-def _parse(text: bytes, path: str, size: int) -> Manifest:
-    try:
-        values = json.loads(text)
-        version = int(values["format_version"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise not_whole(path, size, "its manifest cannot be read") from error
+def parse_manifest(values: dict[str, Any], path: str) -> Manifest:
+    """Return a manifest from what its JSON holds.
+
+    Raises:
+        CheckpointCorruptError: it is of a newer format.
+        ValueError, KeyError, TypeError: it is no manifest.
+    """
+    version = int(values["format_version"])
     if version > FORMAT_VERSION:
         raise CheckpointCorruptError(
             f"{path!r} has the file format {version}, made by stratagem "
@@ -308,8 +310,12 @@ def _parse(text: bytes, path: str, size: int) -> Manifest:
             "stratagem-core"
         )
     known = {field.name for field in fields(Manifest)}
+    given = {name: value for name, value in values.items() if name in known}
+    return Manifest(**{**given, "contents": tuple(values["contents"])})
+
+
+def _parse(text: bytes, path: str, size: int) -> Manifest:
     try:
-        values["contents"] = tuple(values["contents"])
-        return Manifest(**{name: value for name, value in values.items() if name in known})
-    except (KeyError, TypeError) as error:
+        return parse_manifest(json.loads(text), path)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise not_whole(path, size, "its manifest cannot be read") from error

@@ -23,6 +23,7 @@ from stratagem.errors import CheckpointMismatchError, ConfigurationError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.precision import Precision
+from stratagem.interfaces.shards import read_whole
 from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.lite_wrappers import LiteDataLoader, LiteModule, LiteOptimizer, wrap_optimizer
@@ -176,6 +177,7 @@ class Lite:
     def _setup_environment(self) -> None:
         if not self._launched:
             self.strategy.setup_environment()
+            self.strategy.checkpoint_io.setup(self.strategy, self.plan.strategy.name)
             self._launched = True
             at_end_of_rank(functools.partial(_teardown, weakref.ref(self.strategy)))
 
@@ -595,7 +597,7 @@ class Lite:
         """
         checkpoint = self.strategy.load_checkpoint(Path(path))
         if state is None:
-            return checkpoint
+            return read_whole(checkpoint)
         missing = [name for name in state if name not in checkpoint]
         if missing and strict:
             raise CheckpointMismatchError(
@@ -611,10 +613,10 @@ class Lite:
             elif isinstance(target, LiteOptimizer):
                 self.strategy.load_optimizer_state(target.prepared, target.optimizer, value)
             elif hasattr(target, "load_state_dict"):
-                target.load_state_dict(value)
+                target.load_state_dict(read_whole(value))
             else:
-                state[name] = value
-        return checkpoint
+                state[name] = read_whole(value)
+        return read_whole(checkpoint)
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool = True) -> int:

@@ -92,7 +92,7 @@ class _Resolver:
             precision=self._precision(strategy, capabilities, accelerator),
             cluster_environment=environment,
             launcher=self._launcher(strategy, capabilities, environment, external),
-            checkpoint_io=self._checkpoint_io(),
+            checkpoint_io=self._checkpoint_io(capabilities),
             num_nodes=num_nodes,
             environments_passed_over=self.environments_passed_over,
         )
@@ -512,10 +512,10 @@ class _Resolver:
             )
         return selected
 
-    def _checkpoint_io(self) -> Selected:
+    def _checkpoint_io(self, capabilities: Capabilities) -> Selected:
         asked = self._asked("checkpoint_io", None)
         if asked is None:
-            return self._find("checkpoint_io", "single_file", "the default")
+            return self._find("checkpoint_io", capabilities.checkpoint_io, "the default")
         if isinstance(asked, str):
             return self._find("checkpoint_io", asked, "you named it")
         _check_object(

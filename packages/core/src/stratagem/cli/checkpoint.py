@@ -1,4 +1,4 @@
-"""`stratagem checkpoint`: what is in a checkpoint file, and whether it is whole; without torch."""
+"""`stratagem checkpoint`: what is in a checkpoint, whether it is whole, and others made of it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from typing import Annotated, Any
 
 import typer
 
-from stratagem.checkpoint_archive import (
-    Archive,
-    check_entries,
-    read_archive,
-    verify_checksum,
-)
+from stratagem.checkpoint_description import Description, describe_checkpoint
 from stratagem.cli.tables import print_table
 from stratagem.errors import CheckpointError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-PathArgument = Annotated[Path, typer.Argument(help="A checkpoint file.", show_default=False)]
-PathsArgument = Annotated[list[Path], typer.Argument(help="Checkpoint files.", show_default=False)]
+PathArgument = Annotated[
+    Path, typer.Argument(help="A checkpoint: a file or a directory.", show_default=False)
+]
+PathsArgument = Annotated[
+    list[Path], typer.Argument(help="Checkpoints: files or directories.", show_default=False)
+]
+
+TargetArgument = Annotated[Path, typer.Argument(help="The file to write.", show_default=False)]
 
 
 def checkpoint_app() -> typer.Typer:
     """Return the commands about checkpoints."""
     app = typer.Typer(
-        help="Look into checkpoint files, and check them.",
+        help="Look into checkpoints, check them, and make others of them.",
         no_args_is_help=True,
         rich_markup_mode=None,
     )
     app.command()(inspect)
     app.command()(verify)
+    app.command()(consolidate)
     return app
 
 
@@ -43,17 +45,16 @@ def inspect(path: PathArgument, *, as_json: JsonOption = False) -> None:
     exit code is 1 if it is no checkpoint.
     """
     try:
-        with path.open("rb") as file:
-            archive = read_archive(file, str(path))
+        description = describe_checkpoint(path)
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
-    facts = _facts(archive)
+    facts = _facts(description)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    if archive.manifest is None:
-        print(f"{path} has no manifest: plain torch.save made it", file=sys.stderr)
+    if description.manifest is None:
+        print(f"{path} has no manifest: plain torch made it", file=sys.stderr)
     print_table(
         ("what", "value"),
         [
@@ -72,28 +73,45 @@ def verify(paths: PathsArgument) -> None:
     failed = False
     for path in paths:
         try:
-            with path.open("rb") as file:
-                archive = read_archive(file, str(path))
-                verify_checksum(file, archive, str(path))
-                check_entries(file, archive, str(path))
+            description = describe_checkpoint(path, verify=True)
         except (CheckpointError, OSError) as error:
             print(error, file=sys.stderr)
             failed = True
             continue
-        if archive.checksum is None:
+        if description.checksum is None:
             print(
-                f"{str(path)!r} cannot be verified: it has no checksum, plain torch.save made it. "
+                f"{str(path)!r} cannot be verified: it has no checksum, plain torch made it. "
                 "Load it and save it again to give it one",
                 file=sys.stderr,
             )
             failed = True
         else:
-            print(f"{path}: whole, {archive.size} bytes, xxh3_128 {archive.checksum}")
+            print(f"{path}: whole, {description.size} bytes, xxh3_128 {description.checksum}")
     if failed:
         raise typer.Exit(1)
 
 
-def _facts(archive: Archive) -> dict[str, Any]:
-    manifest = {} if archive.manifest is None else asdict(archive.manifest)
-    checksum = None if archive.checksum is None else f"xxh3_128 {archive.checksum}"
-    return {"bytes": archive.size, "checksum": checksum, **manifest}
+def consolidate(source: PathArgument, target: TargetArgument) -> None:
+    """Make one file of a checkpoint that is a directory.
+
+    It is checked first. The exit code is 1 if it is damaged, or the file is there already.
+    """
+    from stratagem.checkpoint import consolidate_checkpoint
+
+    try:
+        consolidate_checkpoint(source, target)
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(f"{target}: {target.stat().st_size} bytes")
+
+
+def _facts(description: Description) -> dict[str, Any]:
+    manifest = {} if description.manifest is None else asdict(description.manifest)
+    checksum = None if description.checksum is None else f"xxh3_128 {description.checksum}"
+    return {
+        "bytes": description.size,
+        "files": description.files,
+        "checksum": checksum,
+        **manifest,
+    }

@@ -42,5 +42,7 @@ class Capabilities:
     """`Lite.setup(model, optimizer)` works with an optimizer made before sharding."""
     sharded_state: bool = False
     """Model and optimizer state are spread over ranks: every rank takes part in save and load."""
+    checkpoint_io: str = "single_file"
+    """The checkpoint format that it takes where none is asked for."""
     uneven_evaluation: bool = True
     """Ranks may run different numbers of evaluation batches (no collective in an eval forward)."""

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
+
+
+class Ranks(Protocol):
+    """What a checkpoint format may ask of the ranks that save; a Strategy is one."""
+
+    @property
+    def global_rank(self) -> int: ...  # noqa: D102
+
+    @property
+    def world_size(self) -> int: ...  # noqa: D102
+
+    def gather_plain(self, data: Any) -> list[Any]: ...  # noqa: D102
+
+    def store(self) -> Any: ...  # noqa: D102
 
 
 class CheckpointIO(ABC):
     """Writes, reads and removes checkpoints.
 
     Who calls, and when:
-        1. `save_checkpoint` on rank 0 only, after the strategy has gathered the state; the other
-           ranks wait until it returns.
-        2. `load_checkpoint` on every rank.
-        3. `remove_checkpoint` on rank 0 only.
-        4. `teardown` on every rank, at the end.
+        1. `setup` on every rank, once the ranks can communicate.
+        2. `save_checkpoint` on rank 0 only, after the strategy has gathered the state; the other
+           ranks wait until it returns. Where `takes_shards`, on every rank.
+        3. `load_checkpoint` on every rank; `open_checkpoint` in its place, by a strategy that needs
+           only parts of it.
+        4. `remove_checkpoint` and `link_checkpoint` on rank 0 only.
+        5. `raise_errors` on every rank, before a training step, if it is overridden.
+        6. `teardown` on every rank, at the end.
+
+    Paths are local, or URLs that fsspec knows ("s3://bucket/run/last.ckpt"), as `str` or `Path`.
 
     Example:
         >>> from stratagem import Lite
@@ -36,13 +57,37 @@ class CheckpointIO(ABC):
         {'epoch': 3}
     """
 
+    takes_shards: ClassVar[bool] = False
+    """Whether every rank hands over its part of the state, and writes it: strategies that shard
+    then put `Shards` into a checkpoint, in the place of whole tensors on rank 0."""
+
+    ranks: Ranks | None = None
+    """The ranks that save together; None before `setup`, and where one process works alone."""
+
+    strategy_name: str | None = None
+    """The name of the strategy that saves, for a manifest; None before `setup`."""
+
+    def setup(self, ranks: Ranks, strategy_name: str) -> None:
+        """Take note of who saves together."""
+        self.ranks = ranks
+        self.strategy_name = strategy_name
+
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write `checkpoint` so that `path` holds it whole or holds what was there before.
 
         Raises:
             CheckpointContentError: something in it is not plain data.
+            CheckpointSaveError: storage refused it.
         """
+
+    def prepare_save(self, checkpoint: dict[str, Any], path: str | Path) -> Callable[[], None]:
+        """Do what of a save needs other ranks; return the rest, which may run in another thread.
+
+        An asynchronous save calls this before training goes on, and the rest beside it. The rest
+        communicates nothing: the ranks that train must not wait for it, nor it for them.
+        """
+        return partial(self.save_checkpoint, checkpoint, path)
 
     @abstractmethod
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -53,9 +98,28 @@ class CheckpointIO(ABC):
             CheckpointCorruptError: it is damaged, or not safe to load.
         """
 
+    def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path` with a `SavedTensor` for each tensor that was sharded.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError: as `load_checkpoint` does.
+        """
+        return self.load_checkpoint(path)
+
     @abstractmethod
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the checkpoint at `path`, if there is one."""
+        """Remove the checkpoint at `path`, if there is one; after what is still being written."""
+
+    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
+        """Let `path` name the checkpoint at `target` too, once that is durable.
+
+        Returns:
+            False: this format cannot; save a second time.
+        """
+        return False
+
+    def raise_errors(self) -> None:
+        """Raise the error of a write in the background, if there was one."""
 
     def teardown(self) -> None:
-        """Finish what is still being written."""
+        """Finish what is still being written, and raise what went wrong in it."""

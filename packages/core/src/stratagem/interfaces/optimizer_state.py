@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import CheckpointMismatchError
+from stratagem.interfaces.shards import SavedTensor
 
 
 def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = 
         for name in own
         if name in state
         and isinstance(own[name], Tensor)
-        and isinstance(state[name], Tensor)
+        and isinstance(state[name], (Tensor, SavedTensor))
         and own[name].shape != state[name].shape
     ]
     problems = []

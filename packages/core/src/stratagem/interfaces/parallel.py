@@ -288,6 +288,11 @@ class ParallelStrategy(Strategy):
         """Wait for every rank; see `Strategy.barrier`."""
         dist.barrier()
 
+    def store(self) -> Any:
+        """Return a store of the ranks; see `Strategy.store`."""
+        store: Any = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore("stratagem_threads", store.clone())  # type: ignore[attr-defined]
+
     def tell_position(self, doing: Callable[[], str]) -> None:
         """Let this rank's position in errors say what a front end is doing."""
         if ParallelStrategy._positions is not None:

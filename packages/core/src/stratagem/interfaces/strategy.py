@@ -441,20 +441,39 @@ class Strategy(ABC):
     def barrier(self, name: str = "") -> None:
         """Wait until every rank is here; `name` stands in the error if one does not come."""
 
+    def store(self) -> Any:
+        """Return a `torch.distributed` store of the ranks, over a connection of its own.
+
+        For threads beside training, which must not use its collectives.
+
+        Raises:
+            ConfigurationError: this strategy has none.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no store by which its ranks could tell each other how a "
+            "save in the background goes: save sharded checkpoints synchronously"
+        )
+
     # -- state
 
     def model_state(self, prepared: Prepared) -> dict[str, Any]:
         """Return parameters and buffers by their canonical names.
 
         They alias the live ones: write or copy them before the next step. A strategy with sharded
-        state returns its shards.
+        state returns `Shards` on every rank where `checkpoint_io.takes_shards`, and otherwise whole
+        tensors on rank 0.
         """
         return prepared.original.state_dict()
 
     def load_model_state(
         self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
     ) -> None:
-        """Load what `model_state` returned.
+        """Load what `model_state` returned, under this strategy or another one.
+
+        Args:
+            prepared: the model.
+            state: whole tensors by name; or what `load_checkpoint` of this strategy put there.
+            strict: refuse missing and unexpected names.
 
         Raises:
             CheckpointMismatchError: names or shapes differ; lists them.
@@ -476,13 +495,17 @@ class Strategy(ABC):
         load_named_state(optimizer, prepared.original, state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Save on rank 0; every rank returns once the checkpoint is durable."""
-        if self.is_global_zero:
+        """Save; every rank returns once the checkpoint is durable, or copied to be written."""
+        if self.is_global_zero or self.checkpoint_io.takes_shards:
             self.checkpoint_io.save_checkpoint(checkpoint, path)
         self.barrier("save_checkpoint")
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`; every rank reads it."""
+        """Return the checkpoint at `path`; every rank reads it.
+
+        A strategy whose ranks each need a part of the state calls `open_checkpoint` of the
+        `checkpoint_io`, and finds a `SavedTensor` where a tensor was saved in shards.
+        """
         return self.checkpoint_io.load_checkpoint(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:

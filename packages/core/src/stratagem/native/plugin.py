@@ -92,6 +92,12 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="One file with a checksum, replaced atomically, loaded weights-only",
         ),
+        CheckpointIOSpec(
+            name="directory",
+            target="stratagem.native.checkpoint.directory:DirectoryCheckpointIO",
+            api_version=1,
+            summary="A directory that all ranks write together, each its shards (DCP)",
+        ),
         LauncherSpec(
             name="in_process",
             target="stratagem.native.launchers.in_process:InProcessLauncher",

@@ -12,12 +12,11 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from stratagem._plain_data import find_culprit, find_oversized
-from stratagem._version import __version__
 from stratagem.checkpoint_archive import (
     ArchiveWriter,
     Manifest,
+    Sink,
     check_entries,
-    names_of,
     not_whole,
     read_archive,
     verify_checksum,
@@ -29,7 +28,10 @@ from stratagem.errors import (
     CheckpointSaveError,
 )
 from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.shards import read_whole
+from stratagem.native.checkpoint.durable_directory import remove_any
 from stratagem.native.checkpoint.durable_file import DurableFile
+from stratagem.native.checkpoint.manifest import manifest_of
 
 
 class SingleFileCheckpointIO(CheckpointIO):
@@ -78,9 +80,7 @@ class SingleFileCheckpointIO(CheckpointIO):
         file = None
         try:
             with DurableFile(path) as file:
-                writer = ArchiveWriter(file)
-                _write_contents(checkpoint, writer)
-                writer.finish(_manifest(checkpoint))
+                write_archive(checkpoint, manifest_of(checkpoint, self), file)
                 file.commit()
         except OSError as error:
             if file is not None and file.renamed:
@@ -104,10 +104,7 @@ class SingleFileCheckpointIO(CheckpointIO):
                 f"{', '.join(there) or 'none'}"
             )
         if path.is_dir():
-            raise CheckpointCorruptError(
-                f"{str(path)!r} is a directory; expected a checkpoint file, such as one of "
-                f"{', '.join(sorted(p.name for p in path.glob('*.ckpt'))) or 'none there'}"
-            )
+            return read_whole(self.open_checkpoint(path))
         # Unbuffered: the checksum reads in large pieces of its own.
         with path.open("rb", buffering=0) as file:
             archive = read_archive(file, str(path))
@@ -124,19 +121,35 @@ class SingleFileCheckpointIO(CheckpointIO):
             raise CheckpointCorruptError(f"{str(path)!r} was refused: {oversized}")
         return loaded
 
+    def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
+        if not Path(path).is_dir():
+            return self.load_checkpoint(path)
+        # torch.distributed.checkpoint takes a while to import.
+        from stratagem.native.checkpoint.directory_reading import open_directory
+
+        return open_directory(Path(path), verify=self.verify, ranks=self.ranks)
+
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the file at `path`, if there is one."""
-        Path(path).unlink(missing_ok=True)
+        """Remove what is at `path`, if there is anything."""
+        remove_any(Path(path))
 
 
-def _write_contents(checkpoint: dict[str, Any], writer: ArchiveWriter) -> None:
+def write_archive(contents: dict[str, Any], manifest: Manifest, sink: Sink) -> None:
+    """Write contents, manifest and checksum to `sink`.
+
+    Raises:
+        OSError: what the sink raised.
+    """
+    writer = ArchiveWriter(sink)
     try:
         with _without_crc32():
-            torch.save(checkpoint, cast("IO[bytes]", writer))
+            torch.save(contents, cast("IO[bytes]", writer))
     except RuntimeError:
         if writer.error is not None:
             raise writer.error from None
         raise
+    writer.finish(manifest)
 
 
 def _load(source: str, path: str, size: int) -> Any:
@@ -165,25 +178,6 @@ def _load(source: str, path: str, size: int) -> Any:
         AssertionError,
     ) as error:
         raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
-
-
-def _manifest(checkpoint: dict[str, Any]) -> Manifest:
-    """Return what is known of the checkpoint; a Trainer's tells more than one of Lite."""
-
-    def number(name: str) -> int | None:
-        value = checkpoint.get(name)
-        return value if type(value) is int else None
-
-    strategy = checkpoint.get("strategy")
-    return Manifest(
-        stratagem=__version__,
-        torch=str(torch.__version__),
-        strategy=strategy[:100] if isinstance(strategy, str) else None,
-        world_size=number("world_size"),
-        epoch=number("epoch"),
-        global_step=number("global_step"),
-        contents=names_of(checkpoint),
-    )
 
 
 @contextmanager

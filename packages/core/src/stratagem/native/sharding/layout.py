@@ -11,14 +11,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from stratagem.interfaces.shards import SavedTensor, Shards
 
-def distribute_like(pattern: Tensor, whole: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that every rank has, laid out as `pattern` is.
+
+def distribute_like(pattern: Tensor, whole: Tensor | SavedTensor) -> Tensor:
+    """Return this rank's part of a tensor, laid out as `pattern` is.
 
     Nothing is communicated, and the part is a copy: neither the whole tensor nor the file that it
     is mapped from stays alive by it.
+
+    Args:
+        pattern: a parameter, sharded or not.
+        whole: of the same shape; every rank has it, or reads what it needs of it.
     """
-    if not isinstance(pattern, DTensor) or isinstance(whole, DTensor):
+    if not isinstance(pattern, DTensor):
+        return whole.whole() if isinstance(whole, SavedTensor) else whole
+    if isinstance(whole, DTensor):
         return whole
     shape, offset = compute_local_shape_and_global_offset(
         pattern.shape, pattern.device_mesh, pattern.placements
@@ -26,7 +34,9 @@ def distribute_like(pattern: Tensor, whole: Tensor) -> Tensor:
     part = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
     local = pattern.to_local()
     mine = torch.empty_like(local, dtype=whole.dtype)
-    if mine.numel():
+    if isinstance(whole, SavedTensor):
+        whole.read_into(Shards(whole.shape, whole.dtype, [(tuple(offset), mine)]))
+    elif mine.numel():
         mine.copy_(whole[part])
     return DTensor.from_local(
         mine,
@@ -36,6 +46,18 @@ def distribute_like(pattern: Tensor, whole: Tensor) -> Tensor:
         shape=pattern.shape,
         stride=pattern.stride(),
     )
+
+
+def shards_of(value: Any) -> Any:
+    """Return what this rank holds of a sharded tensor, aliased; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    local = value.to_local().detach()
+    _, offset = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    parts = [(tuple(offset), local)] if local.numel() else []
+    return Shards(tuple(value.shape), value.dtype, parts) if value.numel() else local
 
 
 @lru_cache

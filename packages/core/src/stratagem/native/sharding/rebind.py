@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.shards import SavedTensor, read_whole
 from stratagem.native.sharding.layout import distribute_like
 
 
@@ -51,10 +52,13 @@ class Rebinding:
 
 def distribute_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return a parameter's optimizer state with its tensors sharded as the parameter is."""
+    like_parameter = {
+        name
+        for name, value in state.items()
+        if isinstance(value, (Tensor, SavedTensor)) and value.shape == parameter.shape != ()
+    }
     return {
-        name: distribute_like(parameter, value)
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
-        else value
+        name: distribute_like(parameter, value) if name in like_parameter else read_whole(value)
         for name, value in state.items()
     }
 

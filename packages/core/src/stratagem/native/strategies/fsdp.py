@@ -89,7 +89,7 @@ class FSDPStrategy(ShardedStrategy):
             nothing to lift; only True is accepted.
         find_unused_parameters: let ranks use different parameters of a group; a parameter that
             is not used gets a gradient of zero.
-        **parts: see `ParallelStrategy`.
+        **parts: see `ShardedStrategy` and `ParallelStrategy`.
 
     Raises:
         ConfigurationError: an option is not one of the above, or they exclude each other.

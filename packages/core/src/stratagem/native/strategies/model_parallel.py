@@ -47,7 +47,7 @@ class ModelParallelStrategy(ShardedStrategy):
             and `device_mesh["data_parallel"]` are the mesh's dimensions.
         auto_wrap_policy: what is sharded as a group of its own; see `FSDPStrategy`.
         reshard_after_forward: see `FSDPStrategy`.
-        **parts: see `ParallelStrategy`.
+        **parts: see `ShardedStrategy` and `ParallelStrategy`.
 
     Raises:
         ConfigurationError: a size is not a number of ranks, or their product not the world size.

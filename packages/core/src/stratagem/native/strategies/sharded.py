@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,14 +16,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stratagem.errors import UserCodeError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.optimizer_state import load_named_state, load_weights, named_state
 from stratagem.interfaces.parallel import ParallelStrategy
+from stratagem.interfaces.shards import SavedTensor
 from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
-from stratagem.native.sharding.layout import distribute_like, whole_on_cpu
+from stratagem.native.sharding.layout import distribute_like, shards_of, whole_on_cpu
 from stratagem.native.sharding.memory import ask_for_huge_pages, return_freed_memory
 from stratagem.native.sharding.rebind import Rebinding, check_parameters, distribute_state
 from stratagem.native.sharding.replicated import (
@@ -30,6 +32,8 @@ from stratagem.native.sharding.replicated import (
     broadcast_from_first,
     find_replicated,
 )
+
+STATE_DICT_TYPES = ("full", "sharded")
 
 _ROOT = "_stratagem_sharded_root"
 
@@ -62,12 +66,27 @@ class ShardedStrategy(ParallelStrategy):
     """Trains with parameters, gradients and optimizer state spread over ranks.
 
     A subclass says how ranks are arranged (`mesh_shape`) and shards a model over them (`shard`).
+
+    Args:
+        state_dict_type: "full" gathers a checkpoint on rank 0, which writes one file; "sharded"
+            lets every rank write its part into a directory, as `checkpoint_io="directory"` does.
+        **parts: see `ParallelStrategy`.
+
+    Raises:
+        ConfigurationError: `state_dict_type` is something else.
     """
 
     device_mesh: DeviceMesh
     """How the ranks are arranged; there once processes are launched."""
 
-    def __init__(self, **parts: Any) -> None:
+    def __init__(self, *, state_dict_type: str = "full", **parts: Any) -> None:
+        if state_dict_type not in STATE_DICT_TYPES:
+            raise ConfigurationError(
+                f"state_dict_type={state_dict_type!r}: expected one of "
+                f"{', '.join(map(repr, STATE_DICT_TYPES))}"
+            )
+        if state_dict_type == "sharded" and parts.get("checkpoint_io") is None:
+            parts["checkpoint_io"] = "directory"
         super().__init__(**parts)
         self._replicated: list[nn.Parameter] = []
         self._holds_gradients = False
@@ -178,18 +197,19 @@ class ShardedStrategy(ParallelStrategy):
     # -- state
 
     def model_state(self, prepared: Prepared) -> dict[str, Any]:
-        """Return whole parameters and buffers on rank 0, on the CPU, copied; {} on other ranks.
+        """Return parameters and buffers: shards on every rank, where checkpoints take those.
 
-        They are gathered one at a time.
+        Otherwise they are whole, on rank 0, on the CPU, copied, gathered one at a time; and {} on
+        other ranks.
         """
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
-        return self._whole(prepared.original.state_dict())
+        return self._to_save(prepared.original.state_dict())
 
     def load_model_state(
         self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
     ) -> None:
-        """Load whole parameters, which every rank has; each takes its shards."""
+        """Load parameters; each rank takes, or reads, its shards of them."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         own = prepared.original.state_dict()
@@ -200,17 +220,22 @@ class ShardedStrategy(ParallelStrategy):
         load_weights(prepared.original, shards, strict=strict)
 
     def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state by parameter names: whole on rank 0, without tensors on other ranks."""
+        """Return the state by parameter names; of its tensors what `model_state` says."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         state = named_state(optimizer, prepared.original)
-        whole = {name: self._whole(entry) for name, entry in state["state"].items()}
-        return {**state, "state": whole if self.is_global_zero else {}}
+        saved = {name: self._to_save(entry) for name, entry in state["state"].items()}
+        keeps = self.is_global_zero or self.checkpoint_io.takes_shards
+        return {**state, "state": saved if keeps else {}}
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`; of sharded tensors, each rank will read its part."""
+        return self.checkpoint_io.open_checkpoint(path)
 
     def load_optimizer_state(
         self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load whole state, which every rank has; each takes its shards."""
+        """Load state; each rank takes, or reads, its shards of it."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         parameters = dict(prepared.original.named_parameters())
@@ -220,8 +245,10 @@ class ShardedStrategy(ParallelStrategy):
         }
         load_named_state(optimizer, prepared.original, {**state, "state": shards})
 
-    def _whole(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return whole copies on rank 0; every rank takes part in gathering each of them."""
+    def _to_save(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return shards; or whole copies on rank 0, which every rank takes part in gathering."""
+        if self.checkpoint_io.takes_shards:
+            return {name: shards_of(tensor) for name, tensor in tensors.items()}
         gathered = {}
         for name, tensor in tensors.items():
             whole = whole_on_cpu(tensor)
@@ -291,7 +318,8 @@ def _check_still_sharded(root: nn.Module) -> None:
 
 
 def _fits(own: Any, value: Any) -> bool:
-    return isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape
+    kinds = Tensor, SavedTensor
+    return isinstance(own, Tensor) and isinstance(value, kinds) and own.shape == value.shape
 
 
 def _is_in(parameter: nn.Parameter, known: Sequence[nn.Parameter]) -> bool:

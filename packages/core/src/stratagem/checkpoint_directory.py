@@ -1,0 +1,184 @@
+"""The directory that a sharded checkpoint is: its manifest and checksums; without torch.
+
+::
+
+    step=400/
+      manifest.json     says what this is, and has the size and checksum of every other file
+      state.ckpt        all but the sharded tensors, as a checkpoint of one file has it
+      .metadata         of torch.distributed.checkpoint: which part of a tensor lies where
+      __0_0.distcp      the tensors' parts that rank 0 wrote
+      __1_0.distcp      ... and rank 1
+
+The manifest is written last, when the other files are durable. `torch.distributed.checkpoint.load`
+reads the tensors too.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from stratagem.checkpoint_archive import Manifest, parse_manifest
+from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
+
+MANIFEST = "manifest.json"
+STATE = "state.ckpt"
+LAYOUT = ".metadata"
+
+# Far more than the names of a million tensors' files take.
+_LARGEST_MANIFEST = 256 << 20
+_MAPPED_PIECE = 64 << 20
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of the directory, as its manifest describes it.
+
+    Attributes:
+        size: in bytes.
+        xxh3_128: its checksum, 32 hexadecimal digits.
+    """
+
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Directory:
+    """What a directory's manifest says.
+
+    Attributes:
+        path: the directory.
+        manifest: who saved what; None: `torch.distributed.checkpoint` alone made it.
+        checksum: of the manifest, 32 hexadecimal digits; None likewise.
+        files: by name.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    checksum: str | None
+    files: Mapping[str, SavedFile]
+
+    @property
+    def size(self) -> int:
+        """Of all files together, in bytes."""
+        return sum(file.size for file in self.files.values())
+
+
+def encode_manifest(manifest: Manifest, files: Mapping[str, SavedFile]) -> bytes:
+    """Return the contents of the manifest file, with a checksum of themselves."""
+    contents = {
+        **asdict(manifest),
+        "files": {name: asdict(files[name]) for name in sorted(files)},
+    }
+    return _dump({**contents, "xxh3_128": _checksum_of(contents)})
+
+
+def is_directory_checkpoint(path: Path) -> bool:
+    """Whether there is a whole directory, by its looks: ours, or one that plain DCP wrote."""
+    return (path / MANIFEST).is_file() or (path / LAYOUT).is_file()
+
+
+def read_directory(path: Path) -> Directory:
+    """Return what the manifest of a directory says; the other files are not looked at.
+
+    Raises:
+        CheckpointNotFoundError: it is no checkpoint.
+        CheckpointCorruptError: its manifest is damaged, or of a newer format.
+    """
+    file = path / MANIFEST
+    if not file.is_file():
+        if (path / LAYOUT).is_file():
+            return Directory(path, None, None, {})
+        there = sorted(p.name for p in path.glob("*.ckpt"))
+        raise CheckpointNotFoundError(
+            f"{str(path)!r} is a directory without {MANIFEST!r}, so it is no checkpoint; expected "
+            f"one, or a file such as one of these in it: {', '.join(there) or 'none'}"
+        )
+    if file.stat().st_size > _LARGEST_MANIFEST:
+        raise CheckpointCorruptError(f"{str(file)!r} is larger than {_LARGEST_MANIFEST} bytes")
+    text = file.read_bytes()
+    try:
+        contents = json.loads(text)
+        checksum = contents.pop("xxh3_128")
+        files = {
+            str(name): SavedFile(int(entry["size"]), str(entry["xxh3_128"]))
+            for name, entry in contents["files"].items()
+        }
+        manifest = parse_manifest(contents, str(path))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(file, f"it cannot be read ({type(error).__name__}: {error})") from error
+    # Compared as a whole, so that a changed byte is found wherever it is.
+    if checksum != _checksum_of(contents) or text != _dump({**contents, "xxh3_128": checksum}):
+        raise _damaged(file, "its contents do not have the checksum that was written")
+    for name in files:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise CheckpointCorruptError(
+                f"{str(file)!r} was refused: it names the file {name!r}, which leads out of the "
+                "directory"
+            )
+    return Directory(path, manifest, checksum, files)
+
+
+def verify_files(directory: Directory, names: Iterable[str] | None = None) -> None:
+    """Read files whole and compare them with their checksums.
+
+    Args:
+        directory: what its manifest says.
+        names: which files; all by default.
+
+    Raises:
+        CheckpointCorruptError: one is missing, or has changed since it was written.
+    """
+    for name in directory.files if names is None else names:
+        expected = directory.files[name]
+        path = directory.path / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise _damaged(path, f"it is missing ({error})") from error
+        if size != expected.size:
+            raise _damaged(path, f"it has {size} bytes, but {expected.size} were written")
+        found = _checksum_of_file(path, size)
+        if found != expected.xxh3_128:
+            raise _damaged(
+                path,
+                f"its contents have the checksum xxh3_128 {found}, but {expected.xxh3_128} was "
+                "written",
+            )
+
+
+def _checksum_of_file(path: Path, size: int) -> str:
+    found = xxhash.xxh3_128()
+    if size:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped,
+            memoryview(mapped) as contents,
+        ):
+            mapped.madvise(mmap.MADV_SEQUENTIAL)
+            for start in range(0, size, _MAPPED_PIECE):
+                with contents[start : start + _MAPPED_PIECE] as piece:
+                    found.update(piece)
+    return found.hexdigest()
+
+
+def _checksum_of(contents: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(_dump(contents)).hexdigest()
+
+
+def _dump(contents: dict[str, Any]) -> bytes:
+    return json.dumps(contents, indent=1).encode("ascii")
+
+
+def _damaged(path: Path, what: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{str(path)!r} is damaged: {what}. Copy the checkpoint again from where it is whole, or "
+        "use an older one"
+    )

@@ -1,0 +1,284 @@
+"""DirectoryCheckpointIO: a directory that all ranks write together, each its own part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from stratagem._plain_data import find_culprit
+from stratagem.checkpoint_archive import Manifest
+from stratagem.checkpoint_directory import (
+    LAYOUT,
+    MANIFEST,
+    STATE,
+    SavedFile,
+    encode_manifest,
+)
+from stratagem.errors import CheckpointContentError, CheckpointSaveError
+from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.shards import Shards, has_shards, read_whole
+from stratagem.native.checkpoint.directory_reading import open_directory
+from stratagem.native.checkpoint.durable_directory import DurableDirectory, remove_any
+from stratagem.native.checkpoint.exchange import Exchange, Record, StoreExchange, exchange_alone
+from stratagem.native.checkpoint.manifest import manifest_of
+from stratagem.native.checkpoint.shard_writer import ShardWriter
+from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO, write_archive
+from stratagem.native.checkpoint.streamed_file import StreamedFile
+
+
+class DirectoryCheckpointIO(CheckpointIO):
+    """Writes sharded state in parallel: no rank gathers, or holds, another rank's share.
+
+    Tensors lie in the format of `torch.distributed.checkpoint`, everything else in a small file
+    beside them, and a manifest has the checksum of each file. The directory appears at its path
+    once all ranks' files are on the disk. It loads under any strategy and any number of ranks.
+
+    The path lies on a file system that all ranks share.
+
+    Args:
+        verify: compare with the checksums when loading; each rank does a part of it.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from stratagem import Lite
+        >>> lite = Lite(accelerator="cpu", plugins="directory")
+        >>> lite.launch()
+        >>> path = f"{tempfile.mkdtemp()}/step=1"
+        >>> lite.save(path, {"weights": torch.ones(2)})
+        >>> lite.load(path)
+        {'weights': tensor([1., 1.])}
+    """
+
+    takes_shards = True
+
+    def __init__(self, *, verify: bool = True) -> None:
+        self.verify = verify
+        self._exchange: StoreExchange | None = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write `checkpoint` to the directory `path`; see `CheckpointIO.save_checkpoint`.
+
+        Every rank calls it; all return once the checkpoint is durable, or raise.
+        """
+        gather = exchange_alone if self.ranks is None else self.ranks.gather_plain
+        _Save(self, checkpoint, Path(path)).write(gather)
+
+    def prepare_save(self, checkpoint: dict[str, Any], path: str | Path) -> Callable[[], None]:
+        """Agree on who writes what; return what writes it; see `CheckpointIO.prepare_save`."""
+        exchange: Exchange = exchange_alone
+        if self.ranks is not None and self.ranks.world_size > 1:
+            exchange = self._exchange = self._exchange or StoreExchange(self.ranks)
+        return partial(_Save(self, checkpoint, Path(path)).write, exchange)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`, whole; see `CheckpointIO.load_checkpoint`."""
+        return read_whole(self.open_checkpoint(path))
+
+    def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
+        if Path(path).is_dir():
+            return open_directory(Path(path), verify=self.verify, ranks=self.ranks)
+        return SingleFileCheckpointIO(verify=self.verify).load_checkpoint(path)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove what is at `path`."""
+        remove_any(Path(path))
+
+    def teardown(self) -> None:
+        """Wait for no other rank any more."""
+        if self._exchange is not None:
+            self._exchange.stop()
+            self._exchange = None
+
+
+class _Save:
+    """One save of one rank. Making it communicates; `write` does so only by its argument."""
+
+    def __init__(self, io: DirectoryCheckpointIO, checkpoint: dict[str, Any], path: Path) -> None:
+        ranks = io.ranks
+        self._path = path
+        self._rank = 0 if ranks is None else ranks.global_rank
+        self._rest, parts, self._paths = _split(checkpoint)
+        self._writer = ShardWriter(parts)
+        self._manifest: Manifest = manifest_of(checkpoint, io)
+        self._directory: DurableDirectory | None = None
+        # A rank that fails says so in what it tells, so that none of the others waits for it.
+        own = {"parts": self._writer.describe(), **self._begin()}
+        told = [own] if ranks is None else ranks.gather_plain(own)
+        self._temporary = Path(told[0]["temporary"])
+        try:
+            _raise_first(told, path)
+            self._agree([of_rank["parts"] for of_rank in told])
+        except BaseException:
+            self._close()
+            raise
+
+    def _begin(self) -> Record:
+        record: Record = {"temporary": "", "error": "", "errno": None, "culprit": False}
+        culprit = find_culprit(self._rest, "checkpoint")
+        if culprit:
+            what = (
+                f"{culprit}, which could not be loaded without executing code. Store numbers, "
+                "strings, tensors, and dicts, lists, tuples and sets of them"
+            )
+            return {**record, "error": what, "culprit": True}
+        if self._rank == 0:
+            try:
+                self._directory = DurableDirectory(self._path)
+            except OSError as error:
+                return {**record, **_told(error)}
+            record["temporary"] = str(self._directory.temporary)
+        return record
+
+    def _agree(self, parts: list[Any]) -> None:
+        try:
+            self._writer.agree(parts, self._rank)
+        except ValueError as error:
+            raise CheckpointContentError(
+                f"cannot save {str(self._path)!r}: the ranks' shards do not make whole tensors: "
+                f"{error}"
+            ) from error
+
+    def write(self, exchange: Exchange) -> None:
+        """Write this rank's part; on rank 0, put the checkpoint in its place when all have."""
+        try:
+            written = exchange(self._write_part())
+            _raise_first(written, self._path)
+            done: Record = {"error": "", "errno": None}
+            if self._directory is not None:
+                done = self._commit(self._directory, written)
+            _raise_first(exchange(done), self._path)
+        finally:
+            self._close()
+
+    def _write_part(self) -> Record:
+        files: dict[str, SavedFile] = {}
+        try:
+            create = partial(_HashedFile, files)
+            places = self._writer.write(self._temporary, create)
+            if self._rank == 0:
+                with closing(create(self._temporary / STATE)) as file:
+                    write_archive(self._rest, self._manifest, file)
+        except (OSError, RuntimeError) as error:
+            return _told(error)
+        written = {name: (file.size, file.xxh3_128) for name, file in files.items()}
+        return {"error": "", "errno": None, "places": places, "files": written}
+
+    def _commit(self, directory: DurableDirectory, written: list[Record]) -> Record:
+        files = {
+            name: SavedFile(size, checksum)
+            for record in written
+            for name, (size, checksum) in record["files"].items()
+        }
+        try:
+            layout = self._writer.layout([record["places"] for record in written], self._paths)
+            with closing(_HashedFile(files, directory.temporary / LAYOUT)) as file:
+                file.write(layout)
+            manifest = encode_manifest(self._manifest, files)
+            with closing(_HashedFile({}, directory.temporary / MANIFEST)) as file:
+                file.write(manifest)
+            directory.commit()
+        except OSError as error:
+            return _told(error)
+        return {"error": "", "errno": None}
+
+    def _close(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
+
+
+def _split(
+    checkpoint: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Tensor | Shards], dict[str, tuple[Any, ...]]]:
+    """Take the tensors out of those entries of a checkpoint that are sharded.
+
+    Returns:
+        What is left, with None in their places; they, by names; and where each of them was.
+    """
+    parts: dict[str, Tensor | Shards] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+
+    def take(data: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(data, (Tensor, Shards)):
+            name = ".".join(map(str, path))
+            if name in parts:  # {"a": {"b.c": ...}} and {"a.b": {"c": ...}}
+                name = repr(path)
+            parts[name], paths[name] = data, path
+            return None
+        if isinstance(data, dict):
+            return {key: take(value, (*path, key)) for key, value in data.items()}
+        if type(data) in (list, tuple):
+            return type(data)(take(value, (*path, i)) for i, value in enumerate(data))
+        return data
+
+    rest = {
+        name: take(entry, (name,)) if has_shards(entry) else entry
+        for name, entry in checkpoint.items()
+    }
+    return rest, parts, paths
+
+
+def _told(error: Exception) -> Record:
+    return {
+        "error": f"{type(error).__name__}: {error}",
+        "errno": error.errno if isinstance(error, OSError) else None,
+    }
+
+
+def _raise_first(records: list[Record], path: Path) -> None:
+    """Raise the error of the first rank that has one; the same one on every rank."""
+    for rank, record in enumerate(records):
+        if not record["error"]:
+            continue
+        where = f"rank {rank}: " if len(records) > 1 else ""
+        message = f"cannot save {str(path)!r}: {where}{record['error']}"
+        if record.get("culprit"):
+            raise CheckpointContentError(message)
+        state = "what was there before is unchanged" if path.exists() else "nothing is there"
+        raise CheckpointSaveError(f"{message}; {state}", errno=record["errno"])
+
+
+class _HashedFile:
+    """A file of the directory: hashed and streamed to the disk, on which it is when it is closed.
+
+    Args:
+        files: takes its size and checksum.
+        path: of the file, which is not there yet.
+    """
+
+    def __init__(self, files: dict[str, SavedFile], path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._file: StreamedFile | None = StreamedFile(os.open(path, flags, 0o666))
+        self._hash = xxhash.xxh3_128()
+        self._files = files
+        self._name = path.name
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        with memoryview(data) as view:
+            assert self._file is not None
+            self._hash.update(view)
+            self._size += view.nbytes
+            return self._file.write(view.cast("B"))
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """Do nothing: it is on the disk when it is closed."""
+
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                file.sync()
+            finally:
+                file.close()
+            self._files[self._name] = SavedFile(self._size, self._hash.hexdigest())

@@ -1,0 +1,104 @@
+"""DurableDirectory: a directory that appears at its path whole and on the disk, or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+from stratagem.native.checkpoint.durable_file import (
+    make_directory,
+    remove_leftovers,
+    remove_path,
+    temporary_path,
+)
+from stratagem.native.checkpoint.streamed_file import sync_directory
+
+# From the present working directory; put each at the other's place (renameat2(2)).
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class DurableDirectory:
+    """A temporary directory beside a path; `commit` puts it in its place.
+
+    As with a `DurableFile`, its writer holds a lock on it until then, so that the next writer there
+    removes what a dead one left.
+
+    Args:
+        path: where it shall appear; the directory above it is made if there is none.
+
+    Attributes:
+        temporary: where files are to be written.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        make_directory(path.parent)
+        remove_leftovers(path.parent)
+        while True:
+            self.temporary = temporary_path(path.parent)
+            self.temporary.mkdir()
+            self._lock = os.open(self.temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            except OSError:
+                break  # a file system without locks: nobody else can lock it either
+            if self.temporary.exists():
+                break
+            # In the moment between the two, another writer took it for a leftover.
+            os.close(self._lock)
+
+    def commit(self) -> None:
+        """Return once the directory is at the path, and on the disk; its files must be already.
+
+        What was at the path before changes places with it, in one step, and is then removed.
+
+        Raises:
+            OSError: it is not in its place.
+        """
+        sync_directory(self.temporary)
+        if os.path.lexists(self.path):
+            _exchange(self.temporary, self.path)
+        else:
+            self.temporary.rename(self.path)
+        sync_directory(self.path.parent)
+        self.close()
+
+    def close(self) -> None:
+        """Remove the temporary directory, or what it has replaced."""
+        remove_path(self.temporary)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _exchange(first: Path, second: Path) -> None:
+    renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    number = errno.ENOSYS
+    if renameat2 is not None:
+        arguments = os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
+        if not renameat2(_AT_FDCWD, arguments[0], arguments[1], arguments[2], arguments[3]):
+            return
+        number = ctypes.get_errno()
+    raise OSError(
+        number,
+        f"{os.strerror(number)}: this file system cannot put a directory in the place of another "
+        "in one step; save to a path where there is nothing yet",
+    )
+
+
+def remove_any(path: Path) -> None:
+    """Remove a checkpoint, a file or a directory, if there is one; all of it or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        doomed = temporary_path(path.parent)
+        path.rename(doomed)
+        remove_path(doomed)
+    else:
+        path.unlink(missing_ok=True)
