@@ -25,6 +25,7 @@ class EngineModule(nn.Module):
         module: the model.
         engine: DeepSpeed's; None: none was needed yet, or it was released.
         config: the engine's.
+        groups: names of the parameters in each of the optimizer's groups.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,6 +33,7 @@ class EngineModule(nn.Module):
         self.module = module
         self.__dict__["engine"] = None
         self.config: dict[str, Any] = {}
+        self.groups: list[list[str]] = []
         self._linear: Callable[..., Any] | None = None
         self._has_inferred = False
 
@@ -72,6 +74,8 @@ class EngineModule(nn.Module):
         self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any]
     ) -> None:
         """Make the engine, which moves, converts and (at stage 3) shards the model's parameters."""
+        # The engine takes the parameters out of the optimizer's groups.
+        self.groups = _names_in_groups(self.module, optimizer)
         with restored_linear() as linear:
             engine, _, _, _ = deepspeed.initialize(
                 model=self.module, optimizer=optimizer, config=config
@@ -99,6 +103,14 @@ class EngineModule(nn.Module):
         # Nothing else would: functions that torch's autograd holds keep an engine alive.
         if not sys.is_finalizing():
             self.release()
+
+
+def _names_in_groups(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
+    named = list(module.named_parameters())
+    if optimizer is None:
+        return [[name for name, parameter in named if parameter.requires_grad]]
+    names = {id(parameter): name for name, parameter in named}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 class _Replaced:

@@ -16,6 +16,7 @@ DEEPSPEED = Capabilities(
     owns_accumulation=True,
     owns_clipping=True,
     sharded_state=True,
+    checkpoint_io="directory",
     uneven_evaluation=False,
 )
 """What a ZeRO engine can do: at stage 3 forward gathers parameters, so ranks run as many batches."""

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +40,7 @@ from stratagem_deepspeed.engine import EngineModule, restored_linear
 from stratagem_deepspeed.library import import_deepspeed, installed_version, quiet_rank
 from stratagem_deepspeed.optimizers import only_one, suited, wants_cpu_adam
 from stratagem_deepspeed.plugin import DEEPSPEED
+from stratagem_deepspeed.state import EngineState
 
 _called_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[EngineModule]] = (
     weakref.WeakKeyDictionary()
@@ -426,6 +428,36 @@ class DeepSpeedStrategy(ParallelStrategy):
     def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return what does nothing: gradients are the engine's, and its step clears them."""
         return _nothing
+
+    # -- state
+
+    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+        """Return parameters, in the optimizer's precision, and buffers; see `Strategy`."""
+        return self._state(prepared).weights()
+
+    def load_model_state(
+        self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        """Load weights of any strategy; each rank takes, or reads, its part."""
+        self._state(prepared).load_weights(state, strict=strict)
+
+    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state by parameter names; see `Strategy`."""
+        return self._state(prepared).optimizer()
+
+    def load_optimizer_state(
+        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load optimizer state of any strategy; each rank takes, or reads, its part."""
+        self._state(prepared).load_optimizer(state)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`; of sharded tensors, each rank will read its part."""
+        return self.checkpoint_io.open_checkpoint(path)
+
+    def _state(self, prepared: Prepared) -> EngineState:
+        assert isinstance(prepared.module, EngineModule)
+        return EngineState(prepared.module, takes_shards=self.checkpoint_io.takes_shards)
 
     def before_evaluation(self, prepared: Prepared) -> None:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
