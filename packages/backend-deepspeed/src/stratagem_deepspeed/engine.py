@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stratagem._tree import map_tensors
 from stratagem_deepspeed.config import stage_of
 
 class EngineModule(nn.Module):
@@ -33,7 +34,6 @@ class EngineModule(nn.Module):
         self.__dict__["engine"] = None
         self.config: dict[str, Any] = {}
         self._linear: Callable[..., Any] | None = None
-        self._has_inferred = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
@@ -43,11 +43,9 @@ class EngineModule(nn.Module):
         if self._linear is None:
             return engine(*args, **kwargs)
         if torch.is_inference_mode_enabled():
-            self._has_inferred = True
-        elif self._has_inferred:
-            # Parameters that stayed gathered are tensors of inference mode, which cannot train.
-            engine.empty_partition_cache()
-            self._has_inferred = False
+            # Parameters that are gathered in inference mode, and some stay so, cannot train.
+            with torch.inference_mode(False), torch.no_grad(), self.linear():
+                return engine(*_usable(args), **_usable(kwargs))
         with self.linear():
             return engine(*args, **kwargs)
 
@@ -81,8 +79,6 @@ class EngineModule(nn.Module):
         self.__dict__["engine"] = engine
         if stage_of(config) == 3:
             _loosen(self.module)
-        # Each backward completes the gradients: `no_sync` says otherwise.
-        engine.set_gradient_accumulation_boundary(True)
 
     def release(self) -> None:
         """Give back what the engine holds: optimizer state, gradients, hooks.
@@ -99,6 +95,11 @@ class EngineModule(nn.Module):
         # Nothing else would: functions that torch's autograd holds keep an engine alive.
         if not sys.is_finalizing():
             self.release()
+
+
+def _usable(data: Any) -> Any:
+    """Return data whose tensors of inference mode are copied, since no others may be changed."""
+    return map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, data)
 
 
 class _Replaced:
@@ -136,6 +137,22 @@ def _loosen(module: nn.Module) -> None:
                     cell.cell_contents.module = None
 
 
+_LINKS = (
+    "_dp_group",
+    "_hp_mapping",
+    "_index_in_param_group",
+    "_z3_optimizer",
+    "get_full_hp_grad",
+    "get_full_hp_param",
+    "grad_accum",
+    "load_hp_checkpoint_state",
+    "param_idx_in_group",
+    "set_full_hp_grad",
+    "set_full_hp_param",
+)
+"""What an engine puts on parameters to find its optimizer's state, which they then keep alive."""
+
+
 def _release(engine: Any, module: nn.Module) -> None:
     optimizer = engine.optimizer
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
@@ -143,6 +160,9 @@ def _release(engine: Any, module: nn.Module) -> None:
         if hook is not None:
             hook.remove()
     engine.destroy()
+    for parameter in module.parameters():
+        for name in _LINKS:
+            vars(parameter).pop(name, None)
     if stage_of(engine.config) != 3:
         return
     # A cache for all engines, whose keys are modules.

@@ -50,8 +50,9 @@ class DeepSpeedStrategy(ParallelStrategy):
     """Shards optimizer state, gradients and parameters over ranks by DeepSpeed (ZeRO).
 
     Runs on CPU over gloo as on GPU over nccl. A step is the engine's: it clips by norm, as
-    `Trainer(gradient_clip_val=...)` or the config says, and accumulates what backward adds. Under
-    Lite, divide the loss and step the optimizer as under any strategy.
+    `Trainer(gradient_clip_val=...)` or the config says, and completes the gradients that backward
+    passes have added up since the step before. So a loop under Lite is the loop of any strategy:
+    it divides the loss, and steps the optimizer when it likes.
 
     `Lite.init_module()` and `Module.configure_model()` build a model of stage 3 in shards
     (`deepspeed.zero.Init`), layer by layer, with rank 0's numbers.
@@ -380,12 +381,6 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- a training step
 
-    def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
-        """Return a context in which gradients are added up, for a later backward to complete."""
-        called = prepared.module
-        assert isinstance(called, EngineModule)
-        return _Held(called.engine) if called.engine is not None else None
-
     def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the engine's backward, which scales the loss and reduces gradients.
 
@@ -443,19 +438,6 @@ class EnginePrepared(Prepared):
 
 def _nothing() -> None:
     pass
-
-
-class _Held(AbstractContextManager[None]):
-    """Backward passes inside complete no gradients."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine.set_gradient_accumulation_boundary(False)
-
-    def __exit__(self, *exception: object) -> None:
-        self._engine.set_gradient_accumulation_boundary(True)
 
 
 def _model_of(module: nn.Module) -> nn.Module:
