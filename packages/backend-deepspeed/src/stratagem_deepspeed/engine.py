@@ -26,6 +26,7 @@ class EngineModule(nn.Module):
         module: the model.
         engine: DeepSpeed's; None: none was needed yet, or it was released.
         config: the engine's.
+        groups: the names of the parameters in each of the optimizer's groups.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,6 +34,7 @@ class EngineModule(nn.Module):
         self.module = module
         self.__dict__["engine"] = None
         self.config: dict[str, Any] = {}
+        self.groups: list[list[str]] = []
         self._linear: Callable[..., Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +72,12 @@ class EngineModule(nn.Module):
         self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any]
     ) -> None:
         """Make the engine, which moves, converts and (at stage 3) shards the model's parameters."""
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        groups = optimizer.param_groups if optimizer is not None else []
+        # DeepSpeed puts flat tensors into the groups, and drops those that are empty.
+        self.groups = [[names[id(p)] for p in g["params"]] for g in groups if g["params"]]
+        if optimizer is None and "optimizer" in config:
+            self.groups = [list(names.values())]
         with restored_linear() as linear:
             engine, _, _, _ = deepspeed.initialize(
                 model=self.module, optimizer=optimizer, config=config

@@ -22,11 +22,12 @@ from stratagem.interfaces.activation_checkpointing import (
     apply_activation_checkpointing,
     check_choice,
 )
+from stratagem.interfaces.memory import ask_for_huge_pages, return_freed_memory
 from stratagem.interfaces.parallel import ParallelStrategy
 from stratagem.interfaces.precision import EnginePrecision, Precision
 from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
 from stratagem.interfaces.train_step import GradientClip
-from stratagem_deepspeed import ops
+from stratagem_deepspeed import ops, whole_state
 from stratagem_deepspeed.config import (
     Facts,
     Options,
@@ -216,6 +217,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         )
         config = self._config()
         kind = parts.accelerator.device(parts.devices[0]).type
+        if kind == "cpu":
+            ask_for_huge_pages()
         if config.get("fp16", {}).get("enabled") and kind == "cpu" and not _cpu_has_float16():
             raise ConfigurationError(
                 f"precision={parts.precision.name!r}: this processor has no float16 arithmetic, "
@@ -254,6 +257,8 @@ class DeepSpeedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Join the process group, then import DeepSpeed."""
         super().setup_environment()
+        if self.device.type == "cpu":
+            return_freed_memory()
         self._deepspeed = import_deepspeed(self.device.type)
         with self._quiet():
             self._deepspeed.init_distributed(
@@ -417,6 +422,30 @@ class DeepSpeedStrategy(ParallelStrategy):
                 "closure: call lite.backward(loss), then optimizer.step()"
             )
         prepared.module.engine.step()
+
+    # -- state: whole on rank 0, as under any other strategy that shards
+
+    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+        """Return whole parameters and buffers on rank 0, on the CPU, copied; {} on other ranks."""
+        return whole_state.model_state(self, prepared)
+
+    def load_model_state(
+        self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        """Load whole parameters, which every rank has; each takes its shards."""
+        whole_state.load_model_state(prepared, state, strict=strict)
+
+    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state by parameter names: whole on rank 0, without tensors on other ranks."""
+        return whole_state.optimizer_state(self, prepared, optimizer)
+
+    def load_optimizer_state(
+        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load whole state, which every rank has; each takes its part."""
+        whole_state.load_optimizer_state(prepared, optimizer, state)
+
+    # -- the rest
 
     def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return what does nothing: gradients are the engine's, and its step clears them."""

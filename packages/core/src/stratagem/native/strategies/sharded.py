@@ -23,7 +23,7 @@ from stratagem.interfaces.train_step import GradientClip
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import distribute_like, whole_on_cpu
-from stratagem.native.sharding.memory import ask_for_huge_pages, return_freed_memory
+from stratagem.interfaces.memory import ask_for_huge_pages, return_freed_memory
 from stratagem.native.sharding.rebind import Rebinding, check_parameters, distribute_state
 from stratagem.native.sharding.replicated import (
     average_gradients,
