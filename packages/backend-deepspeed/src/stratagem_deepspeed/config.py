@@ -207,9 +207,11 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
         ("allgather_bucket_size", BUCKET_SIZE),
         ("reduce_bucket_size", BUCKET_SIZE),
         ("contiguous_gradients", True),
-        ("overlap_comm", True),
     ):
         config.fill((_ZERO, name), default)
+    # Below stage 2 gradients are reduced in the step, when there is no backward to overlap with.
+    config.fill((_ZERO, "overlap_comm"), config.get((_ZERO, "stage")) in (2, 3))
+    config.put(("managed_gradient_accumulation",), False, "the loop says when to step")
     _precision(config, facts)
     _steps(config, facts)
     config.fill(("steps_per_print",), _NEVER)
@@ -390,6 +392,11 @@ def _check_zero(config: _Config, facts: Facts) -> None:
             "(parameters too); 0 shards nothing, as ddp"
         )
     made = config.made
+    if stage < 2 and config.get((_ZERO, "overlap_comm")):
+        raise ConfigurationError(
+            f"overlap_comm=True with stage={stage}: gradients are reduced in the step there, after "
+            "the last backward: leave it out, or pass stage=2"
+        )
     param, optimizer = (offload_device(made, w) for w in ("offload_param", "offload_optimizer"))
     if param is not None and stage != 3:
         raise ConfigurationError(

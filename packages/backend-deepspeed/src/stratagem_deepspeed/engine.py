@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stratagem._tree import map_tensors
 from stratagem_deepspeed.config import stage_of
+
 
 class EngineModule(nn.Module):
     """Calls a model through its engine, or as it is while it has none.
@@ -25,7 +27,7 @@ class EngineModule(nn.Module):
         module: the model.
         engine: DeepSpeed's; None: none was needed yet, or it was released.
         config: the engine's.
-        groups: names of the parameters in each of the optimizer's groups.
+        groups: the names of the parameters in each of the optimizer's groups.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,7 +37,6 @@ class EngineModule(nn.Module):
         self.config: dict[str, Any] = {}
         self.groups: list[list[str]] = []
         self._linear: Callable[..., Any] | None = None
-        self._has_inferred = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
@@ -45,11 +46,9 @@ class EngineModule(nn.Module):
         if self._linear is None:
             return engine(*args, **kwargs)
         if torch.is_inference_mode_enabled():
-            self._has_inferred = True
-        elif self._has_inferred:
-            # Parameters that stayed gathered are tensors of inference mode, which cannot train.
-            engine.empty_partition_cache()
-            self._has_inferred = False
+            # Parameters that are gathered in inference mode, and some stay so, cannot train.
+            with torch.inference_mode(False), torch.no_grad(), self.linear():
+                return engine(*_usable(args), **_usable(kwargs))
         with self.linear():
             return engine(*args, **kwargs)
 
@@ -70,12 +69,14 @@ class EngineModule(nn.Module):
         finally:
             nn.functional.linear = before
 
-    def make(
-        self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any]
-    ) -> None:
+    def make(self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
         """Make the engine, which moves, converts and (at stage 3) shards the model's parameters."""
-        # The engine takes the parameters out of the optimizer's groups.
-        self.groups = _names_in_groups(self.module, optimizer)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        groups = optimizer.param_groups if optimizer is not None else []
+        # DeepSpeed puts flat tensors into the groups, and drops those that are empty.
+        self.groups = [[names[id(p)] for p in g["params"]] for g in groups if g["params"]]
+        if optimizer is None and "optimizer" in config:
+            self.groups = [list(names.values())]
         with restored_linear() as linear:
             engine, _, _, _ = deepspeed.initialize(
                 model=self.module, optimizer=optimizer, config=config
@@ -85,8 +86,6 @@ class EngineModule(nn.Module):
         self.__dict__["engine"] = engine
         if stage_of(config) == 3:
             _loosen(self.module)
-        # Each backward completes the gradients: `no_sync` says otherwise.
-        engine.set_gradient_accumulation_boundary(True)
 
     def release(self) -> None:
         """Give back what the engine holds: optimizer state, gradients, hooks.
@@ -105,12 +104,9 @@ class EngineModule(nn.Module):
             self.release()
 
 
-def _names_in_groups(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    named = list(module.named_parameters())
-    if optimizer is None:
-        return [[name for name, parameter in named if parameter.requires_grad]]
-    names = {id(parameter): name for name, parameter in named}
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+def _usable(data: Any) -> Any:
+    """Return data whose tensors of inference mode are copied, since no others may be changed."""
+    return map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, data)
 
 
 class _Replaced:
@@ -148,6 +144,22 @@ def _loosen(module: nn.Module) -> None:
                     cell.cell_contents.module = None
 
 
+_LINKS = (
+    "_dp_group",
+    "_hp_mapping",
+    "_index_in_param_group",
+    "_z3_optimizer",
+    "get_full_hp_grad",
+    "get_full_hp_param",
+    "grad_accum",
+    "load_hp_checkpoint_state",
+    "param_idx_in_group",
+    "set_full_hp_grad",
+    "set_full_hp_param",
+)
+"""What an engine puts on parameters to find its optimizer's state, which they then keep alive."""
+
+
 def _release(engine: Any, module: nn.Module) -> None:
     optimizer = engine.optimizer
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
@@ -155,6 +167,9 @@ def _release(engine: Any, module: nn.Module) -> None:
         if hook is not None:
             hook.remove()
     engine.destroy()
+    for parameter in module.parameters():
+        for name in _LINKS:
+            vars(parameter).pop(name, None)
     if stage_of(engine.config) != 3:
         return
     # A cache for all engines, whose keys are modules.

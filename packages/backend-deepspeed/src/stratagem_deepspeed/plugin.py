@@ -13,7 +13,6 @@ DEEPSPEED = Capabilities(
     one_process=False,
     many_devices=True,
     multi_node=True,
-    owns_accumulation=True,
     owns_clipping=True,
     sharded_state=True,
     checkpoint_io="directory",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stratagem.checkpoint import SavedTensor, Shards
-from stratagem.errors import CheckpointMismatchError
+from stratagem.errors import CheckpointMismatchError, ConfigurationError
 from stratagem.interfaces.optimizer_state import (
     check_weights,
     load_named_state,
@@ -24,6 +24,7 @@ from stratagem.interfaces.optimizer_state import (
     named_state,
 )
 from stratagem.interfaces.shards import read_whole
+from stratagem.interfaces.strategy import Strategy
 from stratagem_deepspeed.config import stage_of
 from stratagem_deepspeed.engine import EngineModule
 
@@ -80,7 +81,8 @@ class _Slice:
         self.shape = tuple(parameter.ds_shape)
         # The last slices are padded.
         self._padded: int = parameter.ds_tensor.ds_numel
-        self.start = min(dist.get_rank() * self._padded, parameter.ds_numel)
+        rank = dist.get_rank(parameter.ds_process_group)
+        self.start = min(rank * self._padded, parameter.ds_numel)
         self.numel = min(self._padded, parameter.ds_numel - self.start)
 
     def read(self, key: str | None = None) -> Tensor:
@@ -104,22 +106,29 @@ class EngineState:
 
     Args:
         called: the model and its engine.
-        takes_shards: return what each rank holds (`Shards`), or whole tensors on rank 0.
+        strategy: whose ranks share it.
     """
 
-    def __init__(self, called: EngineModule, *, takes_shards: bool) -> None:
+    def __init__(self, called: EngineModule, strategy: Strategy) -> None:
         self._called = called
+        self._strategy = strategy
         self._model = called.module
         self._engine: Any = called.__dict__["engine"]
         self._zero: Any = None if self._engine is None else self._engine.optimizer
         self._is_stage_3 = self._engine is not None and stage_of(called.config) == 3
-        self._takes_shards = takes_shards
+        # What each rank holds is returned, or whole tensors on rank 0.
+        self._takes_shards = strategy.checkpoint_io.takes_shards
 
     # -- weights
 
     def weights(self) -> dict[str, Any]:
         """Return parameters, in the optimizer's precision, and buffers; on rank 0 or in shards."""
-        return {name: self._to_save(value) for name, value in self._entries().items()}
+        saved: dict[int, Any] = {}  # a tied parameter has several names
+        entries = self._entries()
+        for value in entries.values():
+            if id(value) not in saved:
+                saved[id(value)] = self._to_save(value)
+        return {name: saved[id(value)] for name, value in entries.items()}
 
     def load_weights(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load weights, each rank its part.
@@ -205,19 +214,27 @@ class EngineState:
     # -- the optimizer
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the optimizer's state by parameter names; see `Strategy.optimizer_state`."""
+        """Return the optimizer's state by parameter names; see `Strategy.optimizer_state`.
+
+        Raises:
+            ConfigurationError: the engine was freed.
+        """
+        if self._engine is None:
+            raise ConfigurationError(
+                "the engine's optimizer state is gone: another Trainer has begun a run in this "
+                "process since, which freed it. Save before that"
+            )
         inner = self._inner()
         if not self._flats():  # stage 0
             return named_state(inner, self._model)
         self._link()
-        entry = _first_entry(self._flats(), inner)
+        shared, keys = self._kinds_of_all(inner)
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": names}
             for group, names in zip(inner.param_groups, self._called.groups, strict=True)
         ]
         state: dict[str, Any] = {}
-        if entry is not None:
-            shared, keys = entry
+        if keys or shared:
             for name, part in self._trained():
                 # Of the numbers a copy each: torch's optimizers count in them, in place.
                 state[name] = {key: self._saved(part, key) for key in keys} | {
@@ -255,6 +272,12 @@ class EngineState:
                     if value is not None:
                         part.write(_range_of(value, part), key)
         self._load_engines_own(saved.get("engine", {}))
+
+    def _kinds_of_all(self, inner: Any) -> tuple[dict[str, Tensor], list[str]]:
+        """Return what `_kinds_of` does for a rank that has something to step, on every rank."""
+        found = self._strategy.gather_plain(_kinds_of(inner, self._flats()))
+        shared, keys = max(found, key=lambda kinds: len(kinds[0]) + len(kinds[1]))
+        return shared, keys
 
     def _inner(self) -> Any:
         """Return the optimizer that the engine steps."""
@@ -339,22 +362,23 @@ def _range_of(value: Tensor | SavedTensor, part: Part) -> Tensor:
     return value.detach().reshape(-1)[part.start : part.start + part.numel]
 
 
-def _first_entry(flats: list[Tensor], inner: Any) -> tuple[dict[str, Any], list[str]] | None:
-    """Return numbers that an optimizer's state has for all elements, and names of the others."""
+def _kinds_of(inner: Any, flats: list[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the numbers that an optimizer has for all elements, and names of what each has."""
     for flat in flats:
         state = inner.state.get(flat)
-        if state:
-            keys = [
-                key
-                for key, value in state.items()
-                if isinstance(value, Tensor) and value.ndim and value.numel() == flat.numel()
-            ]
-            shared = {key: _number(value) for key, value in state.items() if key not in keys}
-            for group in inner.param_groups:
-                if "step" in group:
-                    shared.setdefault("step", _number(group["step"]))
-            return shared, keys
-    return None
+        if not state:
+            continue
+        keys = [
+            key
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.ndim and value.numel() == flat.numel()
+        ]
+        shared = {key: _number(value) for key, value in state.items() if key not in keys}
+        for group in inner.param_groups:
+            if "step" in group:  # DeepSpeed's FusedAdam counts there
+                shared.setdefault("step", _number(group["step"]))
+        return shared, keys
+    return {}, []
 
 
 def _number(value: Any) -> Tensor:

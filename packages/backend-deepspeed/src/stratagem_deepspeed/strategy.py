@@ -23,6 +23,7 @@ from stratagem.interfaces.activation_checkpointing import (
     apply_activation_checkpointing,
     check_choice,
 )
+from stratagem.interfaces.memory import ask_for_huge_pages, return_freed_memory
 from stratagem.interfaces.parallel import ParallelStrategy
 from stratagem.interfaces.precision import EnginePrecision, Precision
 from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
@@ -52,8 +53,9 @@ class DeepSpeedStrategy(ParallelStrategy):
     """Shards optimizer state, gradients and parameters over ranks by DeepSpeed (ZeRO).
 
     Runs on CPU over gloo as on GPU over nccl. A step is the engine's: it clips by norm, as
-    `Trainer(gradient_clip_val=...)` or the config says, and accumulates what backward adds. Under
-    Lite, divide the loss and step the optimizer as under any strategy.
+    `Trainer(gradient_clip_val=...)` or the config says, and completes the gradients that backward
+    passes have added up since the step before. So a loop under Lite is the loop of any strategy:
+    it divides the loss, and steps the optimizer when it likes.
 
     `Lite.init_module()` and `Module.configure_model()` build a model of stage 3 in shards
     (`deepspeed.zero.Init`), layer by layer, with rank 0's numbers.
@@ -91,6 +93,9 @@ class DeepSpeedStrategy(ParallelStrategy):
             code calls.
         config: DeepSpeed's own config, a dict or the path of a JSON file. "auto" values are
             filled; what contradicts an argument is refused.
+        save_full_weights: gather checkpoints on rank 0, which writes one file. By default every
+            rank writes its part into a directory, of which `stratagem checkpoint consolidate` and
+            `convert` make one file.
         **parts: see `ParallelStrategy`.
 
     Raises:
@@ -145,8 +150,11 @@ class DeepSpeedStrategy(ParallelStrategy):
         contiguous_memory_optimization: bool | None = None,
         synchronize_checkpoint_boundary: bool | None = None,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        save_full_weights: bool = False,
         **parts: Any,
     ) -> None:
+        if save_full_weights and parts.get("checkpoint_io") is None:
+            parts["checkpoint_io"] = "single_file"
         super().__init__(**parts)
         installed_version()
         self.options = Options(
@@ -212,11 +220,11 @@ class DeepSpeedStrategy(ParallelStrategy):
     def bind(self, parts: Parts) -> None:
         """Take the parts of the plan; check what they say, and build the ops that are needed."""
         super().bind(parts)
-        self.facts = replace(
-            self.facts, precision=parts.precision.name, world_size=self.world_size
-        )
+        self.facts = replace(self.facts, precision=parts.precision.name, world_size=self.world_size)
         config = self._config()
         kind = parts.accelerator.device(parts.devices[0]).type
+        if kind == "cpu":
+            ask_for_huge_pages()
         if config.get("fp16", {}).get("enabled") and kind == "cpu" and not _cpu_has_float16():
             raise ConfigurationError(
                 f"precision={parts.precision.name!r}: this processor has no float16 arithmetic, "
@@ -255,11 +263,11 @@ class DeepSpeedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Join the process group, then import DeepSpeed."""
         super().setup_environment()
+        if self.device.type == "cpu":
+            return_freed_memory()
         self._deepspeed = import_deepspeed(self.device.type)
         with self._quiet():
-            self._deepspeed.init_distributed(
-                dist_backend=self.communication_backend, verbose=False
-            )
+            self._deepspeed.init_distributed(dist_backend=self.communication_backend, verbose=False)
 
     def _quiet(self) -> AbstractContextManager[None]:
         return quiet_rank(self.global_rank, self.local_rank, self.world_size)
@@ -306,9 +314,7 @@ class DeepSpeedStrategy(ParallelStrategy):
                 yield
 
     def _complete_config(self) -> dict[str, Any]:
-        return self._config(
-            loop=self.facts.loop or "Lite", batch_size=self.facts.batch_size or 0
-        )
+        return self._config(loop=self.facts.loop or "Lite", batch_size=self.facts.batch_size or 0)
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
@@ -382,12 +388,6 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- a training step
 
-    def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
-        """Return a context in which gradients are added up, for a later backward to complete."""
-        called = prepared.module
-        assert isinstance(called, EngineModule)
-        return _Held(called.engine) if called.engine is not None else None
-
     def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the engine's backward, which scales the loss and reduces gradients.
 
@@ -425,6 +425,8 @@ class DeepSpeedStrategy(ParallelStrategy):
             )
         prepared.module.engine.step()
 
+    # -- the rest
+
     def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return what does nothing: gradients are the engine's, and its step clears them."""
         return _nothing
@@ -457,7 +459,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     def _state(self, prepared: Prepared) -> EngineState:
         assert isinstance(prepared.module, EngineModule)
-        return EngineState(prepared.module, takes_shards=self.checkpoint_io.takes_shards)
+        return EngineState(prepared.module, self)
 
     def before_evaluation(self, prepared: Prepared) -> None:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
@@ -475,19 +477,6 @@ class EnginePrepared(Prepared):
 
 def _nothing() -> None:
     pass
-
-
-class _Held(AbstractContextManager[None]):
-    """Backward passes inside complete no gradients."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine.set_gradient_accumulation_boundary(False)
-
-    def __exit__(self, *exception: object) -> None:
-        self._engine.set_gradient_accumulation_boundary(True)
 
 
 def _model_of(module: nn.Module) -> nn.Module:
