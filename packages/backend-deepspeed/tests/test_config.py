@@ -6,19 +6,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import requires
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from stratagem import Lite, Trainer
 from stratagem.errors import ConfigurationError
-from stratagem.strategies import DeepSpeedStrategy
 from stratagem_deepspeed import config_keys, library, ops
 from stratagem_deepspeed.config import Facts, Options, engine_config, read_config
 from stratagem_deepspeed.optimizers import check_elementwise, only_one
+from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 
 def made(options: dict[str, Any] | None = None, user: Any = None, **facts: Any) -> dict[str, Any]:
@@ -115,9 +115,10 @@ sections = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Confi
     "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
     "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
     "bf16": DeepSpeedBF16Config}
-keys = {name: sorted({*model.model_fields, *(f.alias for f in model.model_fields.values() if f.alias)})
-    for name, model in sections.items()}
-print("KEYS" + json.dumps(keys))
+def keys(model):
+    fields = model.model_fields
+    return sorted({*fields, *(field.alias for field in fields.values() if field.alias)})
+print("KEYS" + json.dumps({name: keys(model) for name, model in sections.items()}))
 """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -133,7 +134,9 @@ print("KEYS" + json.dumps(keys))
 
 def test_the_range_of_versions_is_the_one_that_the_distribution_requires() -> None:
     numbers = [".".join(map(str, version)) for version in (library.OLDEST, library.TOO_NEW)]
-    (required,) = (r for r in requires("stratagem-backend-deepspeed") or () if "deepspeed" in r)
+    (required,) = (
+        r for r in metadata.requires("stratagem-backend-deepspeed") or () if "deepspeed" in r
+    )
     assert sorted(required.removeprefix("deepspeed").split(",")) == sorted(
         [f">={numbers[0]}", f"<{numbers[1]}"]
     )
@@ -171,7 +174,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DeepSpeedStrategy(config=__file__),
         "is not JSON",
     ),
-    "no dict": (lambda: DeepSpeedStrategy(config=[1]), "config holds a list"),  # type: ignore[arg-type]
+    "no dict": (lambda: DeepSpeedStrategy(config=cast(Any, [1])), "config holds a list"),
     "an unknown key": (
         lambda: DeepSpeedStrategy(config={"gradient_cliping": 1.0}),
         "'gradient_cliping' is not a key of DeepSpeed's config; did you mean 'gradient_clipping'?",
@@ -205,7 +208,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "received precision='64-true'",
     ),
     "clipping twice": (
-        lambda: trainer(DeepSpeedStrategy(config={"gradient_clipping": 1.0}), gradient_clip_val=0.5),
+        lambda: trainer(
+            DeepSpeedStrategy(config={"gradient_clipping": 1.0}), gradient_clip_val=0.5
+        ),
         "config: gradient_clipping=1.0, but gradient_clip_val=0.5",
     ),
     "clipping by value": (
@@ -221,9 +226,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "a loop under Lite accumulates itself",
     ),
     "a batch size that the loader does not say": (
-        lambda: made(
-            user={"train_micro_batch_size_per_gpu": "auto"}, loop="Trainer", batch_size=0
-        ),
+        lambda: made(user={"train_micro_batch_size_per_gpu": "auto"}, loop="Trainer", batch_size=0),
         "train_micro_batch_size_per_gpu='auto' is filled from the training data loader, and this "
         "one has no batch_size",
     ),
@@ -232,9 +235,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "config: train_micro_batch_size_per_gpu=4, but the training data loader has batch_size=8",
     ),
     "a whole batch size that is none": (
-        lambda: made(
-            user={"train_batch_size": 9}, loop="Trainer", batch_size=2, world_size=2
-        ),
+        lambda: made(user={"train_batch_size": 9}, loop="Trainer", batch_size=2, world_size=2),
         "config: train_batch_size=9, but",
     ),
     "both on nvme in float32": (
@@ -296,7 +297,7 @@ def test_clipping_by_hand_is_refused() -> None:
 
 
 def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library.metadata, "version", lambda name: "0.16.4")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.16.4")
     with pytest.raises(ConfigurationError, match=r"DeepSpeed 0\.16\.4 is installed; .*>=0\.19\.8"):
         DeepSpeedStrategy()
 
@@ -305,10 +306,10 @@ def test_a_missing_deepspeed_is_said_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def missing(name: str) -> str:
-        raise library.metadata.PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(library.metadata, "version", missing)
-    with pytest.raises(ConfigurationError, match="not installed.*pip install 'deepspeed>="):
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(ConfigurationError, match=r"not installed.*pip install 'deepspeed>="):
         DeepSpeedStrategy()
 
 

@@ -52,7 +52,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ranks, str]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("way", (*STAGES, *OFFLOADED))
+@pytest.mark.parametrize("way", [*STAGES, *OFFLOADED])
 def test_losses_of_20_steps_are_those_of_ddp(
     way: str, run: str, numbers: tuple[Ranks, str]
 ) -> None:
@@ -62,7 +62,7 @@ def test_losses_of_20_steps_are_those_of_ddp(
     assert difference(own["losses"], ddp["losses"]) <= (1e-5 if way in OFFLOADED else 2e-6)
 
 
-@pytest.mark.parametrize("way", (*STAGES, *OFFLOADED))
+@pytest.mark.parametrize("way", [*STAGES, *OFFLOADED])
 def test_evaluation_and_prediction_after_training_are_those_of_ddp(
     way: str, numbers: tuple[Ranks, str]
 ) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from stratagem._tree import map_tensors
 from stratagem_deepspeed.config import stage_of
 
+
 class EngineModule(nn.Module):
     """Calls a model through its engine, or as it is while it has none.
 
@@ -28,6 +29,8 @@ class EngineModule(nn.Module):
         config: the engine's.
         groups: the names of the parameters in each of the optimizer's groups.
     """
+
+    engine: Any
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -68,9 +71,7 @@ class EngineModule(nn.Module):
         finally:
             nn.functional.linear = before
 
-    def make(
-        self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any]
-    ) -> None:
+    def make(self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
         """Make the engine, which moves, converts and (at stage 3) shards the model's parameters."""
         names = {id(p): name for name, p in self.module.named_parameters()}
         groups = optimizer.param_groups if optimizer is not None else []

@@ -212,9 +212,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     def bind(self, parts: Parts) -> None:
         """Take the parts of the plan; check what they say, and build the ops that are needed."""
         super().bind(parts)
-        self.facts = replace(
-            self.facts, precision=parts.precision.name, world_size=self.world_size
-        )
+        self.facts = replace(self.facts, precision=parts.precision.name, world_size=self.world_size)
         config = self._config()
         kind = parts.accelerator.device(parts.devices[0]).type
         if kind == "cpu":
@@ -261,9 +259,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             return_freed_memory()
         self._deepspeed = import_deepspeed(self.device.type)
         with self._quiet():
-            self._deepspeed.init_distributed(
-                dist_backend=self.communication_backend, verbose=False
-            )
+            self._deepspeed.init_distributed(dist_backend=self.communication_backend, verbose=False)
 
     def _quiet(self) -> AbstractContextManager[None]:
         return quiet_rank(self.global_rank, self.local_rank, self.world_size)
@@ -305,14 +301,13 @@ class DeepSpeedStrategy(ParallelStrategy):
     @contextlib.contextmanager
     def _building_sharded(self) -> Any:
         config = self._complete_config()
-        with self._quiet(), restored_linear():
-            with self._deepspeed.zero.Init(config_dict_or_path=config):
-                yield
+        with self._quiet():
+            sharding = self._deepspeed.zero.Init(config_dict_or_path=config)
+        with self._quiet(), restored_linear(), sharding:
+            yield
 
     def _complete_config(self) -> dict[str, Any]:
-        return self._config(
-            loop=self.facts.loop or "Lite", batch_size=self.facts.batch_size or 0
-        )
+        return self._config(loop=self.facts.loop or "Lite", batch_size=self.facts.batch_size or 0)
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
@@ -346,7 +341,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         assert isinstance(called, EngineModule)
         only_one([*prepared.optimizers, optimizer])
         called.release()
-        return self._make_engine(called, optimizer)
+        made: Optimizer = self._make_engine(called, optimizer)
+        return made
 
     def _convert(self, module: nn.Module, move: bool) -> None:
         """Do to a model that is only evaluated what an engine would have done to it."""
@@ -421,7 +417,9 @@ class DeepSpeedStrategy(ParallelStrategy):
                 "a DeepSpeed engine steps once for each backward, so its optimizer takes no "
                 "closure: call lite.backward(loss), then optimizer.step()"
             )
-        prepared.module.engine.step()
+        called = prepared.module
+        assert isinstance(called, EngineModule)
+        called.engine.step()
 
     # -- state: whole on rank 0, as under any other strategy that shards
 

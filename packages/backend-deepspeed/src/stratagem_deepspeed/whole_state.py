@@ -229,7 +229,9 @@ Piece = tuple[int, Tensor] | None
 
 
 def _piece_of_weights(called: EngineModule, parameter: Any) -> Piece:
-    return _piece(called, parameter, lambda f: f.hp_fragment, lambda o, p: o.get_local_fp32_param(p))
+    return _piece(
+        called, parameter, lambda f: f.hp_fragment, lambda o, p: o.get_local_fp32_param(p)
+    )
 
 
 def _piece_of_state(called: EngineModule, parameter: Any, key: str) -> Piece:
