@@ -134,7 +134,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def deepspeed_ops(session: nox.Session) -> None:
-    """DeepSpeedCPUAdam and NVMe offload, with the ops that they need; the first build takes minutes."""
+    """DeepSpeedCPUAdam and NVMe offload; building their ops takes minutes the first time."""
     install_everything(session)
     run_pytest(session, "ops")
 
