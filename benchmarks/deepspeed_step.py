@@ -3,9 +3,9 @@
     python benchmarks/deepspeed_step.py
     python benchmarks/deepspeed_step.py --stages 3 --rounds 7
 
-Two ranks on this machine's CPU train six layers of two linear maps (12.6M parameters) with AdamW. In
-one process each, the two ways take turns, on engines of the same config; printed are the medians of
-the rounds, and their ratio. Nothing else should run.
+Two ranks on this machine's CPU train six layers of two linear maps (12.6M parameters) with AdamW.
+In one process each, the two ways take turns, on engines of the same config; printed are the medians
+of the rounds, and their ratio. Nothing else should run.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ for _ in range(rounds):
     nn.functional.linear = linear
     engine.destroy()
 if trainer.global_rank == 0:
-    Path("times.json").write_text(json.dumps([statistics.median(trainers), statistics.median(hand)]))
+    medians = [statistics.median(times) for times in (trainers, hand)]
+    Path("times.json").write_text(json.dumps(medians))
 """
 
 
