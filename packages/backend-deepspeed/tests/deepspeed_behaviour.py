@@ -1,4 +1,4 @@
-"""Run by test_deepspeed.py on two ranks: what a strategy does beside computing the right numbers."""
+"""Run by test_deepspeed.py on two ranks: what a strategy does beside the right numbers."""
 
 import gc
 import json
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed_models as models
 
 from stratagem import Lite, Module
-from stratagem.strategies import DeepSpeedStrategy
+from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 out: dict[str, Any] = {}
 
@@ -44,7 +44,9 @@ def loop(lite: Lite, held: bool, together: bool = True) -> list[float]:
     for step in range(6):
         optimizer.zero_grad()
         for part in range(3):  # three micro-batches of 2 samples on each rank
-            mine = slice(12 * step % 24 + 4 * part + 2 * rank, 12 * step % 24 + 4 * part + 2 * rank + 2)
+            mine = slice(
+                12 * step % 24 + 4 * part + 2 * rank, 12 * step % 24 + 4 * part + 2 * rank + 2
+            )
             with lite.no_backward_sync(net, enabled=held and part < 2):
                 loss = net.loss(inputs[mine], targets[mine]) / 3
                 lite.backward(loss, model=net)
@@ -78,7 +80,7 @@ with lite.init_module():
 out["whole"] = [name for name, p in net.named_parameters() if not hasattr(p, "ds_tensor")]
 out["sharded"] = {
     name: (list(p.shape), p.ds_tensor.numel(), p.ds_numel)
-    for name, p in net.named_parameters()
+    for name, p in dict[str, Any](net.named_parameters()).items()
     if hasattr(p, "ds_tensor")
 }
 del net
@@ -150,31 +152,31 @@ class NoOptimizer(Module):
         return self.net.loss(*batch)
 
 
-module = NoOptimizer()
+no_optimizer = NoOptimizer()
 trainer = models.trainer(DeepSpeedStrategy(stage=2, config=config), 2)
-trainer.fit(module, models.loader(2))
-out["rates"] = module.rates
+trainer.fit(no_optimizer, models.loader(2))
+out["rates"] = no_optimizer.rates
 out["class of the config's optimizer"] = type(trainer.optimizers[0]).__name__
 
 # ---- precision
 
 for precision in ("bf16-mixed", "bf16-true"):
     for stage in (1, 2, 3):
-        module = models.Net()
+        net_module = models.Net()
         trainer = models.trainer(DeepSpeedStrategy(stage=stage), 2, precision=precision)
-        trainer.fit(module, models.loader(2), models.loader(2, samples=24))
-        out[f"{precision} {stage}"] = module.losses
-        out[f"{precision} {stage} dtypes"] = sorted({str(p.dtype) for p in module.parameters()})
+        trainer.fit(net_module, models.loader(2), models.loader(2, samples=24))
+        out[f"{precision} {stage}"] = net_module.losses
+        out[f"{precision} {stage} dtypes"] = sorted({str(p.dtype) for p in net_module.parameters()})
 
 # ---- activation checkpointing
 
 for stage in (2, 3):
-    module = models.Net()
+    net_module = models.Net()
     trainer = models.trainer(
         DeepSpeedStrategy(stage=stage, activation_checkpointing=models.Block), 2
     )
-    trainer.fit(module, models.loader(2))
-    out[f"checkpointed {stage}"] = module.losses
+    trainer.fit(net_module, models.loader(2))
+    out[f"checkpointed {stage}"] = net_module.losses
 
 # ---- several Trainers in a row: their engines are freed, and memory stays flat
 
@@ -201,10 +203,11 @@ for stage in (1, 2, 3, 3, 2, 3, 1, 3, 2, 3):
     wide = Wide()
     trainer = models.trainer(DeepSpeedStrategy(stage=stage), 2, max_steps=2)
     trainer.fit(wide, [torch.randn(2, 512) for _ in range(2)])
-    alive.append(weakref.ref(trainer.strategy._engines[0].engine))
+    strategy_of_stage: Any = trainer.strategy
+    alive.append(weakref.ref(strategy_of_stage._engines[0].engine))
     models_alive.append(weakref.ref(wide.net))
     held.append(resident())
-    del wide, trainer
+    del wide, trainer, strategy_of_stage
     gc.collect()
 out["engines alive"] = [reference() is not None for reference in alive]
 out["modules alive"] = [reference() is not None for reference in models_alive[:-1]]

@@ -1,4 +1,4 @@
-"""Run by test_deepspeed.py on two ranks: losses of every stage beside ddp's, one process for all."""
+"""Run by test_deepspeed.py on two ranks: losses of every stage beside ddp's, all in a row."""
 
 import json
 import os
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed_models as models
 
 from stratagem import Trainer
-from stratagem.strategies import DeepSpeedStrategy
+from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 ON_CPU = {"zero_force_ds_cpu_optimizer": False}  # torch's optimizer: no op has to be built
 WAYS: dict[str, Callable[[], Any]] = {

@@ -275,8 +275,7 @@ def _offload(options: Options, config: _Config) -> None:
         device = getattr(options, device_argument)
         if device is not None and device not in OFFLOAD_DEVICES:
             raise ConfigurationError(
-                f"{device_argument}={device!r}: expected "
-                f"{' or '.join(map(repr, OFFLOAD_DEVICES))}"
+                f"{device_argument}={device!r}: expected {' or '.join(map(repr, OFFLOAD_DEVICES))}"
             )
         if not getattr(options, asked):
             continue

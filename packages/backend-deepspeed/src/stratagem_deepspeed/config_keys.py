@@ -12,7 +12,12 @@ from typing import Any
 
 from stratagem.errors import ConfigurationError
 
-TOP_LEVEL = frozenset(
+
+def _keys(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TOP_LEVEL = _keys(
     "activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comms_logger "
     "communication_data_type compile compression_training csv_monitor curriculum_learning comet "
     "data_efficiency data_parallel_size data_types dataloader_drop_last disable_allgather "
@@ -25,11 +30,11 @@ TOP_LEVEL = frozenset(
     "sparse_gradients steps_per_print tensor_parallel tensorboard timers torch_autocast "
     "train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism "
     "use_node_local_storage wall_clock_breakdown wandb weight_quantization "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization".split()
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
 )
 
 SECTIONS: dict[tuple[str, ...], frozenset[str]] = {
-    ("zero_optimization",): frozenset(
+    ("zero_optimization",): _keys(
         "allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm "
         "contiguous_gradients cpu_offload cpu_offload_param cpu_offload_use_pin_memory "
         "elastic_checkpoint enable_sanity_checks gather_16bit_weights_on_model_save "
@@ -47,33 +52,33 @@ SECTIONS: dict[tuple[str, ...], frozenset[str]] = {
         "stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size "
         "use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce zenflow "
         "zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights "
-        "zero_quantized_weights zeropp_loco_param".split()
+        "zero_quantized_weights zeropp_loco_param"
     ),
-    ("zero_optimization", "offload_param"): frozenset(
-        "buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split()
+    ("zero_optimization", "offload_param"): _keys(
+        "buffer_count buffer_size device max_in_cpu nvme_path pin_memory"
     ),
-    ("zero_optimization", "offload_optimizer"): frozenset(
+    ("zero_optimization", "offload_optimizer"): _keys(
         "buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read "
-        "pipeline_write ratio super_offload".split()
+        "pipeline_write ratio super_offload"
     ),
-    ("fp16",): frozenset(
+    ("fp16",): _keys(
         "auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis "
-        "initial_scale_power loss_scale loss_scale_window min_loss_scale".split()
+        "initial_scale_power loss_scale loss_scale_window min_loss_scale"
     ),
-    ("bf16",): frozenset(
+    ("bf16",): _keys(
         "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled "
-        "immediate_grad_update".split()
+        "immediate_grad_update"
     ),
-    ("activation_checkpointing",): frozenset(
+    ("activation_checkpointing",): _keys(
         "contiguous_memory_optimization cpu_checkpointing number_checkpoints "
-        "partition_activations profile synchronize_checkpoint_boundary".split()
+        "partition_activations profile synchronize_checkpoint_boundary"
     ),
-    ("aio",): frozenset(
+    ("aio",): _keys(
         "block_size intra_op_parallelism overlap_events queue_depth single_submit thread_count "
-        "use_gds".split()
+        "use_gds"
     ),
-    ("optimizer",): frozenset("legacy_fusion params type".split()),
-    ("scheduler",): frozenset("params type".split()),
+    ("optimizer",): _keys("legacy_fusion params type"),
+    ("scheduler",): _keys("params type"),
 }
 """The sections whose keys are checked; the others are DeepSpeed's to check."""
 

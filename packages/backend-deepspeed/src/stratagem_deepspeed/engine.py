@@ -30,6 +30,8 @@ class EngineModule(nn.Module):
         groups: the names of the parameters in each of the optimizer's groups.
     """
 
+    engine: Any
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

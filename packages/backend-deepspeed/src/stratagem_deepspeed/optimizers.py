@@ -16,7 +16,7 @@ FORCE = "zero_force_ds_cpu_optimizer"
 UNTESTED = "zero_allow_untested_optimizer"
 
 _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""Optimizers of torch whose step looks at a parameter's shape, at all parameters, or at sparsity."""
+"""Optimizers of torch whose step looks at a parameter's shape, at all of them, or at sparsity."""
 
 _UNSUPPORTED = {
     "amsgrad": False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
 
 from stratagem.discovery import Capabilities, Check, ComponentSpec, StrategySpec, hookimpl
 
@@ -18,7 +19,7 @@ DEEPSPEED = Capabilities(
     checkpoint_io="directory",
     uneven_evaluation=False,
 )
-"""What a ZeRO engine can do: at stage 3 forward gathers parameters, so ranks run as many batches."""
+"""What an engine can do: at stage 3 forward gathers parameters, so ranks run as many batches."""
 
 _PRESETS: dict[str, tuple[str, dict[str, object]]] = {
     "deepspeed": ("ZeRO by DeepSpeed; stage 2, or as its config says", {}),
@@ -69,6 +70,6 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
 @hookimpl
 def stratagem_doctor() -> Iterable[Check]:
     """Examine DeepSpeed, and the ops that can be built here."""
-    from stratagem_deepspeed.doctor import checks
-
-    return checks()
+    # By name: it needs torch, which this module must not bring along.
+    found: Iterable[Check] = import_module("stratagem_deepspeed.doctor").checks()
+    return found

@@ -309,9 +309,10 @@ class DeepSpeedStrategy(ParallelStrategy):
     @contextlib.contextmanager
     def _building_sharded(self) -> Any:
         config = self._complete_config()
-        with self._quiet(), restored_linear():
-            with self._deepspeed.zero.Init(config_dict_or_path=config):
-                yield
+        with self._quiet():
+            sharding = self._deepspeed.zero.Init(config_dict_or_path=config)
+        with self._quiet(), restored_linear(), sharding:
+            yield
 
     def _complete_config(self) -> dict[str, Any]:
         return self._config(loop=self.facts.loop or "Lite", batch_size=self.facts.batch_size or 0)
@@ -348,7 +349,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         assert isinstance(called, EngineModule)
         only_one([*prepared.optimizers, optimizer])
         called.release()
-        return self._make_engine(called, optimizer)
+        made: Optimizer = self._make_engine(called, optimizer)
+        return made
 
     def _convert(self, module: nn.Module, move: bool) -> None:
         """Do to a model that is only evaluated what an engine would have done to it."""
@@ -423,7 +425,9 @@ class DeepSpeedStrategy(ParallelStrategy):
                 "a DeepSpeed engine steps once for each backward, so its optimizer takes no "
                 "closure: call lite.backward(loss), then optimizer.step()"
             )
-        prepared.module.engine.step()
+        called = prepared.module
+        assert isinstance(called, EngineModule)
+        called.engine.step()
 
     # -- the rest
 
