@@ -20,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PARTS = {
     "A training step": ["step_time.py"],
+    "Reading a batch": ["loader_time.py"],
     "Training in two processes": ["ddp_throughput.py"],
     "Importing": ["import_cost.py"],
     "Starting two processes": ["launch.py"],

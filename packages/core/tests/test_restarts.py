@@ -233,65 +233,96 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
 
 
 SCRIPT = """
-import os, signal, sys
+import json, os, signal, sys
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 from stratagem import Callback, Module, Trainer
-from stratagem.callbacks import ModelCheckpoint
+
+strategy, name, killed = sys.argv[1], sys.argv[2], "kill" in sys.argv
+
+
+class Augmented(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((3,), index / 64) + 0.1 * torch.rand(3)
 
 
 class Net(Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.net = nn.Linear(3, 1)
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.losses = []
 
     def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
+        loss = (self.net(batch) - 1).square().mean()
+        self.losses.append(loss.item().hex())
+        return loss
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-class Kill(Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+class SaveAndKill(Callback):
+    first = None
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if self.first is None:
+            self.first = trainer.global_step
+        if batch_idx % 3 == 1:
+            # Within a step of three batches: saved as soon as it is taken.
+            trainer.save_checkpoint(f"{name}-step={trainer.global_step + 1}.ckpt")
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        if first and "kill" in sys.argv and trainer.global_step == 5 and trainer.global_rank == 1:
+        within_step = batch_idx == 4 and trainer.global_step == 4
+        if first and killed and within_step and trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-generator = torch.Generator().manual_seed(1)
-data = TensorDataset(torch.randn(64, 3, generator=generator))
+look = SaveAndKill()
 trainer = Trainer(
-    strategy="ddp",
-    devices=2,
-    max_epochs=2,
-    callbacks=[ModelCheckpoint(every_n_train_steps=2), Kill()],
-    enable_progress_bar=False,
+    strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, accumulate_grad_batches=3,
+    logger=False, enable_checkpointing=False, callbacks=look, enable_progress_bar=False,
 )
 net = Net()
-trainer.fit(net, DataLoader(data, batch_size=4, shuffle=True))
-if trainer.is_global_zero:
-    torch.save(net.state_dict(), sys.argv[1])
+# A run that was started again gets its random numbers from the checkpoint.
+restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1"
+torch.manual_seed(os.getpid() if restarted else 100 + trainer.global_rank)
+trainer.fit(net, DataLoader(Augmented(), batch_size=4, shuffle=True))
+with open(f"{name}-{trainer.global_rank}.json", "w") as file:
+    json.dump([look.first, net.losses], file)
+trainer.save_checkpoint(f"{name}.ckpt", weights_only=True)
 """
 
 
 @pytest.mark.slow
-def test_after_a_rank_was_killed_training_goes_on_from_the_last_checkpoint(
-    run_script: RunScript, tmp_path: Path
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_after_a_rank_was_killed_within_a_step_training_goes_on_bit_for_bit(
+    strategy: str, run_script: RunScript, tmp_path: Path
 ) -> None:
-    run_script(SCRIPT, "expected.pt")
+    run_script(SCRIPT, strategy, "expected")
     done = run_script(
         SCRIPT,
-        "restarted.pt",
+        strategy,
+        "restarted",
         "kill",
         before=("-m", "stratagem.cli", "run", "--devices=2", "--max-restarts=1"),
         env={"PYTHONPATH": ""},
     )
     assert "was started again: resuming from" in done.stderr
+    # Steps of 3, 3 and 2 batches in each epoch; it was killed in the second epoch's second.
     assert "step=4.ckpt" in done.stderr
-    restarted, expected = (torch.load(tmp_path / name) for name in ("restarted.pt", "expected.pt"))
+    for rank in range(2):
+        _, losses = json.loads((tmp_path / f"expected-{rank}.json").read_text())
+        first, rest = json.loads((tmp_path / f"restarted-{rank}.json").read_text())
+        assert first == 4
+        assert rest == losses[8 + 3 :]
+    restarted, expected = (
+        torch.load(tmp_path / name, weights_only=True)["state_dict"]
+        for name in ("restarted.ckpt", "expected.ckpt")
+    )
     torch.testing.assert_close(restarted, expected, rtol=0, atol=0)
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in done.stderr
 

@@ -21,6 +21,9 @@ from torch.utils.data import (
 from stratagem.errors import UserCodeError
 from stratagem.seed import WorkerSeed, chosen_seed, seeds_workers
 
+UNKNOWN = float("inf")
+"""The length of what does not know its length."""
+
 
 class ShardedSampler(Sampler[Any]):
     """The part of a sampler's indices that one rank reads: every `count`-th one.
@@ -49,6 +52,8 @@ class ShardedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Draw another order from the next iteration on."""
         self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
         total = len(self.sampler)  # type: ignore[arg-type]
@@ -57,17 +62,35 @@ class ShardedSampler(Sampler[Any]):
         return len(range(self.index, total, self.count))
 
     def __iter__(self) -> Iterator[Any]:
+        return iter(deal(self.order(), self.index, self.count, even=self.even))
+
+    def order(self) -> list[Any]:
+        """Return the indices of all ranks, in the order in which they are dealt."""
         generator = getattr(self.sampler, "generator", None)
         seed = (self.seed + self.epoch) % 2**63
         with torch.random.fork_rng(devices=[]), _same_random_numbers(seed):
             torch.default_generator.manual_seed(seed)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
-            indices = list(self.sampler)
-        if self.even and indices:
-            short = -len(indices) % self.count
-            indices += (indices * math.ceil(short / len(indices)))[:short]
-        return iter(indices[self.index :: self.count])
+            return list(self.sampler)
+
+
+def deal(indices: list[Any], index: int, count: int, *, even: bool) -> list[Any]:
+    """Return every `count`-th index from the `index`-th on; ranks take them in turn, like cards.
+
+    Args:
+        indices: of all ranks.
+        index, count: which part, of how many.
+        even: repeat the first ones until every rank has as many.
+
+    Example:
+        >>> [deal([5, 3, 8, 1, 4], rank, 2, even=True) for rank in range(2)]
+        [[5, 8, 4], [3, 1, 5]]
+    """
+    if even and indices:
+        short = -len(indices) % count
+        indices = indices + (indices * math.ceil(short / len(indices)))[:short]
+    return indices[index::count]
 
 
 @contextmanager
@@ -149,3 +172,11 @@ def set_epoch(loader: Any, epoch: int) -> None:
     ):
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
+
+
+def length_of(loader: Any) -> float:
+    """Return a loader's number of batches; infinity if it has no length."""
+    try:
+        return float(len(loader))
+    except (TypeError, NotImplementedError):
+        return UNKNOWN

@@ -312,6 +312,8 @@ class Lite:
     ) -> Any:
         """Prepare data loaders: each rank reads its part, and batches come on the device.
 
+        Handed to `save` and `load`, they go on in the middle of an epoch; see `LiteDataLoader`.
+
         Args:
             *dataloaders: one or several.
             use_distributed_sampler: divide the data between ranks; every rank gets as many
@@ -323,11 +325,16 @@ class Lite:
             The loader, or a list of them.
         """
         index, count = self._launched_strategy().data_shard
-        wrapped = []
+        wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
                 loader = loaders_of_ranks.shard_loader(loader, index, count, even=True)
-            wrapped.append(LiteDataLoader(loader, self.device if move_to_device else None))
+            name = "the data loader"
+            if len(dataloaders) > 1:
+                name += f" {len(wrapped)} of setup_dataloaders()"
+            device = self.device if move_to_device else None
+            shard = (index, count)
+            wrapped.append(LiteDataLoader(loader, device, name, self.global_rank, shard))
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     def init_module(self) -> AbstractContextManager[None]:
@@ -551,11 +558,31 @@ class Lite:
 
         Args:
             path: where to.
-            state: a dict of models and optimizers (as `setup` returned them), objects with
-                `state_dict()`, and plain data.
+            state: a dict of models and optimizers (as `setup` returned them), data loaders (as
+                `setup_dataloaders` returned them, with their place and the random numbers of every
+                rank), objects with `state_dict()`, and plain data.
 
         Raises:
             CheckpointContentError: something in it is not plain data; says what.
+
+        Example:
+            >>> import tempfile
+            >>> from torch.utils.data import DataLoader
+            >>> from stratagem import Lite
+            >>> lite = Lite(accelerator="cpu")
+            >>> lite.launch()
+            >>> path = tempfile.mkdtemp() + "/third.ckpt"
+            >>> read = []
+            >>> batches = lite.setup_dataloaders(DataLoader(range(8), shuffle=True))
+            >>> for batch in batches:
+            ...     read.append(batch.item())
+            ...     if len(read) == 3:
+            ...         lite.save(path, {"batches": batches})
+            >>> again = lite.setup_dataloaders(DataLoader(range(8), shuffle=True))
+            >>> lite.load(path, {"batches": again})
+            {}
+            >>> [batch.item() for batch in again] == read[3:]
+            True
         """
         if isinstance(state, (str, os.PathLike)):
             path, state = state, path
@@ -572,6 +599,8 @@ class Lite:
             return self.strategy.model_state(value.prepared)
         if isinstance(value, LiteOptimizer):
             return self.strategy.optimizer_state(value.prepared, value.optimizer)
+        if isinstance(value, LiteDataLoader):
+            return self.strategy.gather_plain(value.state_dict())
         if hasattr(value, "state_dict"):
             return value.state_dict()
         return value
@@ -583,8 +612,9 @@ class Lite:
 
         Args:
             path: where from.
-            state: models, optimizers and objects with `load_state_dict()` are filled, plain values
-                are replaced in this dict; None: nothing is filled.
+            state: models, optimizers, data loaders and objects with `load_state_dict()` are
+                filled, plain values are replaced in this dict; None: nothing is filled. With a data
+                loader, random numbers go on as well.
             strict: refuse a checkpoint that lacks an entry of `state`, or whose weights do not
                 match the model's.
 
@@ -612,6 +642,8 @@ class Lite:
                 self.strategy.load_model_state(target.prepared, value, strict=strict)
             elif isinstance(target, LiteOptimizer):
                 self.strategy.load_optimizer_state(target.prepared, target.optimizer, value)
+            elif isinstance(target, LiteDataLoader):
+                target.resume(value)
             elif hasattr(target, "load_state_dict"):
                 target.load_state_dict(read_whole(value))
             else:

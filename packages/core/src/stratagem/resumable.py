@@ -3,77 +3,121 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem.data import ShardedSampler
-from stratagem.random_state import random_state, set_random_state
+from stratagem.epoch_order import Deal, Indices, Order, order_of
+from stratagem.random_state import (
+    generator_states,
+    generators_of,
+    random_state,
+    set_generator_states,
+)
 
 
 class Resumable:
     """Iterates over a loader from any batch of an epoch on.
 
     The user's DataLoader is kept; what it takes its indices from is wrapped, so that the batches
-    before are passed over without being read. A sampler that draws from the global random numbers
-    draws again what it drew: their state at its start is kept (`start`). Workers are seeded for
-    each batch, by the state at the start of the epoch and the batch's number, so that random
-    augmentation repeats as well.
+    before are passed over without being read. A sampler that draws from the global random numbers,
+    or from a generator that it, the loader or the dataset holds, draws again what it drew. Workers
+    are seeded for each batch, by the state at the start of the epoch and the batch's number, so
+    that random augmentation repeats as well.
 
-    A loader that has `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is left to
-    itself. Of others (an IterableDataset, any other iterable) batches are read and passed over.
+    An IterableDataset without workers, or a loader that reads no dataset by index, goes on by its
+    own state if it has `state_dict` and `load_state_dict`. Of others batches are read and passed
+    over. (A StatefulDataLoader that reads by index is resumed as any DataLoader: its own state
+    knows nothing of the random numbers in workers.)
+
+    Ranks that are not as many as saved, or that take batches of another size, go on after the same
+    samples of the epoch's order: the rest is dealt to them in turn.
 
     Args:
         loader: of this rank.
         name: stands for it in messages.
-        rank: whose; workers of different ranks get different seeds.
+        rank: whose; workers of different ranks get different seeds, and rank 0 warns.
+        shard: this rank's part of the data, (index, count).
 
     Attributes:
         loader: what is iterated over; the user's loader, or a copy of it with wrapped indices.
-        start: the state of the random numbers when the present epoch's indices were drawn.
         inexact: why a resumed run differs from one that was not interrupted; "" if it does not.
+        left: batches of the present epoch that `begin` has yet to yield; infinity: as many as the
+            loader's length says.
     """
 
-    def __init__(self, loader: Any, name: str, rank: int = 0) -> None:
+    def __init__(
+        self, loader: Any, name: str, rank: int = 0, shard: tuple[int, int] = (0, 1)
+    ) -> None:
         self.loader = loader
-        self.start: dict[str, Any] | None = None
-        self._rank = rank
-        self._generators = _generators_of(loader)
         self.inexact = ""
-        self._indices: _Indices | None = None
-        self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        if self._has_state:
-            return
-        if isinstance(loader, (list, tuple)):
-            return  # it yields the same in each process
-        if not isinstance(loader, DataLoader):
+        self.left = math.inf
+        self._name = name
+        self._rank = rank
+        self._shard = shard
+        self._generators: list[Any] = []
+        self._order: Order | str = f"which samples a rank reads is up to {name}"
+        self._indices: Indices | None = None
+        self._stateful: Any = None
+        """What has a state of its own: the loader, its dataset, or None."""
+        self._deal: Deal | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._told = False
+        self._had_workers = False
+        """Whether the run that is resumed had persistent workers by now."""
+        reads_by_index = isinstance(loader, DataLoader) and not isinstance(
+            loader.dataset, IterableDataset
+        )
+        if _has_state(loader) and not reads_by_index:
+            self._stateful = loader
+        elif isinstance(loader, (list, tuple)):
+            pass  # it yields the same in each process
+        elif not isinstance(loader, DataLoader):
             self.inexact = (
                 f"{name} is a {type(loader).__name__}, of which the batches before are read and "
                 "passed over: they are right if it yields the same ones in each process"
             )
-        elif isinstance(loader.dataset, IterableDataset):
+        elif reads_by_index:
+            self._wrap(loader)
+        elif _has_state(loader.dataset) and loader.num_workers == 0:
+            self._stateful = loader.dataset
+        else:
+            in_workers = "; its state_dict is in the workers" if _has_state(loader.dataset) else ""
             self.inexact = (
                 f"the dataset of {name} is an IterableDataset, of which the batches before are "
-                "read and passed over: they are right if it yields the same ones in each process. "
-                "A loader with state_dict and load_state_dict, such as torchdata's "
-                "StatefulDataLoader, goes on by its own state"
+                "read and passed over: they are right if it yields the same ones in each process"
+                f"{in_workers}. An IterableDataset that has state_dict and load_state_dict goes on "
+                "by its own state with num_workers=0; so does a loader that has them, such as "
+                "torchdata's StatefulDataLoader"
             )
-        else:
-            self._wrap(loader)
-            if loader.num_workers and not getattr(loader, "in_order", True):
-                self.inexact = f"{name} has in_order=False, so its batches come in any order"
 
     def _wrap(self, loader: DataLoader[Any]) -> None:
         is_batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if is_batched else loader.sampler
         with_workers = loader.num_workers > 0
-        self._indices = _Indices(
+        held_by_data = generators_of(*_chain(loader.dataset, "dataset"))
+        self._generators = generators_of_loader(loader)
+        if not with_workers:
+            self._generators += [g for g in held_by_data if g not in self._generators]
+        elif held_by_data:
+            self.inexact = (
+                f"the dataset of {self._name} holds a {type(held_by_data[0]).__name__}, of which "
+                "each worker has a copy whose state is not known: draw from random, numpy.random "
+                "or torch instead, which are seeded for each batch, or pass num_workers=0"
+            )
+        if with_workers and not getattr(loader, "in_order", True):
+            self.inexact = f"{self._name} has in_order=False, so its batches come in any order"
+        self._order = order_of(loader, self._shard[1])
+        self._user_loader = loader
+        self._indices = Indices(
             inner,
             self._generators,
             is_batched=is_batched,
@@ -92,21 +136,76 @@ class Resumable:
     def batch_size(self) -> int:
         """Samples in a batch; 1 where the loader does not say."""
         size = getattr(self.loader, "batch_size", None)
+        if size is None:
+            size = getattr(getattr(self.loader, "batch_sampler", None), "batch_size", None)
         return size if isinstance(size, int) else 1
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether samples come in the order of the dataset, over all ranks."""
-        sampler = getattr(self.loader, "sampler", None)
-        if isinstance(sampler, _Indices):
-            sampler = sampler.sampler
-        if isinstance(sampler, ShardedSampler):
-            sampler = sampler.sampler
-        return isinstance(sampler, SequentialSampler)
+    # -- going on
 
-    def begin(
-        self, epoch: int, done: int, saved: dict[str, Any] | None
-    ) -> tuple[Iterator[Any], list[Any]]:
+    def resume(self, states: list[dict[str, Any]], batches: int) -> int:
+        """Take what `state` returned on each rank; the next `begin` goes on from there.
+
+        Args:
+            states: of the ranks that saved, in their order.
+            batches: those of the epoch that each of them had yielded; 0: it is at its start.
+
+        Returns:
+            How many of this loader's batches that is.
+        """
+        first = states[0]
+        own = next((s for s in states if s.get("shard", 0) == self._shard[0]), None)
+        if isinstance(self._order, Order) and first.get("order") == self._order.kind:
+            self._take_seed(first.get("seed"))
+        if batches == 0:
+            if own is not None:
+                set_generator_states(self._generators, own.get("generators", ()))
+                self._had_workers = own.get("had_workers", False)
+            return 0
+        if own is not None and all(own.get(k) == v for k, v in self._layout().items()):
+            self._resumed = own
+            return batches
+        before = Deal(**first["deal"]) if first.get("deal") else Deal(first.get("seed"), 0, 0)
+        shards, batch_size = first.get("shards", len(states)), first.get("batch_size", 1)
+        samples = before.samples + (batches - before.batches) * batch_size * shards
+        converted: int = samples // (self.batch_size * self._shard[1])
+        if reason := self._why_not_dealt(first):
+            self._warn(
+                f"the checkpoint was saved in the middle of an epoch, by {shards} reader(s) of "
+                f"{self._name} with batches of {batch_size}, and now there are {self._shard[1]} "
+                f"with batches of {self.batch_size}: some samples of this epoch may be read twice "
+                f"and others not at all, since {reason}"
+            )
+        else:
+            self._resumed = {
+                "start": first["start"],
+                "deal": asdict(Deal(before.seed, samples, converted)),
+                "generators": [] if own is None else own["generators"],
+            }
+        return converted
+
+    def _layout(self) -> dict[str, Any]:
+        """Return what must be alike for a rank to go on in its own part of the data."""
+        if self._indices is None:
+            return {"shards": self._shard[1]}
+        return {"shards": self._shard[1], "batch_size": self.batch_size, "order": self._kind()}
+
+    def _kind(self) -> str:
+        return self._order.kind if isinstance(self._order, Order) else ""
+
+    def _take_seed(self, seed: int | None) -> None:
+        """Draw the orders of the run that is resumed, whatever seed this one was given."""
+        sampler = self._user_loader.sampler
+        if seed is not None:
+            sampler.seed = seed  # type: ignore[attr-defined]
+
+    def _why_not_dealt(self, first: dict[str, Any]) -> str:
+        if isinstance(self._order, str):
+            return self._order
+        if (first.get("order") == "distributed") is not (self._order.kind == "distributed"):
+            return "they were divided by another sampler"
+        return "" if first.get("order") else "the order in which they were read is not known"
+
+    def begin(self, epoch: int, done: int, of: float = math.inf) -> tuple[Iterator[Any], list[Any]]:
         """Return the batches of an epoch after the first `done`, and the last before them.
 
         The last one is returned only where it was read.
@@ -114,167 +213,133 @@ class Resumable:
         Args:
             epoch: which.
             done: how many to pass over.
-            saved: what `state` returned in that epoch; None: nothing was saved.
+            of: how many there are; infinity: not known.
         """
-        if self._has_state:
-            if saved is not None and "loader" in saved:
-                self.loader.load_state_dict(saved["loader"])
-            return iter(self.loader), []
+        resumed, self._resumed = self._resumed, None
         if self._indices is None:
-            batches = iter(self.loader)
-            last: list[Any] = []
-            for batch in islice(batches, done):
-                last = [batch]
-            return batches, last
-        start = None if saved is None else saved.get("start")
-        self._indices.begin(epoch, done, start)
+            # At the end of an epoch, a state would be that of an iteration that never begins.
+            return (iter(()), []) if 0 < of <= done else self._read_over(done, resumed)
+        self.left, self._deal, dealt = math.inf, None, None
+        if resumed is None:
+            start = None
+            if self._had_workers:
+                # Workers are started again, for which the loader draws a number that the run that
+                # is resumed has not drawn here.
+                start = {**random_state(), "generators": generator_states(self._generators)}
+                self._had_workers = False
+            self._indices.begin(epoch, done, start)
+            return iter(self.loader), []
+        passed_over, number, start = done, 0, resumed.get("start")
+        if resumed.get("deal"):
+            assert isinstance(self._order, Order)
+            self._deal = Deal(**resumed["deal"])
+            order = self._order.draw(self._deal.seed, epoch, resumed["start"], self._generators)
+            dealt = self._deal.part(order, self._user_loader, *self._shard)
+            passed_over = done - self._deal.batches
+            self.left = len(dealt) - passed_over
+            number = self._deal.samples
+        self._indices.begin(epoch, passed_over, start, dealt, number)
         batches = iter(self.loader)
         # Only now: a loader draws a number of its own before it takes the first index.
-        self.start = self._indices.prime()
-        if saved is not None:
-            _set_generators(self._generators, saved.get("generators", ()))
+        self._indices.prime()
+        if resumed.get("first") != self._indices.first and resumed.get("first") is not None:
+            self._warn(
+                f"the samples of {self._name} do not come in the order that they had when the "
+                "checkpoint was saved, so that some of this epoch may be read twice and others not "
+                f"at all: its sampler ({type(self._user_loader.sampler).__name__}) draws from what "
+                "is not in the checkpoint, or the data have changed"
+            )
+        set_generator_states(self._generators, resumed["generators"])
         return batches, []
 
+    def _read_over(
+        self, done: int, resumed: dict[str, Any] | None
+    ) -> tuple[Iterator[Any], list[Any]]:
+        if self._stateful is not None and resumed is not None and "own" in resumed:
+            self._stateful.load_state_dict(resumed["own"])
+            return iter(self.loader), []
+        batches = iter(self.loader)
+        last: list[Any] = []
+        for batch in islice(batches, done):
+            last = [batch]
+        return batches, last
+
+    def close(self) -> None:
+        """End persistent workers, which no other iteration will use."""
+        if self._indices is not None:
+            # Let go of here, in order: found by the garbage collector, each takes 5 s to end.
+            self.loader.__dict__["_iterator"] = None
+
+    # -- saving
+
     def state(self) -> dict[str, Any]:
-        """Return what `begin` needs to go on from here in the present epoch; plain data."""
-        state: dict[str, Any] = {
-            "generators": [g.get_state() for g in self._generators],
-            "batch_size": self.batch_size,
-        }
-        if self.start is not None:
-            state["start"] = self.start
-        if self._has_state:
-            state["loader"] = self.loader.state_dict()
+        """Return what `resume` needs of this rank; plain data.
+
+        Warns, once and on rank 0, if a resume would not be exact.
+        """
+        if not self._told:
+            self._tell_inexact()
+        index, count = self._shard
+        state: dict[str, Any] = {"shard": index, "shards": count, "batch_size": self.batch_size}
+        if self._indices is not None:
+            state["had_workers"] = has_persistent_workers(self.loader)
+            state["order"] = self._kind()
+            state["seed"] = self._seed()
+            state["first"] = self._indices.first
+            state["generators"] = generator_states(self._generators)
+            state["deal"] = None if self._deal is None else asdict(self._deal)
+            if self._indices.start is not None:
+                state["start"] = self._indices.start
+        if self._stateful is not None:
+            state["own"] = self._stateful.state_dict()
         return state
 
+    def _tell_inexact(self) -> None:
+        if self._indices is not None:
+            if self._indices.start is None:
+                return  # no batch of it was read yet
+            if not self.inexact and (reason := self._indices.why_not_drawn_again()):
+                self.inexact = f"the sampler of {self._name} {reason}"
+        self._told = True
+        if self.inexact:
+            self._warn(
+                "a run that resumes from this checkpoint in the middle of an epoch may differ: "
+                + self.inexact
+            )
 
-class _Indices:
-    """What a loader takes its indices from: another sampler, of which the first are passed over."""
+    def _seed(self) -> int | None:
+        if isinstance(self._order, Order) and self._order.kind != "whole":
+            return int(self._user_loader.sampler.seed)  # type: ignore[attr-defined]
+        return None
 
-    def __init__(
-        self,
-        inner: Any,
-        generators: list[torch.Generator],
-        *,
-        is_batched: bool,
-        first_seed: int | None,
-    ) -> None:
-        self.sampler = inner  # so that whoever tells samplers the epoch finds it
-        self._generators = generators
-        self._is_batched = is_batched
-        self._first_seed = first_seed
-        self._epoch = 0
-        self._done = 0
-        self._replayed: dict[str, Any] | None = None
-        self._iterator: _IndexIterator | None = None
-
-    @property
-    def batch_size(self) -> Any:
-        """The batch sampler's."""
-        return getattr(self.sampler, "batch_size", None)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler, and the sampler that it may hold, the epoch."""
-        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
-            if sampler is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def begin(self, epoch: int, done: int, replayed: dict[str, Any] | None) -> None:
-        """Prepare for the next iteration."""
-        self._epoch, self._done, self._replayed = epoch, done, replayed
-
-    def prime(self) -> dict[str, Any]:
-        """Draw the indices, if the loader has not asked for one yet; return the state before."""
-        assert self._iterator is not None
-        return self._iterator.prime()
-
-    def __iter__(self) -> Iterator[Any]:
-        # A loader with workers asks twice, and uses the last.
-        self._iterator = _IndexIterator(
-            self.sampler, self._generators, self._done, self._replayed, self._with_seed
-        )
-        return self._iterator
-
-    def _with_seed(self, key: int, number: int, indices: Any) -> Any:
-        if self._first_seed is None:
-            return indices
-        seed = (key + self._first_seed + number * 7_919 + self._epoch * 104_729) % 2**32
-        return [seed, *indices] if self._is_batched else (seed, indices)
+    def _warn(self, message: str) -> None:
+        if self._rank == 0:
+            warnings.warn(message, stacklevel=3)
 
 
-class _IndexIterator:
-    def __init__(
-        self,
-        sampler: Any,
-        generators: list[torch.Generator],
-        done: int,
-        replayed: dict[str, Any] | None,
-        with_seed: Callable[[int, int, Any], Any],
-    ) -> None:
-        self._sampler, self._generators = sampler, generators
-        self._done, self._replayed = done, replayed
-        self._with_seed = with_seed
-        self._start: dict[str, Any] | None = None
-        self._rest: Iterator[Any] = iter(())
-        self._key = 0
-
-    def prime(self) -> dict[str, Any]:
-        if self._start is None:
-            if self._replayed is None:
-                drawn_from = [g.get_state() for g in self._generators]
-                self._start = {**random_state(), "generators": drawn_from}
-            else:
-                self._start = self._replayed
-                set_random_state(self._start)
-                _set_generators(self._generators, self._start["generators"])
-            self._key = zlib.crc32(bytes(self._start["torch"].tolist()))
-            indices = iter(self._sampler)
-            for _ in islice(indices, self._done):
-                pass
-            # A sampler that is a generator draws at its first index.
-            self._rest = _chain_first(indices)
-        return self._start
-
-    def __iter__(self) -> _IndexIterator:
-        return self
-
-    def __next__(self) -> Any:
-        self.prime()
-        indices = next(self._rest)
-        number, self._done = self._done, self._done + 1
-        return self._with_seed(self._key, number, indices)
+def generators_of_loader(loader: Any) -> list[Any]:
+    """Return the generators that a loader and its samplers hold."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return generators_of(loader, *(s for sampler in samplers for s in _chain(sampler, "sampler")))
 
 
-def _chain_first(indices: Iterator[Any]) -> Iterator[Any]:
-    """Return the same, with the first one drawn now."""
-    first = list(islice(indices, 1))
-
-    def chained() -> Iterator[Any]:
-        yield from first
-        yield from indices
-
-    return chained()
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether a loader's workers were started and stay from epoch to epoch."""
+    persistent = getattr(loader, "persistent_workers", False)
+    return persistent and getattr(loader, "_iterator", None) is not None
 
 
-def _generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers were given, each once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = [getattr(loader, "sampler", None), batch_sampler]
-    samplers.append(getattr(batch_sampler, "sampler", None))
-    found: list[torch.Generator] = []
-    for holder in (loader, *samplers, *(getattr(s, "sampler", None) for s in samplers)):
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and generator not in found:
-            found.append(generator)
+def _has_state(thing: Any) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _chain(thing: Any, attribute: str) -> list[Any]:
+    """Return a thing, what it holds under `attribute`, and so on, ten deep at most."""
+    found: list[Any] = []
+    while thing is not None and len(found) < 10 and not any(thing is other for other in found):
+        found.append(thing)
+        thing = getattr(thing, attribute, None)
     return found
-
-
-def _set_generators(generators: list[torch.Generator], states: Sequence[Any]) -> None:
-    for generator, state in zip(generators, states, strict=False):
-        generator.set_state(state)
 
 
 class _SeededDataset:

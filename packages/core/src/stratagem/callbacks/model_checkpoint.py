@@ -157,6 +157,8 @@ class ModelCheckpoint(Callback):
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if enough steps or time have gone by."""
+        if trainer.is_within_step:
+            return  # what is saved here must be there before an older one is removed
         step = trainer.global_step
         if self.every_n_train_steps is not None:
             due = step % self.every_n_train_steps == 0

@@ -102,6 +102,22 @@ class SavedTensor(ABC):
     Attributes:
         shape: of the whole tensor.
         dtype: its number format.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from stratagem import Lite
+        >>> from stratagem.checkpoint import DirectoryCheckpointIO, SavedTensor, Shards
+        >>> lite = Lite(accelerator="cpu", plugins="directory")
+        >>> lite.launch()
+        >>> path = f"{tempfile.mkdtemp()}/step=1"
+        >>> lite.save(path, {"w": Shards.of_flat((2, 3), torch.arange(6.0), start=0)})
+        >>> saved = DirectoryCheckpointIO().open_checkpoint(path)["w"]
+        >>> isinstance(saved, SavedTensor), saved.shape
+        (True, (2, 3))
+        >>> last = torch.zeros(2)
+        >>> saved.read_into(Shards.of_flat((2, 3), last, start=4))
+        >>> last
+        tensor([4., 5.])
     """
 
     shape: tuple[int, ...]

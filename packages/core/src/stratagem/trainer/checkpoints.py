@@ -20,6 +20,7 @@ hyper_parameters        what save_hyperparameters kept
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from stratagem.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from stratagem.trainer.resume import state_of_rank
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Prepared, Strategy
@@ -61,6 +63,13 @@ def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, An
     }
     _require_plain(checkpoint["hyper_parameters"], f"the hyperparameters of {_kind(module)}")
     if not weights_only:
+        if run.step is not None and run.step.is_under_way and strategy.is_global_zero:
+            warnings.warn(
+                "this checkpoint is saved within an optimizer step that an error has ended: a run "
+                "that resumes from it takes that step's batches again, but with the random numbers "
+                "and the buffers (such as those of batch norm) of the error's time",
+                stacklevel=3,
+            )
         callbacks = {c.state_key: c.state_dict() for c in trainer.callbacks}
         for key, state in callbacks.items():
             _require_plain(state, f"the state of the callback {key}")
@@ -71,7 +80,7 @@ def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, An
             ],
             lr_schedulers=[c.scheduler.state_dict() for c in run.schedulers],
             precision=strategy.precision.state_dict(),
-            ranks=strategy.gather_plain(run.state_of_rank()),
+            ranks=strategy.gather_plain(state_of_rank(run)),
             callbacks={key: state for key, state in callbacks.items() if state},
         )
         if run.datamodule is not None:
@@ -160,8 +169,8 @@ def restore_training(
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
-    if "ranks" in checkpoint:
-        run.resume_rank(checkpoint["ranks"])
+    if "ranks" in checkpoint and run.rank_state is not None:
+        run.rank_state.resume(checkpoint["ranks"])
 
 
 def find(trainer: Trainer, asked: str | Path) -> Path:

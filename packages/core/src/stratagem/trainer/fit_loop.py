@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Prepared
     from stratagem.trainer.loaders import LimitedLoader
     from stratagem.trainer.progress import Progress
+    from stratagem.trainer.resume import RankState
     from stratagem.trainer.run import Run
 
 
 def fit(
-    run: Run, prepared: Prepared, loader: LimitedLoader, agreement: Agreement | None = None
+    run: Run,
+    prepared: Prepared,
+    loader: LimitedLoader,
+    rank_state: RankState,
+    agreement: Agreement | None = None,
 ) -> None:
     """Train until a limit is reached or `Trainer.should_stop` is set.
 
@@ -31,10 +36,11 @@ def fit(
         run: this one.
         prepared: the model.
         loader: this rank's training batches.
+        rank_state: where in them this rank begins.
         agreement: what ranks ask before each step, where their numbers of batches may differ.
     """
     trainer, module, progress, events = run.trainer, run.module, run.progress, run.events
-    step = Step(run, prepared)
+    step = run.step = Step(run, prepared)
     one_step = run.strategy.train_step if module.automatic_optimization else step.manual
     look = run.interruption.look
     check = run.divergence_check(prepared)
@@ -45,7 +51,7 @@ def fit(
     if not module.training:
         module.train()
     events.tell("on_train_start")
-    run.restore_random_state()
+    rank_state.begin_training()
     try:
         # No batch at all was asked for with limit_train_batches=0.
         while loader.batches > 0 and not _is_finished(run):
@@ -57,10 +63,12 @@ def fit(
             events.tell("on_train_epoch_start")
             run.train_values.in_step = True
 
-            batches, passed_over = run.begin_epoch(epoch, progress.batches)
+            batches, passed_over, most = rank_state.begin_epoch(
+                epoch, progress.batches, loader.batches
+            )
             if agreement is not None:
                 agreement.remember(passed_over)
-            left = loader.batches - progress.batches
+            left = min(loader.batches - progress.batches, most)
             # Resumed from a checkpoint that was saved before the validation of its step.
             validation_is_due = (
                 progress.batches > progress.validated
@@ -78,10 +86,16 @@ def fit(
                 elif len(micro_batches) < wanted and ranks > 1:
                     raise UserCodeError(_broken_promise(loader, progress, len(micro_batches)))
                 if not micro_batches:
+                    if progress.batches == 0:
+                        raise UserCodeError(
+                            f"{loader.name} yielded no batch; expected at least one"
+                        )
                     break
                 step.begin(len(micro_batches), weights)
                 one_step(prepared, step, micro_batches)
                 step.end()
+                if run.saves_due:
+                    run.save_due()
                 left -= len(micro_batches)
 
                 validation_is_due = progress.batches % validate_every < len(micro_batches)
@@ -98,9 +112,6 @@ def fit(
                     break
                 if progress.global_step == trainer.max_steps:
                     break
-            if progress.batches == 0:
-                raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
-
             # What follows sees the epoch as finished, so that a checkpoint saved from here on
             # resumes with the next one. A stop in the middle leaves it unfinished.
             progress.epoch_is_done = left <= 0 or not micro_batches
@@ -172,6 +183,11 @@ class Step(TrainStep):
         self._micro_batches = micro_batches
         self._weights = weights
         self._logged.counts = True
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has batches that do not count as trained on yet."""
+        return self._micro_batches > 0
 
     def end(self) -> None:
         """Count the batches of a step that was not taken."""

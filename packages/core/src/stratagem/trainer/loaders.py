@@ -8,12 +8,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from stratagem.data import shard_loader
+from stratagem.data import UNKNOWN, length_of, shard_loader
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
 
 Limit = int | float
-UNKNOWN = float("inf")
 
 
 @dataclass(frozen=True)
@@ -133,14 +132,6 @@ def source_of(stage_loader: str, given: Any, datamodule: Any, module: Any, *, ne
 
 def _all_loaders(items: Any) -> bool:
     return bool(items) and all(isinstance(item, DataLoader) for item in items)
-
-
-def length_of(loader: Any) -> float:
-    """Return a loader's number of batches; infinity if it has no length."""
-    try:
-        return float(len(loader))
-    except (TypeError, NotImplementedError):
-        return UNKNOWN
 
 
 def batch_size_of(loader: Any) -> int | None:

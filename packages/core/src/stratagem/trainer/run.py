@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from stratagem.data import set_epoch
+from stratagem.data import UNKNOWN, set_epoch
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Prepared
 from stratagem.lite_wrappers import wrap_optimizer
 from stratagem.module import Module
-from stratagem.random_state import random_state, set_random_state
 from stratagem.resumable import Resumable
 from stratagem.step_module import StepModule
 from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
@@ -29,6 +28,7 @@ from stratagem.trainer.logged_values import LoggedValues
 from stratagem.trainer.optimization import SchedulerConfig, configure
 from stratagem.trainer.progress import Progress
 from stratagem.trainer.restarts import Restarts
+from stratagem.trainer.resume import RankState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,10 +84,13 @@ class Run:
         self.restarts: Restarts | None = None
         """In a fit: what a restart by the cluster goes on from."""
         self._names_of_validation: set[str] = set()
-        self.resumable: Resumable | None = None
-        self._resumed: dict[str, Any] | None = None
-        """What this rank resumes with, until the loop takes it."""
-        self._told_inexact = False
+        self.rank_state: RankState | None = before.rank_state if before and same else None
+        """After the beginning of a fit: what this rank saves for itself and goes on with."""
+        self.step: fit_loop.Step | None = None
+        """In a fit: the optimizer step, which may be under way."""
+        self.saves_due: list[str | Path] = []
+        """Checkpoints that were asked for within the present step, to be saved after it."""
+        self.has_failed = False
         self.interruption = Interruption(self.strategy, trainer.max_time)
 
     def execute(self, *args: Any) -> Any:
@@ -125,6 +128,7 @@ class Run:
             status = "success"
             return result
         except BaseException as error:
+            self.has_failed = True
             self.events.tell("on_exception", error)
             raise
         finally:
@@ -149,12 +153,17 @@ class Run:
         ckpt_path = self.restarts.begin(ckpt_path)
         checkpoint = None if ckpt_path is None else self._read(ckpt_path)
         train_loader, agreement = uneven.agree(self._training_loader(train), self.strategy)
-        self.resumable = Resumable(
-            train_loader.loader, train_loader.name, self.strategy.global_rank
+        data = Resumable(
+            train_loader.loader,
+            train_loader.name,
+            self.strategy.global_rank,
+            self.strategy.data_shard,
         )
-        train_loader = self.train_loader = replace(train_loader, loader=self.resumable.loader)
+        self.rank_state = RankState(self.strategy, self.progress, data)
+        train_loader = self.train_loader = replace(train_loader, loader=data.loader)
         self.val_loaders = self._validation_loaders(val)
         self.strategy.take_batch_size(loaders.batch_size_of(train_loader.loader))
+        self.rank_state.follow_validation([one.loader for one in self.val_loaders])
         step_module = StepModule(module)
         if self.strategy.sync_batchnorm:
             self.strategy.synchronize_batch_norm(step_module)
@@ -174,8 +183,8 @@ class Run:
         self.events.tell("on_fit_start")
         if checkpoint is None:
             self._check_sanity()
-        with self.interruption:
-            fit_loop.fit(self, prepared, train_loader, agreement)
+        with self.interruption, closing(self.rank_state):
+            fit_loop.fit(self, prepared, train_loader, self.rank_state, agreement)
         self.events.tell("on_fit_end")
 
     def _make_optimizers(self) -> list[Optimizer]:
@@ -286,74 +295,6 @@ class Run:
             for index, loader in enumerate(several)
         ]
 
-    def begin_epoch(self, epoch: int, done: int) -> tuple[Iterator[Any], list[Any]]:
-        """Return the training batches of an epoch after the first `done`.
-
-        Returns:
-            They, and the last one that was passed over, if it was read.
-        """
-        assert self.resumable is not None
-        resumed, self._resumed = self._resumed, None
-        loader_state = None if resumed is None else resumed["loader"]
-        begun = self.resumable.begin(epoch, done, loader_state)
-        if resumed is not None:
-            # Last, since the loader has drawn numbers of its own.
-            set_random_state(resumed["random"])
-        return begun
-
-    def restore_random_state(self) -> None:
-        """Go on with the random numbers of the checkpoint, if its epoch was at an end."""
-        if self._resumed is not None and self.progress.batches == 0:
-            set_random_state(self._resumed["random"])
-            self._resumed = None
-
-    def state_of_rank(self) -> dict[str, Any]:
-        """Return what differs between the ranks: random numbers and the loader's position."""
-        self._tell_inexact()
-        loader = {} if self.resumable is None else self.resumable.state()
-        return {"random": random_state(), "loader": loader}
-
-    def _tell_inexact(self) -> None:
-        """Say once, at the first save, what a resume would not repeat."""
-        told, self._told_inexact = self._told_inexact, True
-        if told or self.resumable is None or not self.resumable.inexact:
-            return
-        if self.strategy.is_global_zero:
-            warnings.warn(
-                "a run that resumes from this checkpoint in the middle of an epoch may differ: "
-                + self.resumable.inexact,
-                stacklevel=2,
-            )
-
-    def resume_rank(self, states: list[dict[str, Any]]) -> None:
-        """Take what `state_of_rank` returned on each rank."""
-        if len(states) == self.strategy.world_size:
-            self._resumed = states[self.strategy.global_rank]
-        elif self.progress.batches:
-            self._divide_anew(states)
-
-    def _divide_anew(self, states: list[dict[str, Any]]) -> None:
-        """Go on after as many samples as the ranks had trained on that saved the checkpoint."""
-        progress, resumable = self.progress, self.resumable
-        assert resumable is not None
-        batch_size = states[0]["loader"].get("batch_size", 1)
-        of_step = resumable.batch_size * self.strategy.data_shard[1]
-        # Ranks take samples in turn: together they have read the first ones of the epoch's order.
-        samples = progress.batches * batch_size * len(states)
-        progress.batches, again = divmod(samples, of_step)
-        if self.strategy.is_global_zero and (again or not resumable.is_ordered):
-            what = (
-                f"{again} samples are trained on again"
-                if resumable.is_ordered
-                else "its random order is another one, so that some samples are trained on again "
-                "and others are left out"
-            )
-            warnings.warn(
-                f"the checkpoint was saved by {len(states)} rank(s) in the middle of an epoch, and "
-                f"these are {self.strategy.world_size}: {what}",
-                stacklevel=2,
-            )
-
     def set_epoch(self, loader: LimitedLoader) -> None:
         """Tell a loader's samplers the present epoch."""
         set_epoch(loader.loader, self.progress.epoch)
@@ -375,9 +316,9 @@ class Run:
                     "check_val_every_n_epoch"
                 )
             return interval
-        if batches == loaders.UNKNOWN:
+        if batches == UNKNOWN:
             if interval == 1.0:
-                return loaders.UNKNOWN
+                return UNKNOWN
             raise UserCodeError(
                 f"the training data loader has no length, so val_check_interval={interval} cannot "
                 "be taken of it: pass a number of batches (int)"
@@ -399,6 +340,17 @@ class Run:
         if not every or self.strategy.world_size == 1:
             return None
         return DivergenceCheck(self.strategy, prepared.original, every)
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether an optimizer step is under way; one that an error ended is not."""
+        return self.step is not None and self.step.is_under_way and not self.has_failed
+
+    def save_due(self) -> None:
+        """Save what was asked for within the step that has just been taken."""
+        due, self.saves_due = self.saves_due, []
+        for path in dict.fromkeys(due):
+            self.trainer.save_checkpoint(path)
 
     def save_interrupted(self) -> str:
         """Save the run where checkpoints go, before a signal ends it; return the path, or ""."""
@@ -459,7 +411,7 @@ class Run:
         if not self.val_loaders or steps == 0:
             return
         assert self.prepared is not None
-        limit = loaders.UNKNOWN if steps == -1 else steps
+        limit = UNKNOWN if steps == -1 else steps
         few = [
             LimitedLoader(one.loader, min(one.batches, limit), one.name) for one in self.val_loaders
         ]

@@ -310,6 +310,15 @@ class Trainer:
         return self.progress.batches
 
     @property
+    def is_within_step(self) -> bool:
+        """Whether batches were read for an optimizer step that is yet to be taken.
+
+        So it is in `on_train_batch_start`, and in `on_train_batch_end` of all but the last batch
+        that is accumulated.
+        """
+        return self.run is not None and self.run.is_within_step
+
+    @property
     def has_validation(self) -> bool:
         """Whether this fit validates."""
         return self.run is not None and bool(self.run.val_loaders)
@@ -632,9 +641,16 @@ class Trainer:
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Save the run as it is; every rank calls it, and returns once the file is durable.
 
+        Within an optimizer step (`is_within_step`) there is no state to resume from exactly, so the
+        file is there once the step is taken, before anything else happens; weights alone are saved
+        at once.
+
         Raises:
             CheckpointContentError: something in it is not plain data; says what.
         """
+        if self.is_within_step and not weights_only:
+            self.last_run.saves_due.append(filepath)
+            return
         checkpoint = checkpoints.collect(self.last_run, self._prepared, weights_only=weights_only)
         self.strategy.save_checkpoint(checkpoint, filepath)
         restarts = self.last_run.restarts

@@ -7,9 +7,10 @@ from dataclasses import replace
 from torch.utils.data import IterableDataset
 
 from stratagem.agreement import Agreement, remedy_for
+from stratagem.data import UNKNOWN, length_of
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.strategy import Strategy
-from stratagem.trainer.loaders import UNKNOWN, LimitedLoader, length_of
+from stratagem.trainer.loaders import LimitedLoader
 
 
 def agree(loader: LimitedLoader, strategy: Strategy) -> tuple[LimitedLoader, Agreement | None]:

@@ -1,0 +1,349 @@
+"""The order in which an epoch's samples are read: drawn again, passed over, or dealt anew."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from stratagem._plain_data import encode, find_culprit
+from stratagem.data import ShardedSampler, deal
+from stratagem.random_state import (
+    generator_states,
+    random_state,
+    random_state_kept,
+    set_generator_states,
+    set_random_state,
+)
+
+
+class Indices:
+    """What a loader takes its indices from: its own sampler, from any place of an epoch on.
+
+    The state of the random numbers when a sampler draws is kept (`start`), so that it can draw the
+    same again.
+
+    Args:
+        sampler: the loader's batch sampler, or its sampler where it makes no batches.
+        generators: those that the sampler may draw from, beside the global random numbers.
+        is_batched: whether it yields lists of indices.
+        first_seed: put before the indices of each batch, for workers, with the batch's number
+            counted in; None: nothing is put there.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        generators: Sequence[Any],
+        *,
+        is_batched: bool,
+        first_seed: int | None,
+    ) -> None:
+        self.sampler = sampler
+        self.generators = generators
+        self._is_batched = is_batched
+        self._first_seed = first_seed
+        self._epoch = 0
+        self._begun: _Draw | None = None
+        self._next = _Draw(self, sampler, 0, None)
+
+    @property
+    def batch_size(self) -> Any:
+        """The batch sampler's."""
+        return getattr(self.sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> Any:
+        """The batch sampler's."""
+        return getattr(self.sampler, "drop_last", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler, and the sampler that it may hold, the epoch."""
+        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
+            if sampler is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def begin(
+        self,
+        epoch: int,
+        done: int = 0,
+        start: dict[str, Any] | None = None,
+        dealt: Any = None,
+        number: int = 0,
+    ) -> None:
+        """Prepare for the next iteration.
+
+        Args:
+            epoch: which; workers' seeds change with it.
+            done: how many to pass over.
+            start: the random numbers to draw from; None: those of that moment.
+            dealt: what to take in place of the sampler.
+            number: of its first batch, for workers' seeds.
+        """
+        self._epoch = epoch
+        self._begun = None
+        if dealt is None:
+            self._next = _Draw(self, self.sampler, done, start, number)
+        else:
+            self._next = _Draw(self, dealt, done, start, number, draws=False)
+
+    @property
+    def start(self) -> dict[str, Any] | None:
+        """The random numbers' state when this epoch's order was drawn; None: not yet."""
+        return None if self._begun is None else self._begun.start
+
+    @property
+    def first(self) -> int | None:
+        """A checksum of the first indices of this epoch; None: not known."""
+        return None if self._begun is None else self._begun.first
+
+    def prime(self) -> None:
+        """Draw the order now, if no index was asked for yet."""
+        assert self._begun is not None
+        self._begun.prime()
+
+    def why_not_drawn_again(self) -> str:
+        """Return why a resumed run would draw another order, or ""; once its order was drawn.
+
+        A sampler of the user's is drawn from again for it, a copy; torch's own are known.
+        """
+        inner = self.sampler
+        while hasattr(inner, "sampler") and type(inner) in (BatchSampler, ShardedSampler):
+            inner = inner.sampler
+        if type(inner) in _KNOWN or self._begun is None or not self._next.is_own:
+            return ""
+        return self._begun.why_not_drawn_again(_copy(self.sampler))
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loader with workers asks twice, and uses the last.
+        self._begun = copy.copy(self._next)
+        if self._first_seed is None:
+            return self._begun.plain()
+        return self._begun.seeded(
+            self._first_seed + self._epoch * 104_729, is_batched=self._is_batched
+        )
+
+
+class _Draw:
+    """One drawing of an epoch's order; `draws` is False where it was drawn before."""
+
+    def __init__(
+        self,
+        owner: Indices,
+        source: Any,
+        done: int,
+        start: dict[str, Any] | None,
+        number: int = 0,
+        *,
+        draws: bool = True,
+    ) -> None:
+        self.start: dict[str, Any] | None = None
+        self.first: int | None = None
+        self._owner, self._source, self._draws = owner, source, draws
+        self._done, self._replayed, self._number = done, start, number
+        self._rest: Iterator[Any] = iter(())
+
+    def prime(self) -> None:
+        if self.start is not None:
+            return
+        generators = self._owner.generators
+        if self._replayed is None:
+            self.start = {**random_state(), "generators": generator_states(generators)}
+        else:
+            self.start = self._replayed
+            if self._draws:
+                set_random_state(self.start)
+                set_generator_states(generators, self.start["generators"])
+        indices = iter(self._source)
+        # A sampler that is a generator draws at its first index.
+        drawn = list(islice(indices, 1))
+        self.first = _checksum(drawn)
+        if self._done:
+            for _ in islice(indices, self._done - 1):
+                pass
+            drawn = list(islice(indices, 1))
+        self._rest = chain(drawn, indices)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the sampler's, not what is left of an epoch that was dealt anew."""
+        return self._draws
+
+    def why_not_drawn_again(self, sampler: Any) -> str:
+        """Compare with what a copy of the sampler draws; all random numbers stay as they are."""
+        assert self.start is not None
+        generators = self._owner.generators
+        before = generator_states(generators)
+        try:
+            with random_state_kept():
+                inner = getattr(sampler, "sampler", sampler)
+                if iter(inner) is iter(inner):
+                    return "has one iteration only, of which a resumed run would begin another"
+                set_random_state(self.start)
+                set_generator_states(generators, self.start["generators"])
+                indices = iter(sampler)
+                if self.first != _checksum(list(islice(indices, 1))):
+                    return "draws from what is not in the checkpoint"
+                drawn = encode(random_state())
+                next(indices, None)
+                is_lazy = not torch.equal(drawn, encode(random_state()))
+        finally:
+            set_generator_states(generators, before)
+        if is_lazy:
+            return (
+                "draws its indices one by one from the random numbers that training draws from: "
+                "let it draw an epoch's at once, or from a generator that it holds"
+            )
+        return ""
+
+    def plain(self) -> Iterator[Any]:
+        self.prime()
+        yield from self._rest
+
+    def seeded(self, first_seed: int, *, is_batched: bool) -> Iterator[Any]:
+        self.prime()
+        assert self.start is not None
+        first_seed += zlib.crc32(bytes(self.start["torch"].tolist()))
+        for number, indices in enumerate(self._rest, self._number + self._done):
+            seed = (first_seed + number * 7_919) % 2**32
+            yield [seed, *indices] if is_batched else (seed, indices)
+
+
+_KNOWN = (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+"""Samplers that draw alike in each process, an epoch's indices at once or from a generator."""
+
+
+def _copy(sampler: Any) -> Any:
+    """Return a copy, with copies of the samplers that it holds; generators are shared."""
+    copied = copy.copy(sampler)
+    if hasattr(sampler, "sampler"):
+        copied.sampler = _copy(sampler.sampler)
+    return copied
+
+
+def _checksum(indices: list[Any]) -> int | None:
+    return None if find_culprit(indices) else zlib.crc32(repr(indices).encode())
+
+
+# ------------------------------------------------------------ the order of all ranks together
+
+
+@dataclass(frozen=True)
+class Order:
+    """How the order of an epoch's samples is drawn, of which ranks read every n-th one.
+
+    Attributes:
+        kind: "sharded": by the loader's sampler under a seed that ranks share; "distributed": by
+            torch's DistributedSampler; "whole": by the loader's sampler alone, for one reader.
+        sampler: the loader's own.
+        seed: with the epoch, what the order follows from; None with "whole".
+    """
+
+    kind: str
+    sampler: Any
+    seed: int | None
+
+    def draw(
+        self, seed: int | None, epoch: int, start: dict[str, Any], generators: Sequence[Any]
+    ) -> list[Any]:
+        """Return an epoch's indices of all ranks; global random numbers stay as they are.
+
+        Args:
+            seed: the one that the order was drawn with at first; None: it was drawn by one reader.
+            epoch: which.
+            start: the random numbers' states when it was drawn.
+            generators: that the sampler may draw from.
+        """
+        if self.kind == "distributed":
+            all_of_it = copy.copy(self.sampler)
+            all_of_it.num_replicas, all_of_it.rank = 1, 0
+            all_of_it.num_samples = all_of_it.total_size = len(all_of_it.dataset)
+            all_of_it.seed, all_of_it.epoch = seed, epoch
+            return list(all_of_it)
+        if seed is None:
+            before = generator_states(generators)
+            with random_state_kept():
+                set_random_state(start)
+                set_generator_states(generators, start["generators"])
+                order = list(self.sampler)
+            set_generator_states(generators, before)
+            return order
+        sharded = ShardedSampler(self.sampler, 0, 1, even=False, seed=seed)
+        sharded.set_epoch(epoch)
+        return sharded.order()
+
+
+def order_of(loader: DataLoader[Any], shards: int) -> Order | str:
+    """Return how a loader's order is drawn, or why that is not known.
+
+    Args:
+        loader: of a dataset that is read by index.
+        shards: how many parts the data are to be divided into.
+    """
+    batch_sampler, sampler = loader.batch_sampler, loader.sampler
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        return f"its batch sampler ({type(batch_sampler).__name__}) makes the batches"
+    if isinstance(sampler, ShardedSampler):
+        return Order("sharded", sampler.sampler, sampler.seed)
+    if type(sampler) is DistributedSampler:
+        return Order("distributed", sampler, sampler.seed)
+    if hasattr(sampler, "num_replicas"):
+        return f"its sampler ({type(sampler).__name__}) divides the data"
+    if shards > 1:
+        return "its data were divided by whoever made it"
+    return Order("whole", sampler, None)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The rest of an epoch, dealt anew to ranks that are not as many as began it.
+
+    Attributes:
+        seed: of the epoch's order; None: it was drawn by one reader.
+        samples: how many of that order were read before.
+        batches: how many batches of the new ranks' size that is, on each, rounded down.
+    """
+
+    seed: int | None
+    samples: int
+    batches: int
+
+    def part(self, order: list[Any], loader: DataLoader[Any], index: int, count: int) -> Any:
+        """Return what one rank's loader takes its indices from, in this epoch.
+
+        Args:
+            order: the epoch's, of all ranks.
+            loader: of the rank.
+            index, count: which part, of how many.
+        """
+        rest = order[self.samples :]
+        if getattr(loader.sampler, "drop_last", False):  # DistributedSampler's
+            rest = rest[: len(rest) // count * count]
+        mine = deal(rest, index, count, even=True)
+        batches: Any = loader.batch_sampler
+        return (
+            mine if batches is None else BatchSampler(mine, batches.batch_size, batches.drop_last)
+        )
