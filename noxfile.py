@@ -45,6 +45,7 @@ TEST_TOOLS = [
     "s3fs==2026.9.0",
 ]
 MPI = "mpi4py==4.1.2"
+DEEPSPEED = "deepspeed==0.19.8"
 # What the session `cluster` brings clusters up with.
 DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
@@ -54,6 +55,7 @@ def install_everything(session: nox.Session) -> None:
     """Torch, the tools, then the five packages from the source tree, editable."""
     session.install(TORCH)
     session.install(*BUILD_TOOLS, *TEST_TOOLS)
+    session.install(DEEPSPEED)  # a source distribution, built in an environment of its own
     editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
     session.install("--no-build-isolation", *editable)
 
@@ -91,7 +93,7 @@ def tests(session: nox.Session) -> None:
     check_lint(session)
     check_types(session)
     check_contracts(session)
-    run_pytest(session, "not gpu and not cluster")
+    run_pytest(session, "not gpu and not cluster and not ops")
 
 
 @nox.session
@@ -119,7 +121,7 @@ def contracts(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """The tests without the wheels; what follows `--` goes to pytest."""
     install_everything(session)
-    run_pytest(session, "not gpu and not wheels and not cluster")
+    run_pytest(session, "not gpu and not wheels and not cluster and not ops")
 
 
 @nox.session
@@ -134,6 +136,13 @@ def gpu(session: nox.Session) -> None:
     """The tests that need a GPU."""
     install_everything(session)
     run_pytest(session, "gpu")
+
+
+@nox.session
+def deepspeed_ops(session: nox.Session) -> None:
+    """DeepSpeedCPUAdam and NVMe offload; building their ops takes minutes the first time."""
+    install_everything(session)
+    run_pytest(session, "ops")
 
 
 @nox.session

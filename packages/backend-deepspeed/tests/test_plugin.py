@@ -1,4 +1,4 @@
-"""The plugin of stratagem-backend-deepspeed: light, and promising only what it has."""
+"""The plugin of stratagem-backend-deepspeed: light, and what it registers."""
 
 import importlib
 import subprocess
@@ -9,6 +9,21 @@ import pytest
 
 # entry point: plugin module
 PLUGINS = {"deepspeed": "stratagem_deepspeed.plugin"}
+NAMES = {
+    "deepspeed",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+    "deepspeed_stage_1_offload",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3_offload",
+    "deepspeed_stage_3_offload_nvme",
+}
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_distribution_declares_its_plugin_modules() -> None:
@@ -19,11 +34,20 @@ def test_the_distribution_declares_its_plugin_modules() -> None:
 
 @pytest.mark.parametrize("module", PLUGINS.values())
 def test_importing_the_plugin_does_not_import_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(f"import sys, {module}; sys.exit('torch is imported' if 'torch' in sys.modules else 0)")
 
 
-@pytest.mark.parametrize("module", PLUGINS.values())
-def test_the_plugin_registers_no_component_yet(module: str) -> None:
-    assert list(importlib.import_module(module).stratagem_components()) == []
+def test_each_name_is_a_spec_of_the_strategy() -> None:
+    plugin = importlib.import_module("stratagem_deepspeed.plugin")
+    specs = list(plugin.stratagem_components())
+    assert {spec.name for spec in specs} == NAMES
+    assert {spec.class_name for spec in specs} == {"DeepSpeedStrategy"}
+
+
+def test_deepspeed_is_not_imported_until_ranks_are_there() -> None:
+    run(
+        "import sys\n"
+        "from stratagem import Trainer\n"
+        "Trainer(accelerator='cpu', strategy='deepspeed_stage_3', devices=2, logger=False)\n"
+        "sys.exit('deepspeed is imported' if 'deepspeed' in sys.modules else 0)\n"
+    )

@@ -22,7 +22,7 @@ from torch.nn.functional import mse_loss
 
 from stratagem import Lite
 from stratagem.errors import ConfigurationError
-from stratagem.native.sharding import memory
+from stratagem.interfaces import memory
 from stratagem.native.sharding.wrap_policy import find_groups
 from stratagem.strategies import FSDPStrategy, apply_activation_checkpointing
 

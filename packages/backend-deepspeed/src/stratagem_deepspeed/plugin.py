@@ -1,9 +1,75 @@
 """What this distribution offers for DeepSpeed: specs only, no torch and no SDK."""
 
-from stratagem.discovery import ComponentSpec, hookimpl
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+
+from stratagem.discovery import Capabilities, Check, ComponentSpec, StrategySpec, hookimpl
+
+DEEPSPEED = Capabilities(
+    precisions=("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"),
+    engine_precisions=("bf16-mixed", "bf16-true", "16-mixed", "16-true"),
+    launchers=("script", "spawn", "fork"),
+    one_process=False,
+    many_devices=True,
+    multi_node=True,
+    owns_clipping=True,
+    sharded_state=True,
+    checkpoint_io="directory",
+    uneven_evaluation=False,
+)
+"""What an engine can do: at stage 3 forward gathers parameters, so ranks run as many batches."""
+
+_PRESETS: dict[str, tuple[str, dict[str, object]]] = {
+    "deepspeed": ("ZeRO by DeepSpeed; stage 2, or as its config says", {}),
+    "deepspeed_stage_1": ("ZeRO: optimizer state sharded", {"stage": 1}),
+    "deepspeed_stage_2": ("ZeRO: gradients sharded too", {"stage": 2}),
+    "deepspeed_stage_3": ("ZeRO: parameters sharded too", {"stage": 3}),
+    "deepspeed_stage_1_offload": (
+        "stage 1 with the optimizer in host memory",
+        {"stage": 1, "offload_optimizer": True},
+    ),
+    "deepspeed_stage_2_offload": (
+        "stage 2 with the optimizer in host memory",
+        {"stage": 2, "offload_optimizer": True},
+    ),
+    "deepspeed_stage_3_offload": (
+        "stage 3 with optimizer and parameters in host memory",
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ),
+    "deepspeed_stage_3_offload_nvme": (
+        "stage 3 with optimizer and parameters on NVMe",
+        {
+            "stage": 3,
+            "offload_optimizer": True,
+            "offload_parameters": True,
+            "offload_optimizer_device": "nvme",
+            "offload_params_device": "nvme",
+        },
+    ),
+}
 
 
 @hookimpl
 def stratagem_components() -> tuple[ComponentSpec, ...]:
-    """Nothing yet: a name is registered once its strategy trains (see README)."""
-    return ()
+    """Return the strategies: one class, with further presets."""
+    return tuple(
+        StrategySpec(
+            name=name,
+            target="stratagem_deepspeed.strategy:DeepSpeedStrategy",
+            api_version=1,
+            summary=summary,
+            capabilities=DEEPSPEED,
+            init_args=arguments,
+        )
+        for name, (summary, arguments) in _PRESETS.items()
+    )
+
+
+@hookimpl
+def stratagem_doctor() -> Iterable[Check]:
+    """Examine DeepSpeed, and the ops that can be built here."""
+    # By name: it needs torch, which this module must not bring along.
+    found: Iterable[Check] = import_module("stratagem_deepspeed.doctor").checks()
+    return found

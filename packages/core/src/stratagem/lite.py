@@ -252,7 +252,8 @@ class Lite:
             move_to_device: move the parameters to this rank's device.
 
         Returns:
-            The model, or (model, optimizer, ...) if optimizers were given.
+            The model, or (model, optimizer, ...) if optimizers were given, or if the strategy's
+            engine makes one by its own config.
 
         Raises:
             ConfigurationError: the model was set up before, or an optimizer has none of its
@@ -276,15 +277,16 @@ class Lite:
         prepared = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
-        if not optimizers:
+        if not prepared.optimizers:
             return model
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         return (model, *wrapped)
 
     def setup_module(self, module: nn.Module, *, move_to_device: bool = True) -> LiteModule:
         """Prepare a model without optimizers; `setup_optimizers` follows."""
-        model: LiteModule = self.setup(module, move_to_device=move_to_device)
-        return model
+        model = self.setup(module, move_to_device=move_to_device)
+        prepared: LiteModule = model[0] if isinstance(model, tuple) else model
+        return prepared
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Prepare optimizers made from the parameters of models that were set up.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from stratagem._tree import move_to_device
 from stratagem.data import length_of, set_epoch
-from stratagem.interfaces.strategy import Prepared, Strategy, gradient_clearer
+from stratagem.interfaces.strategy import Prepared, Strategy
 from stratagem.random_state import random_state, set_random_state
 from stratagem.resumable import Resumable
 
@@ -185,7 +185,7 @@ def wrap_optimizer(optimizer: Optimizer, prepared: Prepared, strategy: Strategy)
         {name: value for name, value in optimizer.__dict__.items() if name not in _SHADOWING}
     )
     wrapped.optimizer, wrapped.prepared, wrapped.strategy = optimizer, prepared, strategy
-    wrapped._clear_gradients = gradient_clearer(optimizer)
+    wrapped._clear_gradients = strategy.gradient_clearer(optimizer)
     return wrapped
 
 

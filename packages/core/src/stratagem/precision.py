@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
+    from stratagem.interfaces.precision import EnginePrecision as EnginePrecision
     from stratagem.interfaces.precision import Precision as Precision
     from stratagem.native.precision.mixed import MixedPrecision as MixedPrecision
     from stratagem.native.precision.true import TruePrecision as TruePrecision
@@ -15,6 +16,7 @@ else:
         __name__,
         "precision",
         {
+            "EnginePrecision": "stratagem.interfaces.precision",
             "Precision": "stratagem.interfaces.precision",
         },
     )

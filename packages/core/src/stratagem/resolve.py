@@ -482,7 +482,12 @@ class _Resolver:
         asked = self._asked("precision", "32-true")
         if isinstance(asked, (str, int)):
             why = "the default" if asked == "32-true" else "you named it"
-            selected = self._find("precision", str(asked), why)
+            of_engine = _of_engine(str(asked), capabilities)
+            if of_engine is not None:
+                why += f"; {strategy.name} does it itself"
+                selected = Selected("precision", of_engine.name, strategy.provider, why, of_engine)
+            else:
+                selected = self._find("precision", str(asked), why)
         else:
             name = getattr(asked, "name", None)
             if not isinstance(name, str):
@@ -567,6 +572,20 @@ def _capabilities(strategy: Selected) -> Capabilities:
         return spec.capabilities
     capabilities: Capabilities = strategy.source.capabilities
     return capabilities
+
+
+def _of_engine(asked: str, capabilities: Capabilities) -> PrecisionSpec | None:
+    """Return the spec of a precision that the strategy's engine implements, or None."""
+    name = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}.get(asked, asked).casefold()
+    if name not in capabilities.engine_precisions:
+        return None
+    return PrecisionSpec(
+        name=name,
+        target="stratagem.interfaces.precision:EnginePrecision",
+        api_version=1,
+        summary="by the strategy's engine",
+        init_args={"name": name},
+    )
 
 
 def _preset_parts(strategy: Selected) -> dict[str, Any]:

@@ -21,6 +21,9 @@ class Capabilities:
     """Names of the accelerators that it runs on; None: any."""
     precisions: tuple[str, ...] | None = None
     """Names of the precisions that it takes; None: any."""
+    engine_precisions: tuple[str, ...] = ()
+    """Names of those that its engine implements itself, so that no other component is looked for
+    (`stratagem.precision.EnginePrecision` takes its place)."""
     launchers: tuple[str, ...] = ("in_process",)
     """Launchers that it can be started by, the default first."""
     one_process: bool = True

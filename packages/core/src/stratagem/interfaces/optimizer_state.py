@@ -8,7 +8,7 @@ runs a hidden step to make the state).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,22 +42,12 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
         CheckpointMismatchError: the groups hold other parameters; says which.
     """
     names = _names_by_index(optimizer, module)
-    saved_groups = state["param_groups"]
     groups = optimizer.state_dict()["param_groups"]
-    matched = []
-    for group in groups:
-        wanted = [names[index] for index in group["params"]]
-        for saved in saved_groups:
-            if sorted(saved["params"]) == sorted(wanted):
-                matched.append({**saved, "params": group["params"]})
-                break
-        else:
-            there = [saved["params"] for saved in saved_groups]
-            raise CheckpointMismatchError(
-                f"the checkpoint's optimizer has no parameter group of {_some(wanted)}; its groups "
-                f"are {'; '.join(_some(params) for params in there) or 'none'}: use the optimizer "
-                "and the parameter groups that it was saved with"
-            )
+    own = [[names[index] for index in group["params"]] for group in groups]
+    matched = [
+        {**saved, "params": group["params"]}
+        for group, saved in zip(groups, matching_groups(own, state["param_groups"]), strict=True)
+    ]
     indices = {name: index for index, name in names.items()}
     optimizer.load_state_dict(
         {
@@ -67,6 +57,30 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
             "param_groups": matched,
         }
     )
+
+
+def matching_groups(
+    own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the saved parameter group of each own one, by the names of their parameters.
+
+    Raises:
+        CheckpointMismatchError: the groups hold other parameters; says which.
+    """
+    found = []
+    for names in own:
+        for group in saved:
+            if sorted(group["params"]) == sorted(names):
+                found.append(group)
+                break
+        else:
+            there = [_some(group["params"]) for group in saved]
+            raise CheckpointMismatchError(
+                f"the checkpoint's optimizer has no parameter group of {_some(list(names))}; its "
+                f"groups are {'; '.join(there) or 'none'}: use the optimizer and the parameter "
+                "groups that it was saved with"
+            )
+    return found
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -81,23 +95,43 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = 
         CheckpointMismatchError: lists missing and unexpected names and differing shapes.
     """
     own = module.state_dict()
+    shapes = {n: tuple(value.shape) for n, value in own.items() if isinstance(value, Tensor)}
+    check_weights(own, shapes, state, strict=strict)
+    module.load_state_dict(dict(state), strict=strict)
+
+
+def check_weights(
+    own: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> None:
+    """Refuse weights that do not fit a model.
+
+    Args:
+        own: the names that the model's state has.
+        shapes: of those that are tensors.
+        state: tensors by name.
+        strict: refuse missing and unexpected names; shapes are checked in any case.
+
+    Raises:
+        CheckpointMismatchError: lists missing and unexpected names and differing shapes.
+    """
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
-    shapes = [
-        f"{name} {tuple(state[name].shape)} (the model has {tuple(own[name].shape)})"
-        for name in own
-        if name in state
-        and isinstance(own[name], Tensor)
-        and isinstance(state[name], (Tensor, SavedTensor))
-        and own[name].shape != state[name].shape
+    differing = [
+        f"{name} {tuple(state[name].shape)} (the model has {shape})"
+        for name, shape in shapes.items()
+        if isinstance(state.get(name), (Tensor, SavedTensor)) and state[name].shape != shape
     ]
     problems = []
     if strict and missing:
         problems.append(f"it lacks {_some(missing)}")
     if strict and unexpected:
         problems.append(f"it has {_some(unexpected)}, which the model lacks")
-    if shapes:
-        problems.append(f"these have another shape: {_some(shapes)}")
+    if differing:
+        problems.append(f"these have another shape: {_some(differing)}")
     if problems:
         raise CheckpointMismatchError(
             "the checkpoint belongs to another model: "
@@ -105,7 +139,6 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = 
             + ". Build the model that it was saved from, or load with strict=False to skip names "
             "that do not match"
         )
-    module.load_state_dict(dict(state), strict=strict)
 
 
 def _names_by_index(optimizer: Optimizer, module: nn.Module) -> dict[int, str]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem._tree import convert_floats
+
 
 class Precision(ABC):
     """Number formats of parameters, activations and gradients.
@@ -81,6 +83,39 @@ class Precision(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+
+
+class EnginePrecision(Precision):
+    """A precision that a strategy's engine implements: it converts parameters and scales losses.
+
+    Batches are converted to the number format that the model computes in, and what a model returns
+    to Lite is converted back.
+
+    Args:
+        name: "bf16-mixed", "bf16-true", "16-mixed" or "16-true".
+
+    Example:
+        >>> import torch
+        >>> from stratagem.precision import EnginePrecision
+        >>> EnginePrecision("16-mixed").input_converter()(torch.ones(2)).dtype
+        torch.float16
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype = torch.bfloat16 if name.startswith("bf16") else torch.float16
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert a model that no engine runs, since it is only evaluated."""
+        return module.to(self.dtype)
+
+    def input_converter(self) -> Callable[[Any], Any] | None:
+        """Return what converts floating-point tensors to the format that the model computes in."""
+        return lambda batch: convert_floats(batch, self.dtype)
+
+    def output_converter(self) -> Callable[[Any], Any] | None:
+        """Return what converts outputs to the default number format."""
+        return lambda output: convert_floats(output, torch.get_default_dtype())
 
 
 def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:

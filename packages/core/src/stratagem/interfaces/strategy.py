@@ -213,6 +213,35 @@ class Strategy(ABC):
         Called on every rank after `setup_environment`; nothing to do where one process trains.
         """
 
+    # -- what a front end is going to do
+
+    def take_step_options(
+        self, *, clip: GradientClip | None, accumulation: Mapping[int, int]
+    ) -> None:
+        """Learn how the Trainer takes its steps, when it is made; refuse what cannot be done.
+
+        For engines that clip and accumulate by a config of their own.
+
+        Args:
+            clip: how gradients are clipped; None: not at all.
+            accumulation: micro-batches in a step, by first epoch.
+
+        Raises:
+            ConfigurationError: this strategy cannot, or was told otherwise.
+        """
+
+    def take_batch_size(self, batch_size: int | None) -> None:
+        """Learn this rank's batch size, from the Trainer's loader, before `prepare`.
+
+        Args:
+            batch_size: samples in a batch; None: the loader does not say.
+        """
+
+    @property
+    def makes_optimizers(self) -> bool:
+        """Whether `prepare` makes the optimizer by the engine's config where it is given none."""
+        return False
+
     def setup(self, trainer: Any) -> None:
         """Do more before a Trainer prepares the model; a hook for subclasses."""
 
@@ -377,6 +406,10 @@ class Strategy(ABC):
             self.precision.optimizer_step(optimizer)
             return None
         return optimizer.step() if closure is None else optimizer.step(closure)
+
+    def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Return a function that clears an optimizer's gradients, for a hand-written loop."""
+        return gradient_clearer(optimizer)
 
     def before_evaluation(self, prepared: Prepared) -> None:
         """Make what ranks hold alike before they evaluate; buffers may differ by rank."""

@@ -134,6 +134,15 @@ def _all_loaders(items: Any) -> bool:
     return bool(items) and all(isinstance(item, DataLoader) for item in items)
 
 
+def batch_size_of(loader: Any) -> int | None:
+    """Return the number of samples in a loader's batches; None if it does not say."""
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(holder, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
 def _why_empty(source: Any, loader: Any, world_size: int) -> str:
     samples = getattr(source, "dataset", None)
     if samples is None or not hasattr(samples, "__len__"):

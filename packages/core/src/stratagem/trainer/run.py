@@ -177,6 +177,7 @@ class Run:
         self.rank_state = RankState(self.strategy, self.progress, data)
         train_loader = self.train_loader = replace(train_loader, loader=data.loader)
         self.val_loaders = self._validation_loaders(val)
+        self.strategy.take_batch_size(loaders.batch_size_of(train_loader.loader))
         self.rank_state.follow_validation([one.loader for one in self.val_loaders])
         step_module = StepModule(module)
         if self.strategy.sync_batchnorm:
@@ -204,6 +205,9 @@ class Run:
         self.strategy.checkpoint_io.wait()
 
     def _make_optimizers(self) -> list[Optimizer]:
+        if self.strategy.makes_optimizers and not self.module.defines("configure_optimizers"):
+            self.schedulers = []
+            return []
         optimizers, self.schedulers = configure(self.module)
         own = {id(parameter) for parameter in self.module.parameters()}
         for optimizer in optimizers:

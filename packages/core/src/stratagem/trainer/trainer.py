@@ -204,6 +204,7 @@ class Trainer:
         # A training step.
         self._accumulation = options.check_accumulation(accumulate_grad_batches)
         self.gradient_clip = options.gradient_clip(gradient_clip_val, gradient_clip_algorithm)
+        self.strategy.take_step_options(clip=self.gradient_clip, accumulation=self._accumulation)
         self.detect_anomaly = detect_anomaly
         self.detect_divergence = options.check_divergence(detect_divergence)
         self.inference_mode = inference_mode
@@ -469,7 +470,7 @@ class Trainer:
             CheckpointError: the checkpoint cannot be used.
             RankFailedError: another rank failed.
         """
-        _check_module(model, "fit")
+        _check_module(model, "fit", makes_optimizers=self.strategy.makes_optimizers)
         train_dataloaders, datamodule = _split_datamodule(train_dataloaders, datamodule)
         self._execute("fit", model, datamodule, train_dataloaders, val_dataloaders, ckpt_path)
 
@@ -705,7 +706,7 @@ _UNCALLED = (
 )
 
 
-def _check_module(model: Any, stage: str) -> None:
+def _check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> None:
     if not isinstance(model, Module):
         raise UserCodeError(
             f"expected a stratagem.Module, received {type(model).__name__}: a plain nn.Module is "
@@ -728,6 +729,8 @@ def _check_module(model: Any, stage: str) -> None:
         "predict": (),
     }[stage]
     missing = [method for method in needed if not model.defines(method)]
+    if makes_optimizers and "configure_optimizers" in missing:
+        missing.remove("configure_optimizers")
     if missing:
         raise UserCodeError(
             f"{type(model).__name__} does not define {' and '.join(missing)}, which "

@@ -52,7 +52,7 @@ class FSDPStrategy(ShardedStrategy):
 
     On CPU, C's allocator keeps what is freed, in the threads of backward and of communication,
     so that a process with sharded parameters would grow as large as one with all of them. This
-    strategy sets it to give large blocks back; see `stratagem.native.sharding.memory` for what it
+    strategy sets it to give large blocks back; see `stratagem.interfaces.memory` for what it
     saves and costs.
 
     Parameters without a dimension cannot be sharded: they are whole on every rank, and their

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.memory import ask_for_huge_pages, return_freed_memory
 from stratagem.interfaces.optimizer_state import load_named_state, load_weights, named_state
 from stratagem.interfaces.parallel import ParallelStrategy
 from stratagem.interfaces.shards import SavedTensor
@@ -25,7 +26,6 @@ from stratagem.interfaces.train_step import GradientClip
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import distribute_like, shards_of, whole_on_cpu
-from stratagem.native.sharding.memory import ask_for_huge_pages, return_freed_memory
 from stratagem.native.sharding.rebind import Rebinding, check_parameters, distribute_state
 from stratagem.native.sharding.replicated import (
     average_gradients,

@@ -1,0 +1,450 @@
+"""The engine's config: a pure function of the strategy's arguments, the user's config and the run.
+
+Nothing is imported from DeepSpeed here, so that what contradicts itself is refused before a process
+starts. `engine_config` is called as soon as a fact is known, and once more, with all of them, when
+an engine is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from stratagem.errors import ConfigurationError
+from stratagem_deepspeed.config_keys import check_keys
+
+AUTO = "auto"
+STAGES = (0, 1, 2, 3)
+OFFLOAD_DEVICES = ("cpu", "nvme")
+BUCKET_SIZE = 200_000_000
+"""Elements; DeepSpeed's own default, 5e8, takes 2.5 times the memory."""
+
+_NEVER = 2**31 - 1
+
+_ENGINE_FORMATS = {
+    "32-true": None,
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+    "16-mixed": "fp16",
+    "16-true": "fp16",
+}
+"""The section of DeepSpeed's config that a precision enables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The strategy's arguments that end up in the config; None: not given."""
+
+    stage: int | None = None
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    offload_optimizer_device: str | None = None
+    offload_params_device: str | None = None
+    nvme_path: str | None = None
+    params_buffer_count: int | None = None
+    params_buffer_size: int | None = None
+    max_in_cpu: int | None = None
+    optimizer_buffer_count: int | None = None
+    pin_memory: bool | None = None
+    block_size: int | None = None
+    queue_depth: int | None = None
+    single_submit: bool | None = None
+    overlap_events: bool | None = None
+    thread_count: int | None = None
+    sub_group_size: int | None = None
+    allgather_bucket_size: int | None = None
+    reduce_bucket_size: int | None = None
+    allgather_partitions: bool | None = None
+    reduce_scatter: bool | None = None
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool | None = None
+    loss_scale: float | None = None
+    initial_scale_power: int | None = None
+    loss_scale_window: int | None = None
+    hysteresis: int | None = None
+    min_loss_scale: float | None = None
+    partition_activations: bool | None = None
+    cpu_checkpointing: bool | None = None
+    contiguous_memory_optimization: bool | None = None
+    synchronize_checkpoint_boundary: bool | None = None
+
+
+_ZERO = "zero_optimization"
+_PATHS: dict[str, tuple[str, ...]] = {
+    "stage": (_ZERO, "stage"),
+    "params_buffer_count": (_ZERO, "offload_param", "buffer_count"),
+    "params_buffer_size": (_ZERO, "offload_param", "buffer_size"),
+    "max_in_cpu": (_ZERO, "offload_param", "max_in_cpu"),
+    "optimizer_buffer_count": (_ZERO, "offload_optimizer", "buffer_count"),
+    "sub_group_size": (_ZERO, "sub_group_size"),
+    "allgather_bucket_size": (_ZERO, "allgather_bucket_size"),
+    "reduce_bucket_size": (_ZERO, "reduce_bucket_size"),
+    "allgather_partitions": (_ZERO, "allgather_partitions"),
+    "reduce_scatter": (_ZERO, "reduce_scatter"),
+    "overlap_comm": (_ZERO, "overlap_comm"),
+    "contiguous_gradients": (_ZERO, "contiguous_gradients"),
+    **{
+        name: ("aio", name)
+        for name in ("block_size", "queue_depth", "single_submit", "overlap_events")
+    },
+    "thread_count": ("aio", "intra_op_parallelism"),
+    **{
+        name: ("fp16", name)
+        for name in (
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "min_loss_scale",
+        )
+    },
+    **{
+        name: ("activation_checkpointing", name)
+        for name in (
+            "partition_activations",
+            "cpu_checkpointing",
+            "contiguous_memory_optimization",
+            "synchronize_checkpoint_boundary",
+        )
+    },
+}
+"""Where an argument stands in the config; those of offload are placed by `_offload`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of the run; None: not known (yet).
+
+    Attributes:
+        precision: its name.
+        clip: the Trainer's largest norm of gradients; None: it does not clip.
+        accumulation: the most micro-batches of a step; None: a hand-written loop decides.
+        loop: "Trainer" or "Lite", once that is known.
+        batch_size: samples in a micro-batch of a rank; 0: the loader does not say.
+        world_size: ranks.
+    """
+
+    precision: str | None = None
+    clip: float | None = None
+    accumulation: int | None = None
+    loop: str | None = None
+    batch_size: int | None = None
+    world_size: int | None = None
+
+
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return the user's config as a dict of its own.
+
+    Args:
+        config: a dict, or the path of a JSON file.
+
+    Raises:
+        ConfigurationError: the file is missing or not JSON, or a key is unknown.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        try:
+            loaded = json.loads(path.read_text())
+        except OSError as error:
+            raise ConfigurationError(
+                f"config={str(path)!r} cannot be read ({error.strerror}): pass the path of a JSON "
+                "file with DeepSpeed's config, or a dict"
+            ) from error
+        except ValueError as error:
+            raise ConfigurationError(
+                f"config={str(path)!r} is not JSON: {error}. DeepSpeed's config is a JSON object"
+            ) from error
+        source = f"the file {str(path)!r}"
+    else:
+        loaded, source = config, "config"
+    if not isinstance(loaded, Mapping):
+        raise ConfigurationError(
+            f"{source} holds a {type(loaded).__name__}; expected a dict with DeepSpeed's config"
+        )
+    own = copy.deepcopy(dict(loaded))
+    if "bfloat16" in own:  # its name in old configs
+        own["bf16"] = own.pop("bfloat16")
+    check_keys(own)
+    return own
+
+
+def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    """Return the config of an engine.
+
+    What the user's config says and neither an argument nor a fact contradicts stays; `auto` values
+    are filled.
+
+    Args:
+        options: the strategy's arguments.
+        user: what `read_config` returned.
+        facts: of the run.
+
+    Raises:
+        ConfigurationError: an argument or a fact contradicts the config (says which key, and both
+            values), or a combination cannot work.
+
+    Example:
+        >>> from stratagem_deepspeed.config import Facts, Options, engine_config
+        >>> made = engine_config(Options(stage=3), {}, Facts(precision="bf16-mixed", clip=0.5))
+        >>> made["zero_optimization"]["stage"], made["bf16"], made["gradient_clipping"]
+        (3, {'enabled': True}, 0.5)
+    """
+    config = _Config(user)
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name in _PATHS and value is not None:
+            config.put(_PATHS[option.name], value, f"{option.name}={value!r}")
+    _offload(options, config)
+    for name, default in (
+        ("stage", 2),
+        ("allgather_bucket_size", BUCKET_SIZE),
+        ("reduce_bucket_size", BUCKET_SIZE),
+        ("contiguous_gradients", True),
+    ):
+        config.fill((_ZERO, name), default)
+    # Below stage 2 gradients are reduced in the step, when there is no backward to overlap with.
+    config.fill((_ZERO, "overlap_comm"), config.get((_ZERO, "stage")) in (2, 3))
+    config.put(("managed_gradient_accumulation",), False, "the loop says when to step")
+    _precision(config, facts)
+    _steps(config, facts)
+    config.fill(("steps_per_print",), _NEVER)
+    _check_zero(config, facts)
+    made = config.made
+    _check_auto(made)
+    return made
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Return the stage of an engine's config."""
+    return int(config[_ZERO]["stage"])
+
+
+def offload_device(config: Mapping[str, Any], what: str) -> str | None:
+    """Return where "offload_optimizer" or "offload_param" is kept; None: on the device."""
+    section = config[_ZERO].get(what) or {}
+    device = section.get("device", "none")
+    return None if device == "none" else str(device)
+
+
+class _Config:
+    """A config that is being made: an argument or a fact must agree with what stands there."""
+
+    def __init__(self, user: Mapping[str, Any]) -> None:
+        self.made: dict[str, Any] = copy.deepcopy(dict(user))
+
+    def get(self, path: tuple[str, ...]) -> Any:
+        """Return what stands there; None: nothing."""
+        section: Any = self.made
+        for key in path:
+            if not isinstance(section, Mapping) or key not in section:
+                return None
+            section = section[key]
+        return section
+
+    def put(self, path: tuple[str, ...], value: Any, said: str, advice: str = "") -> None:
+        """Write what was asked for elsewhere (`said`); refuse another value in the config."""
+        there = self.get(path)
+        if there not in (None, AUTO, value):
+            raise ConfigurationError(
+                f"config: {'.'.join(path)}={there!r}, but {said}: "
+                + (advice or "give it in one place, or write 'auto' into the config")
+            )
+        section = self.made
+        for key in path[:-1]:
+            section = section.setdefault(key, {})
+        section[path[-1]] = value
+
+    def fill(self, path: tuple[str, ...], default: Any) -> None:
+        """Write a default where the config says nothing, or "auto"."""
+        if self.get(path) in (None, AUTO):
+            self.put(path, default, "")
+
+
+def _offload(options: Options, config: _Config) -> None:
+    for asked, section, device_argument in (
+        ("offload_optimizer", "offload_optimizer", "offload_optimizer_device"),
+        ("offload_parameters", "offload_param", "offload_params_device"),
+    ):
+        device = getattr(options, device_argument)
+        if device is not None and device not in OFFLOAD_DEVICES:
+            raise ConfigurationError(
+                f"{device_argument}={device!r}: expected {' or '.join(map(repr, OFFLOAD_DEVICES))}"
+            )
+        if not getattr(options, asked):
+            continue
+        path = (_ZERO, section, "device")
+        if device is None:
+            config.fill(path, "cpu")
+        else:
+            config.put(path, device, f"{device_argument}={device!r}")
+    for section in ("offload_optimizer", "offload_param"):
+        if config.get((_ZERO, section, "device")) in (None, "none"):
+            continue
+        if options.pin_memory is not None:
+            said = f"pin_memory={options.pin_memory!r}"
+            config.put((_ZERO, section, "pin_memory"), options.pin_memory, said)
+        else:
+            # As in Lightning: pinned memory is scarce, and asked for.
+            config.fill((_ZERO, section, "pin_memory"), False)
+        if config.get((_ZERO, section, "device")) == "nvme":
+            path = (_ZERO, section, "nvme_path")
+            if options.nvme_path is not None:
+                config.put(path, str(options.nvme_path), f"nvme_path={str(options.nvme_path)!r}")
+            else:
+                config.fill(path, "/local_nvme")
+
+
+def _precision(config: _Config, facts: Facts) -> None:
+    if facts.precision is None:
+        return
+    wanted = _ENGINE_FORMATS[facts.precision]
+    for section, example in (("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
+        enabled = section == wanted
+        if not enabled and config.get((section,)) is None:
+            continue
+        config.put(
+            (section, "enabled"),
+            enabled,
+            f"precision={facts.precision!r}",
+            f"the two must agree; pass precision={'32-true' if enabled else example!r}, or change "
+            "the config",
+        )
+
+
+def _steps(config: _Config, facts: Facts) -> None:
+    """Clipping, accumulation and batch sizes."""
+    if facts.clip is not None:
+        said = f"gradient_clip_val={facts.clip!r}"
+        config.put(("gradient_clipping",), facts.clip, said)
+    # Always written: DeepSpeed's own default is 1.0.
+    config.fill(("gradient_clipping",), 0.0)
+    if facts.loop is None:
+        return
+    asked = config.get(("gradient_accumulation_steps",))
+    if facts.loop == "Lite":
+        if asked not in (None, AUTO, 1):
+            raise ConfigurationError(
+                f"config: gradient_accumulation_steps={asked!r}, but a loop under Lite accumulates "
+                "itself: leave it out, divide the loss, and step the optimizer after as many "
+                "backward passes as you like"
+            )
+        accumulation = 1
+    else:
+        accumulation = facts.accumulation or 1
+        config.put(
+            ("gradient_accumulation_steps",),
+            accumulation,
+            f"accumulate_grad_batches={accumulation!r}",
+            f"the Trainer counts the batches of a step: pass accumulate_grad_batches={asked!r}, or "
+            "leave the key out",
+        )
+    config.fill(("gradient_accumulation_steps",), accumulation)
+    _batch_sizes(config, facts, accumulation)
+
+
+def _batch_sizes(config: _Config, facts: Facts, accumulation: int) -> None:
+    size = facts.batch_size
+    micro, whole = ("train_micro_batch_size_per_gpu",), ("train_batch_size",)
+    if size is None:
+        return
+    if size:
+        said = f"the training data loader has batch_size={size!r}"
+        config.put(micro, size, said)
+    elif config.get(micro) == AUTO or (config.get(micro) is None and config.get(whole) == AUTO):
+        key = micro[0] if config.get(micro) == AUTO else whole[0]
+        raise ConfigurationError(
+            f"config: {key}='auto' is filled from the training data loader, and "
+            + (
+                "a loop under Lite has none yet when the model is set up"
+                if facts.loop == "Lite"
+                else "this one has no batch_size"
+            )
+            + ": write the number of samples that a rank takes at a time"
+        )
+    ranks = facts.world_size or 1
+    if config.get(micro) is None and isinstance(config.get(whole), int):
+        config.fill(micro, max(1, config.get(whole) // (ranks * accumulation)))
+    # Nothing but DeepSpeed's own throughput log depends on it.
+    config.fill(micro, 1)
+    expected = config.get(micro) * accumulation * ranks
+    config.put(
+        whole,
+        expected,
+        f"train_micro_batch_size_per_gpu={config.get(micro)!r} on each of {ranks} rank(s) with "
+        f"{accumulation} micro-batch(es) a step make {expected}",
+    )
+
+
+def _check_zero(config: _Config, facts: Facts) -> None:
+    """Refuse what DeepSpeed cannot do, or does wrongly."""
+    stage = config.get((_ZERO, "stage"))
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise ConfigurationError(
+            f"stage={stage!r}: expected 1 (optimizer state sharded), 2 (gradients too) or 3 "
+            "(parameters too); 0 shards nothing, as ddp"
+        )
+    made = config.made
+    if stage < 2 and config.get((_ZERO, "overlap_comm")):
+        raise ConfigurationError(
+            f"overlap_comm=True with stage={stage}: gradients are reduced in the step there, after "
+            "the last backward: leave it out, or pass stage=2"
+        )
+    param, optimizer = (offload_device(made, w) for w in ("offload_param", "offload_optimizer"))
+    if param is not None and stage != 3:
+        raise ConfigurationError(
+            f"offload of parameters (to {param!r}) needs stage=3, where they are sharded; received "
+            f"stage={stage}: pass stage=3, or leave offload_parameters out"
+        )
+    if optimizer is not None and stage == 0:
+        raise ConfigurationError(
+            f"offload of the optimizer (to {optimizer!r}) needs stage=1, 2 or 3, received stage=0"
+        )
+    if optimizer == "nvme" and stage != 3:
+        raise ConfigurationError(
+            f"offload of the optimizer to 'nvme' needs stage=3, received stage={stage}: pass "
+            "stage=3, or offload_optimizer_device='cpu'"
+        )
+    if facts.precision is None:
+        return
+    half = _ENGINE_FORMATS[facts.precision]
+    if stage == 0 and half is not None:
+        raise ConfigurationError(
+            f"precision={facts.precision!r} with stage=0: DeepSpeed takes a step with zero "
+            "gradients when it makes that optimizer, which changes the weights: pass stage=1, or "
+            "strategy='ddp'"
+        )
+    if param == optimizer == "nvme" and half is None:
+        raise ConfigurationError(
+            "offload of parameters and of the optimizer, both to 'nvme', fails inside DeepSpeed "
+            f"with float32 parameters (its buffers are bfloat16); received precision="
+            f"{facts.precision!r}: pass precision='bf16-mixed', or offload_params_device='cpu'"
+        )
+
+
+def _check_auto(config: Mapping[str, Any], path: tuple[str, ...] = ()) -> None:
+    """Refuse an `auto` that nothing here fills; while facts are missing, some still will be."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_auto(value, (*path, key))
+        elif value == AUTO and (*path, key) not in _FILLED_LATER:
+            raise ConfigurationError(
+                f"config: {'.'.join((*path, key))}='auto' cannot be filled from the run: write a "
+                "value, or leave it out"
+            )
+
+
+_FILLED_LATER = {
+    ("gradient_accumulation_steps",),
+    ("train_micro_batch_size_per_gpu",),
+    ("train_batch_size",),
+    ("fp16", "enabled"),
+    ("bf16", "enabled"),
+    ("data_types", "keep_in_fp32_modules"),  # DeepSpeed's own "auto"
+}

@@ -1,0 +1,32 @@
+"""What `stratagem doctor` says of DeepSpeed: its version, and which ops can be built here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stratagem.discovery import Check
+from stratagem.errors import ConfigurationError
+from stratagem_deepspeed import ops
+from stratagem_deepspeed.library import installed_version
+
+
+def checks() -> Iterator[Check]:
+    """Yield a check of the installation, and one for each op."""
+    try:
+        version = installed_version()
+    except ConfigurationError as error:
+        yield Check("deepspeed", "error", str(error))
+        return
+    yield Check(f"deepspeed {version}", "ok", "a version that this backend was made for")
+    for name, op in ops.OPS.items():
+        yield _check_op(name, op)
+
+
+def _check_op(name: str, op: ops.Op) -> Check:
+    title = f"op {name} ({op.purpose})"
+    if ops.is_built(name, "cpu"):
+        return Check(title, "ok", "built")
+    missing = ops.what_is_missing(name)
+    if missing:
+        return Check(title, "warning", f"cannot be built here: {missing}")
+    return Check(title, "ok", "not built yet; it can be, and will be at its first use (minutes)")

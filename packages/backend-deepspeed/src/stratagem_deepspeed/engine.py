@@ -1,0 +1,199 @@
+"""Engines: made around a model, called through a module of ours, and given back whole."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stratagem._tree import map_tensors
+from stratagem_deepspeed.config import stage_of
+
+
+class EngineModule(nn.Module):
+    """Calls a model through its engine, or as it is while it has none.
+
+    The engine is no submodule: parameters and state are the model's own. Stage 3 calls for another
+    `torch.nn.functional.linear`, one that does not keep whole weights for backward. DeepSpeed puts
+    it into torch for good; here it is there while the engine's forward or backward runs.
+
+    Attributes:
+        module: the model.
+        engine: DeepSpeed's; None: none was needed yet, or it was released.
+        config: the engine's.
+        groups: the names of the parameters in each of the optimizer's groups.
+    """
+
+    engine: Any
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.__dict__["engine"] = None
+        self.config: dict[str, Any] = {}
+        self.groups: list[list[str]] = []
+        self._linear: Callable[..., Any] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        engine = self.__dict__["engine"]
+        if engine is None:
+            return self.module(*args, **kwargs)
+        if self._linear is None:
+            return engine(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            # Parameters that are gathered in inference mode, and some stay so, cannot train.
+            with torch.inference_mode(False), torch.no_grad(), self.linear():
+                return engine(*_usable(args), **_usable(kwargs))
+        with self.linear():
+            return engine(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the engine's backward from a loss that is divided by the micro-batches already."""
+        if self._linear is None:
+            self.__dict__["engine"].backward(loss, scale_wrt_gas=False, **kwargs)
+            return
+        with self.linear():
+            self.__dict__["engine"].backward(loss, scale_wrt_gas=False, **kwargs)
+
+    @contextlib.contextmanager
+    def linear(self) -> Iterator[None]:
+        """Let `torch.nn.functional.linear` be the one of stage 3."""
+        before, nn.functional.linear = nn.functional.linear, self._linear or nn.functional.linear
+        try:
+            yield
+        finally:
+            nn.functional.linear = before
+
+    def make(self, deepspeed: Any, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
+        """Make the engine, which moves, converts and (at stage 3) shards the model's parameters."""
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        groups = optimizer.param_groups if optimizer is not None else []
+        # DeepSpeed puts flat tensors into the groups, and drops those that are empty.
+        self.groups = [[names[id(p)] for p in g["params"]] for g in groups if g["params"]]
+        if optimizer is None and "optimizer" in config:
+            self.groups = [list(names.values())]
+        with restored_linear() as linear:
+            engine, _, _, _ = deepspeed.initialize(
+                model=self.module, optimizer=optimizer, config=config
+            )
+        self._linear = linear.replaced
+        self.config = config
+        self.__dict__["engine"] = engine
+        if stage_of(config) == 3:
+            _loosen(self.module)
+
+    def release(self) -> None:
+        """Give back what the engine holds: optimizer state, gradients, hooks.
+
+        The model goes on being trained or evaluated by another engine; at stage 3 its parameters
+        stay sharded.
+        """
+        engine = self.__dict__["engine"]
+        self.__dict__["engine"], self._linear = None, None
+        if engine is not None:
+            _release(engine, self.module)
+
+    def __del__(self) -> None:
+        # Nothing else would: functions that torch's autograd holds keep an engine alive.
+        if not sys.is_finalizing():
+            self.release()
+
+
+def _usable(data: Any) -> Any:
+    """Return data whose tensors of inference mode are copied, since no others may be changed."""
+    return map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, data)
+
+
+class _Replaced:
+    """What was put into the place of a function."""
+
+    replaced: Callable[..., Any] | None = None
+
+
+@contextlib.contextmanager
+def restored_linear() -> Iterator[_Replaced]:
+    """Put `torch.nn.functional.linear` back afterwards, and keep what took its place."""
+    before, seen = nn.functional.linear, _Replaced()
+    try:
+        yield seen
+    finally:
+        if nn.functional.linear is not before:
+            seen.replaced = nn.functional.linear
+            nn.functional.linear = before
+
+
+def _loosen(module: nn.Module) -> None:
+    """Take away what would keep an engine of stage 3 alive for the rest of the process."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    # A list for the modules whose forward runs; the root stands in it from the start, and puts
+    # itself there again whenever it is called.
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [one for one in stack if one is not module]
+    # The functions that parameters carry hold the object that has sharded them, and it the module.
+    for parameter in module.parameters():
+        for function in list(vars(parameter).values()):
+            for cell in getattr(function, "__closure__", None) or ():
+                if isinstance(cell.cell_contents, Init):
+                    cell.cell_contents.module = None
+
+
+_LINKS = (
+    "_dp_group",
+    "_hp_mapping",
+    "_index_in_param_group",
+    "_z3_optimizer",
+    "get_full_hp_grad",
+    "get_full_hp_param",
+    "grad_accum",
+    "load_hp_checkpoint_state",
+    "param_idx_in_group",
+    "set_full_hp_grad",
+    "set_full_hp_param",
+)
+"""What an engine puts on parameters to find its optimizer's state, which they then keep alive."""
+
+
+def _release(engine: Any, module: nn.Module) -> None:
+    optimizer = engine.optimizer
+    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+        hook = getattr(engine, name, None)
+        if hook is not None:
+            hook.remove()
+    engine.destroy()
+    for parameter in module.parameters():
+        for name in _LINKS:
+            vars(parameter).pop(name, None)
+    if stage_of(engine.config) != 3:
+        return
+    # A cache for all engines, whose keys are modules.
+    for function in _coordinators_caches():
+        function.cache_clear()
+    for part in module.modules():
+        # Classes that hold the engine, and that a next one would use if it found them.
+        part.__dict__.pop("pre_bwd_fn", None)
+        part.__dict__.pop("post_bwd_fn", None)
+        part._parameters = dict(part._parameters)
+    if optimizer is not None:
+        optimizer.__dict__.clear()
+
+
+@functools.lru_cache
+def _coordinators_caches() -> tuple[Any, ...]:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        PartitionedParameterCoordinator,
+    )
+
+    found = []
+    for function in vars(PartitionedParameterCoordinator).values():
+        inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        found += [one for one in (function, *inner) if hasattr(one, "cache_clear")]
+    return tuple(found)

@@ -1,0 +1,139 @@
+"""DeepSpeed itself: imported when it is first used, and kept from changing what others see.
+
+Importing it sets an environment variable and adds a logger that writes to stdout; making an engine
+reads ranks from the environment, builds a library of its own for communication on the CPU, and
+prints. Here is what puts each of these back, or keeps it away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+from stratagem.errors import ConfigurationError
+
+OLDEST = (0, 19, 8)
+TOO_NEW = (0, 20)
+"""The range of versions that pyproject.toml requires; a test compares the two.
+
+Earlier ones do not wait for all of stage 3's all-gathers over gloo, so that about one run in twenty
+on the CPU computes with weights that have not arrived.
+"""
+
+_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_ACCELERATOR = "DS_ACCELERATOR"
+_QUIET = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+
+
+def installed_version() -> str:
+    """Return the version of DeepSpeed, without importing it.
+
+    Raises:
+        ConfigurationError: it is not installed, or a version that was never tried.
+    """
+    wanted = f"deepspeed>={_dotted(OLDEST)},<{_dotted(TOO_NEW)}"
+    try:
+        version = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        raise ConfigurationError(
+            f"DeepSpeed is not installed, which this strategy needs: pip install '{wanted}'"
+        ) from None
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    if not OLDEST <= numbers < TOO_NEW:
+        raise ConfigurationError(
+            f"DeepSpeed {version} is installed; this strategy was made for {wanted}: "
+            f"pip install '{wanted}'"
+        )
+    return version
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Return the module `deepspeed`, set to a type of device.
+
+    Args:
+        device_type: "cpu", "cuda", ...
+
+    Raises:
+        ConfigurationError: it was imported for another type of device before.
+    """
+    first = "deepspeed" not in sys.modules
+    # Else it looks for a GPU's driver, and takes a CPU that has Intel's extension for another.
+    chosen = {_ACCELERATOR: device_type} if device_type == "cpu" else {}
+    with variables(chosen), warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        nvml = os.environ.get(_NVML)
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        kind = get_accelerator().device_name()
+        if nvml is None:
+            os.environ.pop(_NVML, None)
+    if kind != device_type:
+        raise ConfigurationError(
+            f"DeepSpeed was imported for {kind!r} in this process, and the accelerator's devices "
+            f"are {device_type!r}: do not import deepspeed before the strategy does, or set "
+            f"{_ACCELERATOR}={device_type} before"
+        )
+    if first:
+        _quieten()
+        # Its own communication through shared memory takes two minutes to build and is not used
+        # for training.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and put them back as they were."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def quiet_rank(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
+    """Let DeepSpeed find its rank in the environment, and print to stderr if at all.
+
+    It joins the process group that is there; address and port only have to be set.
+    """
+    found = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "29500"),
+    }
+    with variables(found), warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        # It imports parts of torch that call other parts deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def _quieten() -> None:
+    """Let its loggers be as others are: warnings and worse go to whoever listens at the root."""
+    from deepspeed.utils import logger
+
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = True
+    # Functions of torch that it calls, and nobody else can replace there.
+    warnings.filterwarnings("ignore", message=_QUIET, category=FutureWarning)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

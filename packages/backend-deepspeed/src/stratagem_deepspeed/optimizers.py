@@ -1,0 +1,148 @@
+"""The right optimizer for an engine: the user's, or DeepSpeed's own where offload needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW, Optimizer
+
+from stratagem.errors import ConfigurationError
+from stratagem_deepspeed.config import offload_device, stage_of
+
+FORCE = "zero_force_ds_cpu_optimizer"
+UNTESTED = "zero_allow_untested_optimizer"
+
+_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""Optimizers of torch whose step looks at a parameter's shape, at all of them, or at sparsity."""
+
+_UNSUPPORTED = {
+    "amsgrad": False,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+}
+"""Options of Adam that DeepSpeedCPUAdam does not have, and what they must be."""
+
+
+def only_one(optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    """Return the optimizer, or None if there is none.
+
+    Raises:
+        ConfigurationError: there are several.
+    """
+    if len(optimizers) > 1:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ConfigurationError(
+            f"a DeepSpeed engine steps one optimizer, received {len(optimizers)} ({kinds}): give "
+            "one optimizer several parameter groups, or set up a model for each under Lite"
+        )
+    return optimizers[0] if optimizers else None
+
+
+def check_elementwise(optimizer: Optimizer, config: Mapping[str, Any]) -> None:
+    """Refuse an optimizer whose numbers would be wrong on DeepSpeed's flat partitions.
+
+    A step sees one flat tensor in the place of a group's parameters, or a slice of it, so that only
+    what treats each element by itself stays what it is.
+    """
+    kind = type(optimizer)
+    if stage_of(config) == 0 or UNTESTED in config:
+        return
+    if kind.__module__.startswith("torch.optim"):
+        if kind.__name__ in _WHOLE_TENSORS:
+            raise ConfigurationError(
+                f"torch.optim.{kind.__name__} steps whole tensors, and DeepSpeed steps flat slices "
+                "of them: use an optimizer that treats each element by itself (AdamW, SGD, ...), "
+                "or strategy='ddp'"
+            )
+    elif not kind.__module__.startswith(("deepspeed.", "apex.")):
+        raise ConfigurationError(
+            f"{kind.__module__}.{kind.__qualname__} is not known to treat each element by itself, "
+            "and DeepSpeed steps flat slices of the parameters: if it does, pass "
+            f'config={{"{UNTESTED}": True}}'
+        )
+
+
+def wants_cpu_adam(config: Mapping[str, Any]) -> bool:
+    """Whether offload asks for DeepSpeed's optimizers of the CPU, as far as the config says."""
+    return offload_device(config, "offload_optimizer") is not None and config.get(FORCE, True)
+
+
+def suited(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
+    """Return the optimizer that an engine with this config takes; the config is made to allow it.
+
+    With an offloaded optimizer, torch's Adam and AdamW become DeepSpeedCPUAdam (the same numbers up
+    to rounding, several times as fast), with the groups that the user's has: schedulers made for
+    that one go on. Other optimizers are stepped as they are.
+
+    Args:
+        optimizer: the user's.
+        config: the engine's; two keys may be added.
+    """
+    check_elementwise(optimizer, config)
+    config.setdefault(UNTESTED, True)
+    if not wants_cpu_adam(config):
+        config.setdefault(FORCE, False)
+        return optimizer
+    if type(optimizer).__module__.startswith("deepspeed."):
+        return optimizer
+    why_not = _why_not_cpu_adam(optimizer)
+    if why_not:
+        config[FORCE] = False
+        _say(f"{why_not}, so the offloaded optimizer is stepped by torch on the CPU")
+        return optimizer
+    return _as_cpu_adam(optimizer)
+
+
+def _why_not_cpu_adam(optimizer: Optimizer) -> str:
+    kind = type(optimizer)
+    if kind not in (Adam, AdamW):
+        return f"DeepSpeed has no {kind.__name__} for the CPU"
+    for group in optimizer.param_groups:
+        for option, expected in _UNSUPPORTED.items():
+            if group.get(option, expected) != expected:
+                return f"DeepSpeedCPUAdam has no {option}={group[option]!r}"
+    if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+        return "DeepSpeedCPUAdam takes no tensor as learning rate"
+    return ""
+
+
+def _as_cpu_adam(optimizer: Optimizer) -> Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    # torch's AdamW is an Adam with this option since 2.7.
+    decoupled = isinstance(optimizer, AdamW) or any(
+        group.get("decoupled_weight_decay") for group in optimizer.param_groups
+    )
+    made: Optimizer = DeepSpeedCPUAdam(
+        [{"params": group["params"]} for group in optimizer.param_groups],
+        **{name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")},
+        adamw_mode=decoupled,
+    )
+    for own, users in zip(made.param_groups, optimizer.param_groups, strict=True):
+        users.update({key: value for key, value in own.items() if key not in users})
+    # One list of groups for both: a scheduler that was made for the user's steers this one.
+    made.param_groups = optimizer.param_groups
+    # A scheduler asks the optimizer that it was made for whether it was stepped first.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    _say(
+        f"the offloaded optimizer is stepped by DeepSpeedCPUAdam in place of torch's "
+        f"{type(optimizer).__name__}, with its options"
+    )
+    return made
+
+
+def _say(what: str) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        text = f'{what}; config={{"{FORCE}": False}} keeps torch\'s'
+        if text not in _said:
+            _said.add(text)
+            print(f"stratagem: {text}", file=sys.stderr, flush=True)
+
+
+_said: set[str] = set()

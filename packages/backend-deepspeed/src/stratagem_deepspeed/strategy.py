@@ -1,0 +1,527 @@
+"""DeepSpeedStrategy: ZeRO, by DeepSpeed's engine."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.activation_checkpointing import (
+    CheckpointChoice,
+    apply_activation_checkpointing,
+    check_choice,
+)
+from stratagem.interfaces.memory import ask_for_huge_pages, return_freed_memory
+from stratagem.interfaces.parallel import ParallelStrategy
+from stratagem.interfaces.precision import EnginePrecision, Precision
+from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
+from stratagem.interfaces.train_step import GradientClip
+from stratagem_deepspeed import ops
+from stratagem_deepspeed.config import (
+    Facts,
+    Options,
+    engine_config,
+    offload_device,
+    read_config,
+    stage_of,
+)
+from stratagem_deepspeed.engine import EngineModule, restored_linear
+from stratagem_deepspeed.library import import_deepspeed, installed_version, quiet_rank
+from stratagem_deepspeed.optimizers import only_one, suited, wants_cpu_adam
+from stratagem_deepspeed.plugin import DEEPSPEED
+from stratagem_deepspeed.state import EngineState
+
+_called_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[EngineModule]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What calls a model that was prepared before; the StepModule around it is made anew each time."""
+
+
+class DeepSpeedStrategy(ParallelStrategy):
+    """Shards optimizer state, gradients and parameters over ranks by DeepSpeed (ZeRO).
+
+    Runs on CPU over gloo as on GPU over nccl. A step is the engine's: it clips by norm, as
+    `Trainer(gradient_clip_val=...)` or the config says, and completes the gradients that backward
+    passes have added up since the step before. So a loop under Lite is the loop of any strategy:
+    it divides the loss, and steps the optimizer when it likes.
+
+    `Lite.init_module()` and `Module.configure_model()` build a model of stage 3 in shards
+    (`deepspeed.zero.Init`), layer by layer, with rank 0's numbers.
+
+    An engine keeps float32 weights for the optimizer. "bf16-mixed" and "bf16-true" both mean its
+    bfloat16 mode: parameters, activations and gradients in bfloat16, the optimizer's in float32;
+    "16-mixed" and "16-true" its float16 mode, with loss scaling.
+
+    One model takes one optimizer, whose step treats each element by itself: DeepSpeed steps flat
+    slices. Ranks run as many batches as each other at stage 3, also to evaluate.
+
+    Args:
+        stage: 1 shards optimizer state, 2 (the default) gradients too, 3 parameters too; 0 nothing.
+        offload_optimizer: keep optimizer state in host memory, and step there; torch's Adam and
+            AdamW become DeepSpeedCPUAdam, unless the config has zero_force_ds_cpu_optimizer=false.
+        offload_parameters: keep parameters in host memory too; stage 3.
+        offload_optimizer_device, offload_params_device: "cpu" (the default) or "nvme".
+        nvme_path: a folder on the NVMe device; default "/local_nvme".
+        params_buffer_count, params_buffer_size, max_in_cpu: buffers for parameters on NVMe, their
+            elements, and elements of parameters that stay in host memory.
+        optimizer_buffer_count: buffers for optimizer state on NVMe.
+        pin_memory: let offloaded tensors be in page-locked memory; default False.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: of reads and writes
+            on NVMe; see DeepSpeed's `aio`.
+        sub_group_size: elements that an offloaded step works on at a time; stage 3.
+        allgather_bucket_size, reduce_bucket_size: elements communicated at a time; default 2e8.
+        allgather_partitions, reduce_scatter, overlap_comm, contiguous_gradients: see DeepSpeed's
+            `zero_optimization`; the last two are on by default.
+        loss_scale: of float16; 0: dynamic.
+        initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: of a dynamic one.
+        activation_checkpointing: compute activations of modules again in backward: True for the
+            layers of ModuleLists and Sequentials, classes, or a function of a module.
+        partition_activations, cpu_checkpointing, contiguous_memory_optimization,
+            synchronize_checkpoint_boundary: of `deepspeed.checkpointing.checkpoint`, which user
+            code calls.
+        config: DeepSpeed's own config, a dict or the path of a JSON file. "auto" values are
+            filled; what contradicts an argument is refused.
+        save_full_weights: gather checkpoints on rank 0, which writes one file. By default every
+            rank writes its part into a directory, of which `stratagem checkpoint consolidate` and
+            `convert` make one file.
+        **parts: see `ParallelStrategy`.
+
+    Raises:
+        ConfigurationError: DeepSpeed is not installed, the config cannot be read or has an unknown
+            key, or options contradict each other.
+
+    Example:
+        >>> from stratagem.strategies import DeepSpeedStrategy
+        >>> DeepSpeedStrategy(stage=3, config={"zero_optimization": {"stage": "auto"}}).stage
+        3
+    """
+
+    capabilities = DEEPSPEED
+
+    _with_trainers: ClassVar[weakref.WeakSet[DeepSpeedStrategy]] = weakref.WeakSet()
+    """Those that run, or have run, under a Trainer in this process."""
+
+    def __init__(
+        self,
+        *,
+        stage: int | None = None,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        offload_optimizer_device: str | None = None,
+        offload_params_device: str | None = None,
+        nvme_path: str | os.PathLike[str] | None = None,
+        params_buffer_count: int | None = None,
+        params_buffer_size: int | None = None,
+        max_in_cpu: int | None = None,
+        optimizer_buffer_count: int | None = None,
+        pin_memory: bool | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool | None = None,
+        overlap_events: bool | None = None,
+        thread_count: int | None = None,
+        sub_group_size: int | None = None,
+        allgather_bucket_size: int | None = None,
+        reduce_bucket_size: int | None = None,
+        allgather_partitions: bool | None = None,
+        reduce_scatter: bool | None = None,
+        overlap_comm: bool | None = None,
+        contiguous_gradients: bool | None = None,
+        loss_scale: float | None = None,
+        initial_scale_power: int | None = None,
+        loss_scale_window: int | None = None,
+        hysteresis: int | None = None,
+        min_loss_scale: float | None = None,
+        activation_checkpointing: CheckpointChoice = None,
+        partition_activations: bool | None = None,
+        cpu_checkpointing: bool | None = None,
+        contiguous_memory_optimization: bool | None = None,
+        synchronize_checkpoint_boundary: bool | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        save_full_weights: bool = False,
+        **parts: Any,
+    ) -> None:
+        if save_full_weights and parts.get("checkpoint_io") is None:
+            parts["checkpoint_io"] = "single_file"
+        super().__init__(**parts)
+        installed_version()
+        self.options = Options(
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            offload_optimizer_device=offload_optimizer_device,
+            offload_params_device=offload_params_device,
+            nvme_path=None if nvme_path is None else os.fspath(nvme_path),
+            params_buffer_count=params_buffer_count,
+            params_buffer_size=params_buffer_size,
+            max_in_cpu=max_in_cpu,
+            optimizer_buffer_count=optimizer_buffer_count,
+            pin_memory=pin_memory,
+            block_size=block_size,
+            queue_depth=queue_depth,
+            single_submit=single_submit,
+            overlap_events=overlap_events,
+            thread_count=thread_count,
+            sub_group_size=sub_group_size,
+            allgather_bucket_size=allgather_bucket_size,
+            reduce_bucket_size=reduce_bucket_size,
+            allgather_partitions=allgather_partitions,
+            reduce_scatter=reduce_scatter,
+            overlap_comm=overlap_comm,
+            contiguous_gradients=contiguous_gradients,
+            loss_scale=loss_scale,
+            initial_scale_power=initial_scale_power,
+            loss_scale_window=loss_scale_window,
+            hysteresis=hysteresis,
+            min_loss_scale=min_loss_scale,
+            partition_activations=partition_activations,
+            cpu_checkpointing=cpu_checkpointing,
+            contiguous_memory_optimization=contiguous_memory_optimization,
+            synchronize_checkpoint_boundary=synchronize_checkpoint_boundary,
+        )
+        self.activation_checkpointing = check_choice(activation_checkpointing)
+        self.user_config = read_config(config)
+        self.facts = Facts()
+        self._config()
+        self._engines: list[EngineModule] = []
+
+    @property
+    def stage(self) -> int:
+        """What is sharded."""
+        return stage_of(self._config())
+
+    def _config(self, **facts: Any) -> dict[str, Any]:
+        """Return the engine's config by what is known now, and by these facts.
+
+        Raises:
+            ConfigurationError: something contradicts it.
+        """
+        return engine_config(self.options, self.user_config, replace(self.facts, **facts))
+
+    @property
+    def makes_optimizers(self) -> bool:
+        """Whether the config defines the optimizer; see `Strategy.makes_optimizers`."""
+        return "optimizer" in self.user_config
+
+    # -- what is known of the run
+
+    def bind(self, parts: Parts) -> None:
+        """Take the parts of the plan; check what they say, and build the ops that are needed."""
+        super().bind(parts)
+        self.facts = replace(self.facts, precision=parts.precision.name, world_size=self.world_size)
+        config = self._config()
+        kind = parts.accelerator.device(parts.devices[0]).type
+        if kind == "cpu":
+            ask_for_huge_pages()
+        if config.get("fp16", {}).get("enabled") and kind == "cpu" and not _cpu_has_float16():
+            raise ConfigurationError(
+                f"precision={parts.precision.name!r}: this processor has no float16 arithmetic, "
+                "and DeepSpeed refuses to emulate it: pass precision='bf16-mixed'"
+            )
+        for what in ("offload_optimizer", "offload_param"):
+            if offload_device(config, what) == "nvme":
+                ops.check_nvme_path(config["zero_optimization"][what]["nvme_path"])
+                ops.build("async_io", kind)
+        if wants_cpu_adam(config):
+            ops.build("cpu_adam", kind)
+
+    def take_step_options(
+        self, *, clip: GradientClip | None, accumulation: Mapping[int, int]
+    ) -> None:
+        """Take the Trainer's clipping and accumulation; see `Strategy.take_step_options`."""
+        if clip is not None and (clip.algorithm != "norm" or clip.norm_type != 2.0):
+            raise ConfigurationError(
+                f"gradient_clip_algorithm={clip.algorithm!r}: DeepSpeed's engine clips by the "
+                "Euclidean norm only: pass gradient_clip_algorithm='norm', or strategy='fsdp'"
+            )
+        self.facts = replace(
+            self.facts,
+            loop="Trainer",
+            clip=None if clip is None else clip.value,
+            accumulation=max(accumulation.values()),
+        )
+        self._config()
+
+    def take_batch_size(self, batch_size: int | None) -> None:
+        """Take the training loader's batch size; see `Strategy.take_batch_size`."""
+        self.facts = replace(self.facts, batch_size=batch_size or 0)
+
+    # -- environment
+
+    def setup_environment(self) -> None:
+        """Join the process group, then import DeepSpeed."""
+        super().setup_environment()
+        if self.device.type == "cpu":
+            return_freed_memory()
+        self._deepspeed = import_deepspeed(self.device.type)
+        with self._quiet():
+            self._deepspeed.init_distributed(dist_backend=self.communication_backend, verbose=False)
+
+    def _quiet(self) -> AbstractContextManager[None]:
+        return quiet_rank(self.global_rank, self.local_rank, self.world_size)
+
+    def setup(self, trainer: Any) -> None:
+        """Free the engines of Trainers that have ended: a process trains one model after another.
+
+        What they hold is not garbage while anything refers to a Module that they have trained.
+        """
+        super().setup(trainer)
+        self._trainer = weakref.ref(trainer)
+        others = [one for one in DeepSpeedStrategy._with_trainers if one is not self]
+        for other in others:
+            its = other._trainer()
+            if its is None or its.state.status != "running":
+                other.release()
+        DeepSpeedStrategy._with_trainers.add(self)
+
+    def release(self) -> None:
+        """Free all engines: optimizer state and buffers. Models can be prepared again."""
+        if self._engines:
+            while self._engines:
+                self._engines.pop().release()
+            gc.collect()
+
+    def teardown(self) -> None:
+        """Free the engines, then release what others hold."""
+        self.release()
+        super().teardown()
+
+    # -- model and optimizers
+
+    def model_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which each layer is sharded as soon as it is made, at stage 3."""
+        if self.stage != 3:
+            return contextlib.nullcontext()
+        return self._building_sharded()
+
+    @contextlib.contextmanager
+    def _building_sharded(self) -> Any:
+        config = self._complete_config()
+        with self._quiet():
+            sharding = self._deepspeed.zero.Init(config_dict_or_path=config)
+        with self._quiet(), restored_linear(), sharding:
+            yield
+
+    def _complete_config(self) -> dict[str, Any]:
+        return self._config(loop=self.facts.loop or "Lite", batch_size=self.facts.batch_size or 0)
+
+    def prepare(
+        self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
+    ) -> Prepared:
+        """Return the model with its engine; see `Strategy.prepare`.
+
+        Without an optimizer there is nothing to shard but parameters: an engine is made at stage 3
+        alone, for a model that was built in shards.
+        """
+        model = _model_of(module)
+        before = _called_by.get(model, lambda: None)()
+        if before is not None:
+            before.release()
+        called = EngineModule(module)
+        _called_by[model] = weakref.ref(called)
+        trains = callable(optimizers) or bool(optimizers) or self.facts.loop != "Trainer"
+        optimizer = only_one(make_optimizers(optimizers))
+        if optimizer is not None or (trains and self.makes_optimizers):
+            optimizer = self._make_engine(called, optimizer)
+        elif _is_sharded(module):
+            self._make_engine(called, None, trains=False)
+        else:
+            self._convert(module, move_to_device)
+        return EnginePrepared(
+            called, module, [] if optimizer is None else [optimizer], evaluation_module=called
+        )
+
+    def setup_optimizer(self, prepared: Prepared, optimizer: Optimizer) -> Optimizer:
+        """Make the engine of a model that was set up without an optimizer."""
+        called = prepared.module
+        assert isinstance(called, EngineModule)
+        only_one([*prepared.optimizers, optimizer])
+        called.release()
+        made: Optimizer = self._make_engine(called, optimizer)
+        return made
+
+    def _convert(self, module: nn.Module, move: bool) -> None:
+        """Do to a model that is only evaluated what an engine would have done to it."""
+        module = self.precision.convert_module(module)
+        if move:
+            module.to(self.device)
+
+    def _make_engine(
+        self, called: EngineModule, optimizer: Optimizer | None, *, trains: bool = True
+    ) -> Any:
+        """Make a model's engine; return the optimizer that it steps."""
+        config = self._complete_config()
+        model = called.module
+        if optimizer is not None:
+            if "optimizer" in config:
+                raise ConfigurationError(
+                    f"config: optimizer={config['optimizer']!r}, and the model came with a "
+                    f"{type(optimizer).__name__} as well: give one of the two"
+                )
+            optimizer = suited(optimizer, config)
+        if not trains:
+            config.pop("optimizer", None)
+            config.pop("scheduler", None)
+        else:
+            apply_activation_checkpointing(model, self.activation_checkpointing)
+        _share_start(model, self.precision)
+        with self._quiet():
+            if "activation_checkpointing" in config:
+                self._deepspeed.checkpointing.configure(
+                    None, **_checkpointing_options(config["activation_checkpointing"])
+                )
+            called.make(self._deepspeed, optimizer, config)
+        if trains and optimizer is None:
+            optimizer = called.engine.basic_optimizer
+        self._engines = [one for one in self._engines if one.engine is not None] + [called]
+        return optimizer
+
+    # -- a training step
+
+    def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the engine's backward, which scales the loss and reduces gradients.
+
+        Raises:
+            ConfigurationError: the model has no optimizer, or arguments that the engine lacks.
+        """
+        called = prepared.module
+        assert isinstance(called, EngineModule)
+        if args or kwargs.keys() - {"retain_graph"}:
+            raise ConfigurationError(
+                "backward() of a DeepSpeed engine takes the loss and retain_graph, received "
+                f"{[*args, *kwargs]!r} as well: leave them out"
+            )
+        if called.engine is None:
+            raise ConfigurationError(
+                "the model has no DeepSpeed engine: it was set up without an optimizer, or another "
+                "Trainer has freed it. Call setup(model, optimizer), or fit again"
+            )
+        called.backward(loss, **kwargs)
+
+    def clip_gradients(
+        self, prepared: Prepared, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        """Do nothing: the engine clips in its step, by the norm that it was made with."""
+        return None
+
+    def optimizer_step(
+        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Let the engine clip, step and clear the gradients."""
+        if closure is not None:
+            raise ConfigurationError(
+                "a DeepSpeed engine steps once for each backward, so its optimizer takes no "
+                "closure: call lite.backward(loss), then optimizer.step()"
+            )
+        called = prepared.module
+        assert isinstance(called, EngineModule)
+        called.engine.step()
+
+    # -- the rest
+
+    def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Return what does nothing: gradients are the engine's, and its step clears them."""
+        return _nothing
+
+    # -- state
+
+    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+        """Return parameters, in the optimizer's precision, and buffers; see `Strategy`."""
+        return self._state(prepared).weights()
+
+    def load_model_state(
+        self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        """Load weights of any strategy; each rank takes, or reads, its part."""
+        self._state(prepared).load_weights(state, strict=strict)
+
+    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state by parameter names; see `Strategy`."""
+        return self._state(prepared).optimizer()
+
+    def load_optimizer_state(
+        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load optimizer state of any strategy; each rank takes, or reads, its part."""
+        self._state(prepared).load_optimizer(state)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`; of sharded tensors, each rank will read its part."""
+        return self.checkpoint_io.open_checkpoint(path)
+
+    def _state(self, prepared: Prepared) -> EngineState:
+        assert isinstance(prepared.module, EngineModule)
+        return EngineState(prepared.module, self)
+
+    def before_evaluation(self, prepared: Prepared) -> None:
+        """Give every rank the buffers of rank 0, which are the ones that are saved."""
+        for buffer in prepared.original.buffers():
+            dist.broadcast(buffer, 0)
+
+
+@dataclass(eq=False)
+class EnginePrepared(Prepared):
+    """A model and its engine, which clears the gradients in its step."""
+
+    def __post_init__(self) -> None:
+        self.clear_gradients = [_nothing for _ in self.optimizers]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _model_of(module: nn.Module) -> nn.Module:
+    """Return the user's model in a StepModule, or a module as it is."""
+    return next(iter(module.children()), module)
+
+
+def _share_start(model: nn.Module, precision: Precision) -> None:
+    """Give every rank rank 0's buffers, and its parameters that were not built in shards.
+
+    The engine does the latter only to models none of whose parameters were built in shards.
+    """
+    tensors = [buffer.detach() for buffer in model.buffers()]
+    if _is_sharded(model):
+        for parameter in model.parameters():
+            if not hasattr(parameter, "ds_id"):
+                if isinstance(precision, EnginePrecision) and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(precision.dtype)
+                tensors.append(parameter.detach())
+    for tensor in tensors:
+        dist.broadcast(tensor, 0)
+
+
+def _checkpointing_options(section: Mapping[str, Any]) -> dict[str, Any]:
+    renamed = {
+        "partition_activations": "partition_activations",
+        "contiguous_memory_optimization": "contiguous_checkpointing",
+        "number_checkpoints": "num_checkpoints",
+        "cpu_checkpointing": "checkpoint_in_cpu",
+        "synchronize_checkpoint_boundary": "synchronize",
+        "profile": "profile",
+    }
+    return {renamed[key]: value for key, value in section.items()}
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def _cpu_has_float16() -> bool:
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):
+        return False

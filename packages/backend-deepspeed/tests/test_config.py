@@ -1,0 +1,349 @@
+"""The engine's config, and what is refused before a process starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from stratagem import Lite, Trainer
+from stratagem.errors import ConfigurationError
+from stratagem_deepspeed import config_keys, library, ops
+from stratagem_deepspeed.config import Facts, Options, engine_config, read_config
+from stratagem_deepspeed.optimizers import check_elementwise, only_one
+from stratagem_deepspeed.strategy import DeepSpeedStrategy
+
+
+def made(options: dict[str, Any] | None = None, user: Any = None, **facts: Any) -> dict[str, Any]:
+    return engine_config(Options(**(options or {})), read_config(user), Facts(**facts))
+
+
+def trainer(strategy: Any, **options: Any) -> Trainer:
+    return Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, **options)
+
+
+# ---------------------------------------------------------------- what an engine is told
+
+
+def test_clipping_is_always_written_since_deepspeeds_own_default_is_1() -> None:
+    assert made()["gradient_clipping"] == 0.0
+    assert made(clip=0.5)["gradient_clipping"] == 0.5
+    assert made(user={"gradient_clipping": 1.0})["gradient_clipping"] == 1.0
+
+
+def test_auto_values_are_filled_from_the_run() -> None:
+    user = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
+    }
+    config = made(
+        {"stage": 3},
+        user,
+        precision="bf16-mixed",
+        clip=0.5,
+        accumulation=4,
+        loop="Trainer",
+        batch_size=16,
+        world_size=2,
+    )
+    assert config["train_micro_batch_size_per_gpu"] == 16
+    assert config["train_batch_size"] == 128
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 0.5
+    assert config["bf16"] == {"enabled": True}
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["reduce_bucket_size"] == 200_000_000
+
+
+def test_a_config_is_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    assert DeepSpeedStrategy(config=file).stage == 3
+    assert DeepSpeedStrategy(config=str(file)).stage == 3
+
+
+def test_the_documents_example_of_a_config_is_taken() -> None:
+    config = {
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "allgather_bucket_size": 2e8,
+            "reduce_bucket_size": 2e8,
+        },
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+        "fp16": {"enabled": True},
+        "gradient_clipping": 1.0,
+    }
+    assert made(user=config, precision="16-mixed")["fp16"] == {"enabled": True}
+
+
+def test_arguments_of_nvme_reach_their_sections() -> None:
+    config = made(
+        {
+            "stage": 3,
+            "offload_optimizer": True,
+            "offload_optimizer_device": "nvme",
+            "nvme_path": "/fast",
+            "queue_depth": 16,
+            "thread_count": 2,
+        }
+    )
+    section = config["zero_optimization"]["offload_optimizer"]
+    assert section == {"device": "nvme", "pin_memory": False, "nvme_path": "/fast"}
+    assert config["aio"] == {"queue_depth": 16, "intra_op_parallelism": 2}
+
+
+def test_the_tables_of_keys_are_those_of_the_installed_deepspeed() -> None:
+    code = """
+import json, sys
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig)
+sections = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config,
+    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "bf16": DeepSpeedBF16Config}
+def keys(model):
+    fields = model.model_fields
+    return sorted({*fields, *(field.alias for field in fields.values() if field.alias)})
+print("KEYS" + json.dumps({name: keys(model) for name, model in sections.items()}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={"DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.partition("KEYS")[2])
+    for name, keys in found.items():
+        assert set(keys) <= config_keys.SECTIONS[tuple(name.split("."))], name
+
+
+def test_the_range_of_versions_is_the_one_that_the_distribution_requires() -> None:
+    numbers = [".".join(map(str, version)) for version in (library.OLDEST, library.TOO_NEW)]
+    (required,) = (
+        r for r in metadata.requires("stratagem-backend-deepspeed") or () if "deepspeed" in r
+    )
+    assert sorted(required.removeprefix("deepspeed").split(",")) == sorted(
+        [f">={numbers[0]}", f"<{numbers[1]}"]
+    )
+
+
+# ---------------------------------------------------------------- bad input
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no such stage": (lambda: DeepSpeedStrategy(stage=4), "stage=4: expected 1"),
+    "parameters below stage 3": (
+        lambda: DeepSpeedStrategy(stage=2, offload_parameters=True),
+        "needs stage=3, where they are sharded; received stage=2",
+    ),
+    "optimizer at stage 0": (
+        lambda: DeepSpeedStrategy(stage=0, offload_optimizer=True),
+        "needs stage=1, 2 or 3, received stage=0",
+    ),
+    "optimizer on nvme below stage 3": (
+        lambda: DeepSpeedStrategy(offload_optimizer=True, offload_optimizer_device="nvme"),
+        "to 'nvme' needs stage=3, received stage=2",
+    ),
+    "no such device": (
+        lambda: DeepSpeedStrategy(offload_optimizer=True, offload_optimizer_device="disk"),
+        "offload_optimizer_device='disk': expected 'cpu' or 'nvme'",
+    ),
+    "a stage twice": (
+        lambda: DeepSpeedStrategy(stage=2, config={"zero_optimization": {"stage": 3}}),
+        "config: zero_optimization.stage=3, but stage=2",
+    ),
+    "a file that is missing": (
+        lambda: DeepSpeedStrategy(config="missing.json"),
+        "config='missing.json' cannot be read",
+    ),
+    "a file that is not JSON": (
+        lambda: DeepSpeedStrategy(config=__file__),
+        "is not JSON",
+    ),
+    "no dict": (lambda: DeepSpeedStrategy(config=cast(Any, [1])), "config holds a list"),
+    "an unknown key": (
+        lambda: DeepSpeedStrategy(config={"gradient_cliping": 1.0}),
+        "'gradient_cliping' is not a key of DeepSpeed's config; did you mean 'gradient_clipping'?",
+    ),
+    "an unknown key in a section": (
+        lambda: DeepSpeedStrategy(config={"zero_optimization": {"stag": 1}}),
+        "did you mean 'zero_optimization.stage'?",
+    ),
+    "no section": (
+        lambda: DeepSpeedStrategy(config={"fp16": True}),
+        "config: fp16=True: expected a section",
+    ),
+    "auto that nothing fills": (
+        lambda: DeepSpeedStrategy(config={"scheduler": {"type": "auto"}}),
+        "config: scheduler.type='auto' cannot be filled",
+    ),
+    "overlap below stage 2": (
+        lambda: DeepSpeedStrategy(stage=1, overlap_comm=True),
+        "overlap_comm=True with stage=1",
+    ),
+    "bf16 at stage 0": (
+        lambda: trainer(DeepSpeedStrategy(stage=0), precision="bf16-mixed"),
+        "precision='bf16-mixed' with stage=0: DeepSpeed takes a step with zero gradients",
+    ),
+    "another precision": (
+        lambda: trainer(DeepSpeedStrategy(config={"bf16": {"enabled": True}})),
+        "config: bf16.enabled=True, but precision='32-true'",
+    ),
+    "64-true": (
+        lambda: trainer("deepspeed", precision="64-true"),
+        "received precision='64-true'",
+    ),
+    "clipping twice": (
+        lambda: trainer(
+            DeepSpeedStrategy(config={"gradient_clipping": 1.0}), gradient_clip_val=0.5
+        ),
+        "config: gradient_clipping=1.0, but gradient_clip_val=0.5",
+    ),
+    "clipping by value": (
+        lambda: trainer("deepspeed", gradient_clip_val=0.5, gradient_clip_algorithm="value"),
+        "gradient_clip_algorithm='value': DeepSpeed's engine clips by the Euclidean norm only",
+    ),
+    "accumulation twice": (
+        lambda: trainer(DeepSpeedStrategy(config={"gradient_accumulation_steps": 4})),
+        "config: gradient_accumulation_steps=4, but accumulate_grad_batches=1",
+    ),
+    "accumulation under Lite": (
+        lambda: made(user={"gradient_accumulation_steps": 4}, loop="Lite", batch_size=0),
+        "a loop under Lite accumulates itself",
+    ),
+    "a batch size that the loader does not say": (
+        lambda: made(user={"train_micro_batch_size_per_gpu": "auto"}, loop="Trainer", batch_size=0),
+        "train_micro_batch_size_per_gpu='auto' is filled from the training data loader, and this "
+        "one has no batch_size",
+    ),
+    "a batch size twice": (
+        lambda: made(user={"train_micro_batch_size_per_gpu": 4}, loop="Trainer", batch_size=8),
+        "config: train_micro_batch_size_per_gpu=4, but the training data loader has batch_size=8",
+    ),
+    "a whole batch size that is none": (
+        lambda: made(user={"train_batch_size": 9}, loop="Trainer", batch_size=2, world_size=2),
+        "config: train_batch_size=9, but",
+    ),
+    "both on nvme in float32": (
+        lambda: made(
+            {
+                "stage": 3,
+                "offload_optimizer": True,
+                "offload_parameters": True,
+                "offload_optimizer_device": "nvme",
+                "offload_params_device": "nvme",
+            },
+            precision="32-true",
+        ),
+        "fails inside DeepSpeed with float32 parameters",
+    ),
+    "an nvme path that cannot be written": (
+        lambda: ops.check_nvme_path("/proc"),
+        "nvme_path='/proc' cannot be written",
+    ),
+    "several optimizers": (
+        lambda: only_one([sgd(), sgd()]),
+        "steps one optimizer, received 2 (SGD, SGD)",
+    ),
+    "an optimizer of whole tensors": (
+        lambda: check_elementwise(torch.optim.Adafactor([weights()]), made()),
+        "torch.optim.Adafactor steps whole tensors",
+    ),
+    "an optimizer that is not known": (
+        lambda: check_elementwise(Own([weights()], {}), made()),
+        "is not known to treat each element by itself",
+    ),
+}
+
+
+def weights() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(2, 2))
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([weights()], lr=0.1)
+
+
+class Own(torch.optim.Optimizer):
+    pass
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_refused_with_its_reason(what: str) -> None:
+    action, message = REFUSED[what]
+    with pytest.raises(ConfigurationError) as caught:
+        action()
+    assert message in str(caught.value)
+
+
+def test_clipping_by_hand_is_refused() -> None:
+    lite = Lite(accelerator="cpu", strategy="deepspeed", devices=2)
+    with pytest.raises(ConfigurationError, match="'deepspeed' clips gradients itself"):
+        lite.clip_gradients(None, sgd(), max_norm=1.0)  # type: ignore[arg-type]
+
+
+def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.16.4")
+    with pytest.raises(ConfigurationError, match=r"DeepSpeed 0\.16\.4 is installed; .*>=0\.19\.8"):
+        DeepSpeedStrategy()
+
+
+def test_a_missing_deepspeed_is_said_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(ConfigurationError, match=r"not installed.*pip install 'deepspeed>="):
+        DeepSpeedStrategy()
+
+
+def test_no_compiler_is_said_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(ConfigurationError) as caught:
+        trainer("deepspeed_stage_2_offload")
+    assert "'no-such-compiler' was not found): apt-get install g++" in str(caught.value)
+    assert "zero_force_ds_cpu_optimizer" in str(caught.value)
+
+
+def test_a_lock_that_a_killed_build_left_is_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_LOCK_IS_OLD", -1.0)
+    (tmp_path / "lock").touch()
+    ops._remove_old_lock(tmp_path)
+    assert not (tmp_path / "lock").exists()
+    assert "left over by a build that did not end" in capsys.readouterr().err
+
+
+def test_doctor_says_which_ops_can_be_built_and_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from stratagem_deepspeed.doctor import checks
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    first, *of_ops = checks()
+    assert first.name.startswith("deepspeed 0.")
+    assert [check.name.split()[1] for check in of_ops] == list(ops.OPS)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for check in list(checks())[1:]:
+        assert check.status == "warning"
+        assert "apt-get install g++" in check.detail

@@ -1,0 +1,153 @@
+"""DeepSpeed's engines in real processes: the numbers of ddp, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+Ranks = list[dict[str, Any]]
+
+pytestmark = pytest.mark.slow
+
+
+def launch(name: str, folder: Path, **variables: str) -> tuple[Ranks, str]:
+    """Run a script of this folder, which starts its ranks; return what each wrote, and stdout."""
+    dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC", "THP_", "MALLOC")
+    environment = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", str(HERE / name)],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    files = sorted(folder.glob("out*.json"))
+    return [json.loads(file.read_text()) for file in files], finished.stdout
+
+
+def difference(values: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(values, expected, strict=True))
+
+
+# ---------------------------------------------------------------- the numbers
+
+STAGES = ("stage 0", "stage 1", "stage 2", "stage 3")
+OFFLOADED = ("stage 1 offload", "stage 2 offload", "stage 3 offload")
+RUNS = ("plain", "accumulated and clipped")
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ranks, str]:
+    return launch("deepspeed_numbers.py", tmp_path_factory.mktemp("numbers"))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("way", [*STAGES, *OFFLOADED])
+def test_losses_of_20_steps_are_those_of_ddp(
+    way: str, run: str, numbers: tuple[Ranks, str]
+) -> None:
+    # Two parameter groups, a scheduler, tied and frozen parameters, odd sizes.
+    own, ddp = (numbers[0][0][f"{run}, {each}"] for each in (way, "ddp"))
+    assert len(ddp["losses"]) == (20 if run == "plain" else 40)
+    assert difference(own["losses"], ddp["losses"]) <= (1e-5 if way in OFFLOADED else 2e-6)
+
+
+@pytest.mark.parametrize("way", [*STAGES, *OFFLOADED])
+def test_evaluation_and_prediction_after_training_are_those_of_ddp(
+    way: str, numbers: tuple[Ranks, str]
+) -> None:
+    own, ddp = (numbers[0][0][f"plain, {each}"] for each in (way, "ddp"))
+    assert own["val_loss"] == pytest.approx(ddp["val_loss"], abs=1e-6)
+    assert own["again"] == pytest.approx(own["val_loss"], abs=1e-6)
+    assert difference(own["predicted"], ddp["predicted"]) < 1e-5
+
+
+def test_an_engine_leaves_torch_and_the_environment_as_they_were(
+    numbers: tuple[Ranks, str],
+) -> None:
+    assert [rank["left over"] for rank in numbers[0]] == [[], []]
+
+
+def test_nothing_is_printed_to_stdout(numbers: tuple[Ranks, str]) -> None:
+    assert numbers[1] == ""
+
+
+# ---------------------------------------------------------------- what else it does
+
+
+@pytest.fixture(scope="module")
+def behaviour(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch("deepspeed_behaviour.py", tmp_path_factory.mktemp("behaviour"))[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("way", ["", ", not held", ", optimizer after"])
+def test_a_loop_under_lite_is_that_of_ddp(stage: int, way: str, behaviour: Ranks) -> None:
+    # Three micro-batches a step, with and without no_backward_sync around the first ones.
+    assert difference(behaviour[0][f"lite stage {stage}{way}"], behaviour[0]["lite ddp"]) <= 2e-6
+
+
+def test_what_init_module_builds_is_sharded_as_it_is_made(behaviour: Ranks) -> None:
+    # A parameter that replaces one of a finished layer is left to setup.
+    assert behaviour[0]["whole"] == ["blocks.0.mix"]
+    for rank in behaviour:
+        for shape, held, elements in rank["sharded"].values():
+            assert shape == [0]
+            assert held == (elements + 1) // 2
+
+
+@pytest.mark.parametrize("what", ["configure_model", "second fit"])
+def test_a_model_built_in_shards_trains_as_under_ddp(what: str, behaviour: Ranks) -> None:
+    # Beside a layer that was built before, with other numbers on each rank.
+    own, ddp = (behaviour[0][f"{what} {name}"] for name in ("deepspeed_stage_3", "ddp"))
+    assert difference(own, ddp) <= 2e-6
+
+
+def test_a_model_built_in_shards_is_evaluated_without_an_optimizer(behaviour: Ranks) -> None:
+    own, ddp = (behaviour[0][f"validated {name}"][0] for name in ("deepspeed_stage_3", "ddp"))
+    assert own["val_loss"] == pytest.approx(ddp["val_loss"], abs=1e-6)
+
+
+def test_optimizer_and_scheduler_of_the_config_take_the_place_of_the_modules(
+    behaviour: Ranks,
+) -> None:
+    assert behaviour[0]["class of the config's optimizer"] == "AdamW"
+    rates = behaviour[0]["rates"]
+    assert rates[0] == 0.0
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_trains_near_float32(precision: str, stage: int, behaviour: Ranks) -> None:
+    losses = behaviour[0][f"{precision} {stage}"]
+    expected = behaviour[0]["checkpointed 2"]
+    assert 0 < difference(losses, expected) < 0.5
+    assert behaviour[0][f"{precision} {stage} dtypes"] == ["torch.bfloat16"]
+
+
+def test_activation_checkpointing_changes_no_number(
+    behaviour: Ranks, numbers: tuple[Ranks, str]
+) -> None:
+    expected = numbers[0][0]["plain, ddp"]["losses"]
+    for stage in (2, 3):
+        assert difference(behaviour[0][f"checkpointed {stage}"], expected) <= 2e-6
+
+
+def test_trainers_in_a_row_free_their_engines_and_keep_memory_flat(behaviour: Ranks) -> None:
+    for rank in behaviour:
+        assert rank["engines alive"] == [False] * 9 + [True]
+        assert rank["modules alive"] == [False] * 9
+        # Of 6.3M parameters with Adam: an engine of stage 2 holds 75 MiB and more.
+        assert max(rank["MiB"][4:]) - max(rank["MiB"][:4]) < 15

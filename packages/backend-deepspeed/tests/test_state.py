@@ -1,0 +1,132 @@
+"""State of a DeepSpeed engine in checkpoints of every other strategy, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from stratagem.checkpoint import DirectoryCheckpointIO, consolidate_checkpoint
+
+SCRIPT = Path(__file__).parent / "deepspeed_state.py"
+WAYS = (
+    "ddp on 1",
+    "stage 2 on 1",
+    "stage 3 on 1",
+    "ddp on 2",
+    "fsdp on 2",
+    "stage 1 on 2",
+    "stage 2 on 2",
+    "stage 3 on 2",
+    "stage 3 in small groups on 2",
+    "stage 3 offload on 2",
+)
+
+IN_BOTH_FORMATS = ("ddp on 2", "stage 2 on 2", "stage 3 on 2")
+
+
+def launch(folder: Path, what: str, ranks: int) -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("STRATAGEM")}
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPT), str(ranks), what, "saved"],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    told: dict[str, Any] = json.loads((folder / f"{what}-{ranks}.json").read_text())
+    return told
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("state")
+    (folder / "saved").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saves(folder: Path) -> dict[str, Any]:
+    """What each strategy loses without an interruption; the saves lie in the folder."""
+    return launch(folder, "save", 1) | launch(folder, "save", 2)
+
+
+@pytest.fixture(scope="module")
+def resumes(saves: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What each loses after resuming each save."""
+    return launch(folder, "resume", 1) | launch(folder, "resume", 2)
+
+
+@pytest.mark.parametrize("target", WAYS)
+@pytest.mark.parametrize("source", WAYS)
+def test_the_next_losses_are_those_of_a_run_without_an_interruption(
+    source: str, target: str, saves: dict[str, Any], resumes: dict[str, Any]
+) -> None:
+    # Tied and frozen parameters, two groups, sizes that two ranks do not divide, a scheduler.
+    expected = saves[source]
+    assert len(expected) == 10
+    for form in ("single_file", "directory") if source in IN_BOTH_FORMATS else ("directory",):
+        resumed = resumes[f"{source}.{form} -> {target}"]
+        if source == target:
+            assert resumed == expected
+        else:
+            assert resumed == pytest.approx(expected, rel=0, abs=1e-6)
+
+
+def test_each_rank_writes_its_share_and_none_of_another(
+    saves: dict[str, Any], folder: Path
+) -> None:
+    for stage in (2, 3):
+        path = folder / "saved" / f"stage {stage} on 2.directory"
+        layout = pickle.loads((path / ".metadata").read_bytes())
+        written = {"__0_0.distcp": 0, "__1_0.distcp": 0}
+        for name, entry in layout.state_dict_metadata.items():
+            if name.endswith("exp_avg"):
+                for chunk in entry.chunks:
+                    place = layout.storage_data[MetadataIndex(name, chunk.offsets)]
+                    written[place.relative_path] += chunk.sizes.numel()
+        assert written["__1_0.distcp"] == pytest.approx(written["__0_0.distcp"], rel=0.1)
+
+
+def test_a_checkpoint_of_shards_becomes_one_file_in_float32(
+    saves: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    path = folder / "saved" / "stage 3 on 2.directory"
+    consolidate_checkpoint(path, tmp_path / "one.ckpt")
+    one = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    other = torch.load(folder / "saved" / "ddp on 2.single_file", weights_only=True)
+    assert one["state_dict"].keys() == other["state_dict"].keys()
+    for name, weight in one["state_dict"].items():
+        assert weight.dtype == torch.float32
+        assert torch.allclose(weight, other["state_dict"][name], rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def more(folder: Path) -> dict[str, Any]:
+    return launch(folder, "more", 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bfloat16_resumes_bit_for_bit(stage: int, more: dict[str, Any], folder: Path) -> None:
+    assert more[f"bf16 {stage}"]["resumed"] == more[f"bf16 {stage}"]["whole"]
+    # The optimizer's weights are what is saved, in full precision.
+    saved = DirectoryCheckpointIO().load_checkpoint(folder / "saved" / f"bf16 {stage}")
+    weight = saved["state_dict"]["net.first.weight"]
+    assert weight.dtype == torch.float32
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+def test_a_loop_of_lite_goes_back_to_what_it_saved(more: dict[str, Any]) -> None:
+    assert more["lite"]["again"] == more["lite"]["first"]
+    assert "__1_0.distcp" in more["lite"]["files"]
