@@ -18,7 +18,7 @@ from deepspeed_models import Net, Network, data, loader, trainer
 from torch.nn.functional import mse_loss
 
 from stratagem import Lite
-from stratagem.strategies import DeepSpeedStrategy
+from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 SAVED_AT, STEPS = 10, 20
 

@@ -138,6 +138,8 @@ class Run:
             self._let_saves_finish()
             raise
         finally:
+            # It holds the graph of the last loss, and so what hooks of an engine hold.
+            self.step = None
             # What was logged before an error is what explains it.
             self.train_values.flush()
             for logger in trainer.loggers_of_this_rank:
