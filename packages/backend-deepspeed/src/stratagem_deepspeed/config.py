@@ -258,7 +258,9 @@ class _Config:
             )
         section = self.made
         for key in path[:-1]:
-            section = section.setdefault(key, {})
+            if section.get(key) is None:  # null in a file means the same as nothing
+                section[key] = {}
+            section = section[key]
         section[path[-1]] = value
 
     def fill(self, path: tuple[str, ...], default: Any) -> None:
@@ -280,6 +282,8 @@ def _offload(options: Options, config: _Config) -> None:
         if not getattr(options, asked):
             continue
         path = (_ZERO, section, "device")
+        if config.get(path) == "none":
+            config.put(path, device or "cpu", f"{asked}=True")
         if device is None:
             config.fill(path, "cpu")
         else:
