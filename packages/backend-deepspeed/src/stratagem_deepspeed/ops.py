@@ -80,6 +80,8 @@ def build(name: str, device_type: str) -> None:
     folder = _folder(device_type) / name
     mark = folder / f".stratagem-{_versions()}"
     if mark.exists() and (folder / f"{name}.so").exists():
+        # A process that was killed while it loaded the op leaves a lock, too.
+        _remove_old_lock(folder, wait=False)
         return
     missing = what_is_missing(name)
     if missing:
@@ -172,8 +174,11 @@ def _one_builder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _remove_old_lock(folder: Path) -> None:
-    """Remove the lock file of a build that was killed, for which torch would wait forever."""
+def _remove_old_lock(folder: Path, *, wait: bool = True) -> None:
+    """Remove the lock file of a build that was killed, for which torch would wait forever.
+
+    One that is new may be another process's: wait until it is gone or old, or leave it.
+    """
     lock = folder / "lock"
     while lock.exists():
         try:
@@ -187,6 +192,8 @@ def _remove_old_lock(folder: Path) -> None:
                 flush=True,
             )
             lock.unlink(missing_ok=True)
+            return
+        if not wait:
             return
         time.sleep(0.2)
 

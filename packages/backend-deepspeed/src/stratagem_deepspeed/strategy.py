@@ -461,7 +461,18 @@ class DeepSpeedStrategy(ParallelStrategy):
     def load_optimizer_state(
         self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load optimizer state of any strategy; each rank takes, or reads, its part."""
+        """Load optimizer state of any strategy; each rank takes, or reads, its part.
+
+        Raises:
+            ConfigurationError: the engine's lies on NVMe, where DeepSpeed has none to write into
+                before its first step.
+        """
+        if offload_device(self._config(), "offload_optimizer") == "nvme":
+            raise ConfigurationError(
+                "offload_optimizer_device='nvme': optimizer state cannot be loaded there; received "
+                "a checkpoint with one: resume under strategy='deepspeed_stage_3_offload', which "
+                "keeps it in host memory, or load the weights only"
+            )
         self._state(prepared).load_optimizer(state)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
