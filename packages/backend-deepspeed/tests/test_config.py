@@ -157,9 +157,7 @@ def test_buckets_are_small_on_the_cpu_unless_they_are_given() -> None:
 
 
 def test_optimizer_state_is_not_loaded_onto_nvme() -> None:
-    strategy = DeepSpeedStrategy(
-        stage=3, offload_optimizer=True, offload_optimizer_device="nvme"
-    )
+    strategy = DeepSpeedStrategy(stage=3, offload_optimizer=True, offload_optimizer_device="nvme")
     with pytest.raises(ConfigurationError, match="resume under strategy='deepspeed_stage_3_off"):
         strategy.load_optimizer_state(None, None, {})  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     `stratagem.checkpoint.consolidate_checkpoint` keeps the optimizer's state too.
 
     Args:
-        checkpoint_dir: a checkpoint that was saved as a directory; its weights must fit into memory.
+        checkpoint_dir: a checkpoint that was saved as a directory; it must fit into memory.
         output_file: the file, which must not be there yet.
 
     Raises:
