@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from stratagem import Callback, Lite, Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoint import (
     AsyncCheckpointIO,
     CheckpointIO,
@@ -371,6 +372,15 @@ def test_checkpoints_of_a_fit_are_those_of_one_that_waits(tmp_path: Path) -> Non
     resumed = trainer(tmp_path / "resumed", max_epochs=2)
     resumed.fit(Net(), BATCHES, ckpt_path=saver.best_model_path)
     assert resumed.global_step == 12
+
+
+@pytest.mark.parametrize("form", ["single_file", "directory"])
+def test_last_names_the_newest_and_what_it_named_before_is_gone(form: str, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, filename="{step}")
+    one = trainer(tmp_path, saver, plugins=form)
+    one.fit(Net(), BATCHES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=6.ckpt"]
+    assert (tmp_path / "last.ckpt").readlink() == Path("step=6.ckpt")
 
 
 class SavesAfter(Callback):

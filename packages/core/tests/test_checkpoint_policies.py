@@ -225,6 +225,20 @@ def test_an_error_of_saving_upon_an_error_does_not_hide_it(tmp_path: Path) -> No
         fit(saver, 10, Fails(6, ValueError("first")), plugins=Full())
 
 
+def test_after_a_save_that_failed_the_best_is_one_that_is_there(tmp_path: Path) -> None:
+    class FullAtLast(SingleFileCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+            if "step=3" in str(path):
+                raise CheckpointSaveError("no space")
+            super().save_checkpoint(checkpoint, path)
+
+    saver = each_step(tmp_path, save_last=True)
+    with pytest.raises(CheckpointSaveError, match="no space"):
+        fit(saver, 10, plugins=FullAtLast())
+    assert Path(saver.best_model_path) == tmp_path / "step=2.ckpt"
+    assert names(tmp_path) == ["last.ckpt", "step=2.ckpt"]
+
+
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointSaveError) as caught:

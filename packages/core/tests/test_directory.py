@@ -255,6 +255,73 @@ def test_a_directory_that_cannot_be_made_is_told(lite: Lite, tmp_path: Path) -> 
         lite.save(tmp_path / "file" / "a", sharded(1.0))
 
 
+def test_a_directory_that_may_be_lost_in_a_power_cut_gives_way_to_what_was_there(
+    lite: Lite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lite.save(tmp_path / "a", sharded(1.0))
+    fsync = os.fsync
+    folder = tmp_path.stat().st_ino
+
+    def fails_for_the_folder(descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino == folder:
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_for_the_folder)
+    with pytest.raises(CheckpointSaveError, match=r"output error; what was there before is unch"):
+        lite.save(tmp_path / "a", sharded(2.0))
+    with pytest.raises(CheckpointSaveError, match=r"output error; nothing is there"):
+        lite.save(tmp_path / "b", sharded(2.0))
+    monkeypatch.undo()
+    assert lite.load(tmp_path / "a")["value"] == 1.0
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_of_other_things_is_not_replaced(lite: Lite, tmp_path: Path) -> None:
+    for step in (1, 2):
+        lite.save(tmp_path / "run" / f"step={step}", sharded(1.0))
+    with pytest.raises(CheckpointSaveError, match=r"it is a directory with other things in it"):
+        lite.save(tmp_path / "run", sharded(2.0))
+    assert lite.load(tmp_path / "run" / "step=2")["value"] == 1.0
+    (tmp_path / "empty").mkdir()
+    lite.save(tmp_path / "empty", sharded(2.0))
+
+
+WRITER = """
+import sys, torch
+from stratagem import Lite
+from stratagem.checkpoint import Shards
+lite = Lite(accelerator="cpu", plugins="directory")
+lite.launch()
+for number in range(100):
+    path = f"{sys.argv[1]}-{number % 3}"
+    lite.save(path, {"w": Shards.of_flat((4,), torch.full((4,), float(number)), start=0)})
+    assert lite.load(path)["w"].tolist() == [number] * 4
+    if number % 2:
+        lite.strategy.remove_checkpoint(path)
+"""
+
+
+def test_two_runs_save_and_remove_in_one_folder_at_once(
+    tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    (tmp_path / "writer.py").write_text(WRITER)
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "writer.py", name],
+            cwd=tmp_path,
+            env=script_environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in "ab"
+    ]
+    for run in runs:
+        _, said = run.communicate(timeout=60)
+        assert run.returncode == 0, said
+    assert not list(tmp_path.glob(".stratagem*"))
+
+
 def test_a_file_system_without_exchange_is_told(
     lite: Lite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

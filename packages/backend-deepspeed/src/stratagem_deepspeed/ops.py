@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,27 +79,27 @@ def build(name: str, device_type: str) -> None:
             or the build failed (with its last lines).
     """
     folder = _folder(device_type) / name
-    mark = folder / f".stratagem-{_versions()}"
+    mark = folder / f".stratagem-{_environment()}"
     if mark.exists() and (folder / f"{name}.so").exists():
-        # A process that was killed while it loaded the op leaves a lock, too.
-        _remove_old_lock(folder, wait=False)
+        with _one_builder(folder):
+            _remove_old_lock(folder)  # loading it would wait for that, too
         return
     missing = what_is_missing(name)
     if missing:
         raise ConfigurationError(f"DeepSpeed's op {name!r} cannot be built here: {missing}")
     folder.mkdir(parents=True, exist_ok=True)
     with _one_builder(folder):
+        _remove_old_lock(folder)
         if mark.exists() and (folder / f"{name}.so").exists():
             return  # by another process, meanwhile
-        _remove_old_lock(folder)
         _run_build(name, device_type)
         mark.touch()
 
 
 def is_built(name: str, device_type: str) -> bool:
-    """Return whether an op was built for the versions that are installed."""
+    """Return whether an op was built for the versions that are installed, where they are."""
     folder = _folder(device_type) / name
-    return (folder / f".stratagem-{_versions()}").exists()
+    return (folder / f".stratagem-{_environment()}").exists()
 
 
 def what_is_missing(name: str) -> str:
@@ -149,10 +150,14 @@ def _folder(device_type: str) -> Path:
     return Path(get_default_build_root()) / f"{python}_{device}"
 
 
-def _versions() -> str:
+def _environment() -> str:
+    """Return what an op is built for: versions, and where they lie, which ninja compares too."""
     import torch
 
-    return f"deepspeed-{installed_version()}-torch-{torch.__version__}"
+    places = (importlib.util.find_spec(name) for name in ("deepspeed", "torch"))
+    origins = " ".join(str(place.origin) for place in places if place is not None)
+    where = zlib.crc32(origins.encode())
+    return f"deepspeed-{installed_version()}-torch-{torch.__version__}-{where:08x}"
 
 
 def _compiles(compiler: str, code: str) -> bool:
@@ -174,11 +179,8 @@ def _one_builder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _remove_old_lock(folder: Path, *, wait: bool = True) -> None:
-    """Remove the lock file of a build that was killed, for which torch would wait forever.
-
-    One that is new may be another process's: wait until it is gone or old, or leave it.
-    """
+def _remove_old_lock(folder: Path) -> None:
+    """Remove the lock file of a build that was killed, for which torch would wait forever."""
     lock = folder / "lock"
     while lock.exists():
         try:
@@ -192,8 +194,6 @@ def _remove_old_lock(folder: Path, *, wait: bool = True) -> None:
                 flush=True,
             )
             lock.unlink(missing_ok=True)
-            return
-        if not wait:
             return
         time.sleep(0.2)
 

@@ -229,20 +229,20 @@ class EngineState:
             return named_state(inner, self._model)
         self._link()
         shared, keys = self._kinds_of_all(inner)
-        groups = [
+        param_groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": names}
             for group, names in zip(inner.param_groups, self._called.groups, strict=True)
         ]
         state: dict[str, Any] = {}
-        if keys or shared:
-            for name, part in self._trained():
+        for name, part, group in self._trained():
+            if group in shared:
                 # Of the numbers a copy each: torch's optimizers count in them, in place.
                 state[name] = {key: self._saved(part, key) for key in keys} | {
-                    key: value.clone() for key, value in shared.items()
+                    key: value.clone() for key, value in shared[group].items()
                 }
         if not self._takes_shards and dist.get_rank() > 0:
             state = {}
-        return {"state": state, "param_groups": groups, "engine": self._engines_own()}
+        return {"state": state, "param_groups": param_groups, "engine": self._engines_own()}
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
         """Load optimizer state, each rank its part.
@@ -262,46 +262,55 @@ class EngineState:
             group.update({key: value for key, value in found.items() if key != "params"})
         entries = saved["state"]
         trained = list(self._trained())
-        there = [entries[name] for name, _ in trained if name in entries]
-        if there:
-            shared, keys = _kinds(there)
+        shared: dict[int, dict[str, float]] = {}
+        keys: list[str] = []
+        for group in range(len(self._called.groups)):
+            there = [entries[name] for name, _, of in trained if of == group and name in entries]
+            if there:
+                shared[group], keys = _kinds(there)
+        if shared:
             self._begin(shared, keys)
-            for name, part in trained:
+            for name, part, _ in trained:
                 for key in keys:
                     value = entries.get(name, {}).get(key)
                     if value is not None:
                         part.write(_range_of(value, part), key)
         self._load_engines_own(saved.get("engine", {}))
 
-    def _kinds_of_all(self, inner: Any) -> tuple[dict[str, Tensor], list[str]]:
-        """Return what `_kinds_of` does for a rank that has something to step, on every rank."""
-        found = self._strategy.gather_plain(_kinds_of(inner, self._flats()))
-        shared, keys = max(found, key=lambda kinds: len(kinds[0]) + len(kinds[1]))
+    def _kinds_of_all(self, inner: Any) -> tuple[dict[int, dict[str, Tensor]], list[str]]:
+        """Return what `_kinds_of` does where some ranks have no part of a group, on every rank."""
+        shared: dict[int, dict[str, Tensor]] = {}
+        keys: list[str] = []
+        for of_rank, names in self._strategy.gather_plain(_kinds_of(inner, self._flats())):
+            shared = {**of_rank, **shared}
+            keys = keys or names
         return shared, keys
 
     def _inner(self) -> Any:
         """Return the optimizer that the engine steps."""
         return getattr(self._zero, "optimizer", self._zero)
 
-    def _trained(self) -> Iterator[tuple[str, Part]]:
-        """Yield names and parts of the optimizer's parameters."""
+    def _trained(self) -> Iterator[tuple[str, Part, int]]:
+        """Yield names, parts and groups of the optimizer's parameters."""
         parameters = dict(self._model.named_parameters())
-        for names in self._called.groups:
+        for group, names in enumerate(self._called.groups):
             for name in names:
                 parameter = parameters[name]
                 part = self._part(parameter) if parameter.requires_grad else None
                 if part is not None:
-                    yield name, part
+                    yield name, part, group
 
-    def _flats(self) -> list[Tensor]:
-        """Return the flat tensors that the optimizer steps on this rank."""
+    def _flats(self) -> list[tuple[int, Tensor]]:
+        """Return the flat tensors that the optimizer steps on this rank, each with its group."""
+        if hasattr(self._zero, "fp32_partitioned_groups_flat"):  # stage 3, which divides groups
+            flats = self._zero.fp32_partitioned_groups_flat
+            return [(self._zero.sub_group_to_group_id[i], flat) for i, flat in enumerate(flats)]
         for name in (
-            "fp32_partitioned_groups_flat",  # stage 3
             "single_partition_of_fp32_groups",  # stages 1 and 2
             "fp32_groups_flat_partition",  # stage 1 with gradients added up in float32
         ):
             if hasattr(self._zero, name):
-                return list(getattr(self._zero, name))
+                return list(enumerate(getattr(self._zero, name)))
         return []
 
     def _link(self) -> None:
@@ -314,21 +323,23 @@ class EngineState:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
-    def _begin(self, shared: Mapping[str, Any], keys: Iterable[str]) -> None:
+    def _begin(self, shared: Mapping[int, Mapping[str, float]], keys: Iterable[str]) -> None:
         """Make the optimizer's state, which there is none of before the first step."""
         inner = self._inner()
         own = type(inner).__module__.startswith("deepspeed.")
-        for flat in self._flats():
+        for group, flat in self._flats():
+            if group not in shared:
+                continue
             state = inner.state[flat]
             for key in keys:
                 state.setdefault(key, torch.zeros_like(flat.data))
-            for key, value in shared.items():
+            for key, number in shared[group].items():
                 # DeepSpeed's optimizers count in integers, torch's in tensors.
-                number = float(value)
                 state[key] = int(number) if own and key == "step" else torch.tensor(number)
-        for group in inner.param_groups:
-            if "step" in group and "step" in shared:
-                group["step"] = int(float(shared["step"]))
+        for number_of_group, options in enumerate(inner.param_groups):
+            step = shared.get(number_of_group, {}).get("step")
+            if "step" in options and step is not None:
+                options["step"] = int(step)
         self._link()
 
     # -- what the engine has beside them
@@ -362,23 +373,25 @@ def _range_of(value: Tensor | SavedTensor, part: Part) -> Tensor:
     return value.detach().reshape(-1)[part.start : part.start + part.numel]
 
 
-def _kinds_of(inner: Any, flats: list[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the numbers that an optimizer has for all elements, and names of what each has."""
-    for flat in flats:
+def _kinds_of(
+    inner: Any, flats: list[tuple[int, Tensor]]
+) -> tuple[dict[int, dict[str, Tensor]], list[str]]:
+    """Return the numbers that each group has for all elements, and names of what each one has."""
+    shared: dict[int, dict[str, Tensor]] = {}
+    keys: list[str] = []
+    for group, flat in flats:
         state = inner.state.get(flat)
-        if not state:
+        if not state or group in shared:
             continue
         keys = [
             key
             for key, value in state.items()
             if isinstance(value, Tensor) and value.ndim and value.numel() == flat.numel()
         ]
-        shared = {key: _number(value) for key, value in state.items() if key not in keys}
-        for group in inner.param_groups:
-            if "step" in group:  # DeepSpeed's FusedAdam counts there
-                shared.setdefault("step", _number(group["step"]))
-        return shared, keys
-    return {}, []
+        shared[group] = {key: _number(value) for key, value in state.items() if key not in keys}
+        if "step" in inner.param_groups[group]:  # DeepSpeed's FusedAdam counts there
+            shared[group].setdefault("step", _number(inner.param_groups[group]["step"]))
+    return shared, keys
 
 
 def _number(value: Any) -> Tensor:
@@ -386,19 +399,19 @@ def _number(value: Any) -> Tensor:
     return torch.tensor(float(value))
 
 
-def _kinds(entries: list[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """Return the numbers that parameters share, and the names of what each element has."""
+def _kinds(entries: list[Mapping[str, Any]]) -> tuple[dict[str, float], list[str]]:
+    """Return the numbers that a group's parameters share, and names of what each element has."""
     first = entries[0]
     keys = [key for key, value in first.items() if getattr(value, "shape", ()) != ()]
-    shared: dict[str, Any] = {}
+    shared: dict[str, float] = {}
     for key in first:
         if key not in keys:
             numbers = {float(read_whole(entry[key])) for entry in entries if key in entry}
             if len(numbers) > 1:
                 raise CheckpointMismatchError(
                     f"the checkpoint's optimizer has {key!r} between {min(numbers)} and "
-                    f"{max(numbers)} for its parameters; a DeepSpeed engine has one for all of "
-                    "them: resume under the strategy that saved it, or load the weights only"
+                    f"{max(numbers)} for the parameters of a group; a DeepSpeed engine has one for "
+                    "all of them: resume under the strategy that saved it, or load the weights only"
                 )
             shared[key] = numbers.pop()
     return shared, keys

@@ -59,7 +59,9 @@ class CheckpointNames:
 
         Of two that have resumed from one checkpoint, and both think so, the first is right.
         """
-        if strategy.is_global_zero and not self._moves_last:
+        # It may be this process that has claimed it, while the first link is still to be made.
+        chosen = any(str(claimed.path) == last for claimed in self._claims)
+        if strategy.is_global_zero and not self._moves_last and not chosen:
             claimed = claim(last, may_exist=True)
             self._moves_last = claimed is not None
             if claimed is not None and claimed.ends_with_process:
@@ -67,7 +69,7 @@ class CheckpointNames:
             elif claimed is not None:
                 # It would outlive a run that is killed, and keep `last` from the one that resumes.
                 claimed.release()
-        return bool(strategy.broadcast(self._moves_last))
+        return bool(strategy.broadcast(self._moves_last or chosen))
 
     def release(self) -> None:
         """Give back the names of what is there by now: nobody takes those any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, Literal
 
 from stratagem import storage
@@ -60,6 +61,12 @@ class KeptCheckpoints:
             self.best[path] = value
         self.latest = [*self.latest, path][-self._latest_k :] if self._latest_k else []
         return self._left_out(before)
+
+    def copy(self) -> KeptCheckpoints:
+        """Return the same, to go back to."""
+        copied = copy(self)
+        copied.best, copied.latest = dict(self.best), list(self.latest)
+        return copied
 
     def add_to_resume_from(self, path: str) -> None:
         """Take a checkpoint that is kept until there is another one."""

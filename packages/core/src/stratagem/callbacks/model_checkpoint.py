@@ -359,12 +359,17 @@ class ModelCheckpoint(Callback):
             return
         assert self.dirpath is not None
         strategy, last = trainer.strategy, self.last_model_path
+        before = self._kept.copy(), last
         path = self._names.choose(strategy, self.dirpath, self.format_checkpoint_name(trainer))
         if self.save_last and not (last and self._names.may_move(strategy, last)):
             last = self.last_model_path = self._names.choose(strategy, self.dirpath, "last")
         # All of it is told to the state first, so that the checkpoint knows of itself.
         dropped = self._kept.add(path, value)
-        trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+        try:
+            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+        except BaseException:
+            self._kept, self.last_model_path = before
+            raise
         # `last` moves once its new target is durable, and the old target goes after that.
         if self.save_last and not strategy.link_checkpoint(path, last):
             trainer.save_checkpoint(last, weights_only=self.save_weights_only)

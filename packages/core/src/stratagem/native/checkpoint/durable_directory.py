@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from stratagem.checkpoint_directory import is_directory_checkpoint
 from stratagem.native.checkpoint.durable_file import (
     make_directory,
     remove_leftovers,
@@ -35,24 +36,31 @@ class DurableDirectory:
         temporary: where files are to be written.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or what is at the path is a directory and no checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if _holds_something_else(path):
+            raise FileExistsError(
+                errno.EEXIST, "it is a directory with other things in it, which a save would remove"
+            )
         make_directory(path.parent)
         remove_leftovers(path.parent)
         while True:
             self.temporary = temporary_path(path.parent)
             self.temporary.mkdir()
-            self._lock = os.open(self.temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            # In the moments between, another writer may take it for a leftover and remove it.
+            try:
+                self._lock = os.open(self.temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             except OSError:
                 break  # a file system without locks: nobody else can lock it either
             if self.temporary.exists():
                 break
-            # In the moment between the two, another writer took it for a leftover.
             os.close(self._lock)
 
     def commit(self) -> None:
@@ -61,14 +69,23 @@ class DurableDirectory:
         What was at the path before changes places with it, in one step, and is then removed.
 
         Raises:
-            OSError: it is not in its place.
+            OSError: it is not in its place; what was there before is.
         """
         sync_directory(self.temporary)
-        if os.path.lexists(self.path):
+        replaces = os.path.lexists(self.path)
+        if replaces:
             _exchange(self.temporary, self.path)
         else:
             self.temporary.rename(self.path)
-        sync_directory(self.path.parent)
+        try:
+            sync_directory(self.path.parent)
+        except OSError:
+            # Nobody knows which of the two a power cut would leave: back to the one that is safe.
+            if replaces:
+                _exchange(self.temporary, self.path)
+            else:
+                self.path.rename(self.temporary)
+            raise
         self.close()
 
     def close(self) -> None:
@@ -77,6 +94,15 @@ class DurableDirectory:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _holds_something_else(path: Path) -> bool:
+    return (
+        path.is_dir()
+        and not path.is_symlink()
+        and not is_directory_checkpoint(path)
+        and any(path.iterdir())
+    )
 
 
 def _exchange(first: Path, second: Path) -> None:
@@ -98,6 +124,7 @@ def remove_any(path: Path) -> None:
     """Remove a checkpoint, a file or a directory, if there is one; all of it or nothing."""
     if path.is_dir() and not path.is_symlink():
         doomed = temporary_path(path.parent)
+        # Under this name it is a leftover: what a kill leaves of it, the next save removes.
         path.rename(doomed)
         remove_path(doomed)
     else:

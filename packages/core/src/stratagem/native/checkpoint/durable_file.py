@@ -113,10 +113,12 @@ def temporary_path(directory: Path) -> Path:
 
 def remove_path(path: Path) -> None:
     """Remove a file, a link or a whole directory, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    while path.is_dir() and not path.is_symlink():
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            pass  # another process removes it too, as a leftover
+    path.unlink(missing_ok=True)
 
 
 def _create_locked(directory: Path) -> tuple[Path, int]:
