@@ -2,12 +2,14 @@
 
     python benchmarks/memory.py
     python benchmarks/memory.py --rounds 3 --layers 12 --width 1024
+    python benchmarks/memory.py --ways ddp deepspeed_stage_2 deepspeed_stage_3 --whole
 
 Two ranks on this machine's CPU train 12 layers of two linear maps (100.7M parameters) with Adam, in
-a script as a user writes it: no variable is set, and the model is built in `configure_model`. The
-ways take turns, so that what else the machine does meets all of them alike. Printed are medians of
-the rounds; of a round, the largest peak of the two ranks (`ru_maxrss`), and the CPU time of both
-ranks for a step, user and system, after two steps to warm up.
+a script as a user writes it: no variable is set, and the model is built in `configure_model`, or
+whole in the constructor (`--whole`). The ways take turns, so that what else the machine does meets
+all of them alike. Printed are medians of the rounds; of a round, the largest peak of the two ranks
+(`ru_maxrss`), and the CPU time of both ranks for a step, user and system, after two steps to warm
+up.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from torch import nn
 
 from stratagem import Callback, Module, Trainer
 
-way, layers, width, steps = sys.argv[1], *map(int, sys.argv[2:])
+way, layers, width, steps, whole = sys.argv[1], *map(int, sys.argv[2:])
 
 
 class Layer(nn.Module):
@@ -50,6 +52,8 @@ class Net(Module):
     def __init__(self):
         super().__init__()
         self.net = None
+        if whole:
+            Net.configure_model(self)
 
     def configure_model(self):
         if self.net is None:
@@ -89,11 +93,11 @@ Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(figures))
 """
 
 
-def measure(way: str, layers: int, width: int, steps: int) -> dict[str, float]:
+def measure(way: str, layers: int, width: int, steps: int, whole: bool) -> dict[str, float]:
     """Return the figures of one run: MB of the larger rank, seconds of both."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "script.py").write_text(SCRIPT)
-        command = [sys.executable, "script.py", way, *map(str, (layers, width, steps))]
+        command = [sys.executable, "script.py", way, *map(str, (layers, width, steps, int(whole)))]
         # One thread a rank: the sum of CPU times is then what is computed, not what waits.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=folder, check=True, env=environment)
@@ -112,11 +116,12 @@ def main() -> None:
     arguments.add_argument("--width", type=int, default=1024)
     arguments.add_argument("--steps", type=int, default=5)
     arguments.add_argument("--ways", nargs="+", default=WAYS)
+    arguments.add_argument("--whole", action="store_true", help="build in the constructor")
     given = arguments.parse_args()
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in given.ways}
     for _ in range(given.rounds):
         for way in given.ways:
-            runs[way].append(measure(way, given.layers, given.width, given.steps))
+            runs[way].append(measure(way, given.layers, given.width, given.steps, given.whole))
 
     print(
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, Linux "

@@ -86,6 +86,46 @@ out["sharded"] = {
 del net
 
 
+def most_resident() -> float:
+    """MiB: the peak since `watch_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return float(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def watch_peak() -> float:
+    """Begin a peak; return MiB that are in memory now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident()
+
+
+def large() -> nn.Module:
+    """192 MiB of float32."""
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(12)))
+
+
+before = watch_peak()
+large()
+out["MiB to build whole"] = most_resident() - before
+before = watch_peak()
+with lite.init_module():
+    sharded = large()
+out["MiB to build sharded"] = most_resident() - before
+called, _ = lite.setup(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+before = watch_peak()
+loss = called(torch.randn(4, 2048)).sum()
+out["MiB to run forward"] = most_resident() - before
+zero: Any = called.prepared.module.engine.optimizer
+out["one copy of float32 weights"] = all(
+    stepped.data_ptr() == working.data_ptr()
+    for stepped, working in zip(
+        zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True
+    )
+)
+lite.backward(loss)
+del sharded, called, loss, zero, _
+
+
 class Plain(Module):
     """Built in configure_model, beside a layer that was built before."""
 

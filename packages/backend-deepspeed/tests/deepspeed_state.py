@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from deepspeed_models import Net, Network, data, loader, trainer
-from torch.nn.functional import mse_loss
+from torch.nn.functional import dropout, mse_loss
+from torch.utils.data import DataLoader
 
-from stratagem import Lite
+from stratagem import Lite, Module, seed_everything
 from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 SAVED_AT, STEPS = 10, 20
@@ -88,8 +89,68 @@ def more(ranks: int, folder: Path) -> dict[str, Any]:
             "whole": fit("bf16", ranks, STEPS, **bf16)[1].losses[SAVED_AT:],
             "resumed": fit("bf16", ranks, STEPS, path, **bf16)[1].losses,
         }
+    for stage in (2, 3):
+        out[f"middle {stage}"] = middle_of_an_epoch(ranks, stage, folder)
+        out[f"scheduler {stage}"] = configs_scheduler(ranks, stage, folder)
     out["lite"] = lite_losses(ranks, folder / "lite")
     return out
+
+
+class Random(Net):
+    """With dropout, and numbers of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        return super().training_step((dropout(inputs, 0.3), targets), batch_idx)
+
+
+def middle_of_an_epoch(ranks: int, stage: int, folder: Path) -> dict[str, Any]:
+    """Resume after 5 of 8 shuffled batches: the losses, and the largest difference of weights."""
+    path = folder / f"middle {stage}"
+
+    def run(steps: int, ckpt_path: Path | None = None) -> Any:
+        seed_everything(11)
+        module = Random()
+        runs = trainer(zero(stage=stage)(), ranks, max_steps=steps)
+        runs.fit(module, DataLoader(data(), 8 // ranks, shuffle=True), ckpt_path=ckpt_path)
+        return runs, module
+
+    interrupted, _ = run(5)
+    interrupted.save_checkpoint(path)
+    end, whole = run(12)
+    end.save_checkpoint(folder / f"middle {stage} whole")
+    end, resumed = run(12, path)
+    end.save_checkpoint(folder / f"middle {stage} resumed")
+    return {"whole": whole.losses[5:], "resumed": resumed.losses}
+
+
+SCHEDULED = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 15, "warmup_type": "linear"},
+    },
+}
+
+
+class Configured(Net):
+    """Its optimizer and scheduler are the config's."""
+
+    configure_optimizers = Module.configure_optimizers
+
+
+def configs_scheduler(ranks: int, stage: int, folder: Path) -> dict[str, Any]:
+    """Resume in the middle of the warm-up that a config's scheduler does."""
+    path = folder / f"scheduler {stage}"
+
+    def run(steps: int, ckpt_path: Path | None = None) -> Any:
+        module = Configured()
+        runs = trainer(zero(stage=stage, config=SCHEDULED)(), ranks, max_steps=steps)
+        runs.fit(module, loader(ranks), ckpt_path=ckpt_path)
+        return runs, module.losses
+
+    run(SAVED_AT)[0].save_checkpoint(path)
+    return {"whole": run(STEPS)[1][SAVED_AT:], "resumed": run(STEPS, path)[1]}
 
 
 def lite_losses(ranks: int, path: Path) -> dict[str, Any]:

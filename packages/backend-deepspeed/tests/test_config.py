@@ -132,6 +132,36 @@ print("KEYS" + json.dumps({name: keys(model) for name, model in sections.items()
         assert set(keys) <= config_keys.SECTIONS[tuple(name.split("."))], name
 
 
+def test_buckets_are_small_on_the_cpu_unless_they_are_given() -> None:
+    small = made({"stage": 3}, device_type="cpu")["zero_optimization"]
+    for name in (
+        "allgather_bucket_size",
+        "reduce_bucket_size",
+        "sub_group_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+    ):
+        assert small[name] == 10_000_000
+    given = made(
+        {"stage": 3, "reduce_bucket_size": 5},
+        {"zero_optimization": {"max_live_parameters": 7, "sub_group_size": 8}},
+        device_type="cpu",
+    )["zero_optimization"]
+    assert (given["reduce_bucket_size"], given["sub_group_size"]) == (5, 8)
+    assert given["max_live_parameters"] == 7
+    assert "stage3_max_live_parameters" not in given
+    elsewhere = made({"stage": 3}, device_type="cuda")["zero_optimization"]
+    assert elsewhere["reduce_bucket_size"] == 200_000_000
+    assert "stage3_max_live_parameters" not in elsewhere
+
+
+def test_optimizer_state_is_not_loaded_onto_nvme() -> None:
+    strategy = DeepSpeedStrategy(stage=3, offload_optimizer=True, offload_optimizer_device="nvme")
+    with pytest.raises(ConfigurationError, match="resume under strategy='deepspeed_stage_3_off"):
+        strategy.load_optimizer_state(None, None, {})  # type: ignore[arg-type]
+
+
 def test_the_range_of_versions_is_the_one_that_the_distribution_requires() -> None:
     numbers = [".".join(map(str, version)) for version in (library.OLDEST, library.TOO_NEW)]
     (required,) = (

@@ -106,6 +106,19 @@ def test_what_init_module_builds_is_sharded_as_it_is_made(behaviour: Ranks) -> N
             assert held == (elements + 1) // 2
 
 
+def test_a_model_of_192_mib_is_never_whole_in_a_rank(behaviour: Ranks) -> None:
+    for rank in behaviour:
+        assert rank["MiB to build whole"] > 180
+        # A half is kept; the layer that is being made is whole, and its random numbers.
+        assert rank["MiB to build sharded"] < 150
+        # Autograd keeps no gathered weight for backward.
+        assert rank["MiB to run forward"] < 100
+
+
+def test_the_optimizer_steps_float32_weights_in_place(behaviour: Ranks) -> None:
+    assert all(rank["one copy of float32 weights"] for rank in behaviour)
+
+
 @pytest.mark.parametrize("what", ["configure_model", "second fit"])
 def test_a_model_built_in_shards_trains_as_under_ddp(what: str, behaviour: Ranks) -> None:
     # Beside a layer that was built before, with other numbers on each rank.

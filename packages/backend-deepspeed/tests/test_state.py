@@ -15,6 +15,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from stratagem.checkpoint import DirectoryCheckpointIO, consolidate_checkpoint
+from stratagem.errors import CheckpointSaveError
+from stratagem_deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 SCRIPT = Path(__file__).parent / "deepspeed_state.py"
 WAYS = (
@@ -125,6 +127,45 @@ def test_bfloat16_resumes_bit_for_bit(stage: int, more: dict[str, Any], folder: 
     weight = saved["state_dict"]["net.first.weight"]
     assert weight.dtype == torch.float32
     assert not torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resume_in_the_middle_of_an_epoch_is_exact(
+    stage: int, more: dict[str, Any], folder: Path
+) -> None:
+    # Dropout, and batches in a random order.
+    found = more[f"middle {stage}"]
+    assert len(found["resumed"]) == 7
+    assert found["resumed"] == found["whole"]
+    whole, resumed = (
+        DirectoryCheckpointIO().load_checkpoint(folder / "saved" / f"middle {stage} {name}")
+        for name in ("whole", "resumed")
+    )
+    for name, weight in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], weight)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_scheduler_of_the_config_goes_on_where_it_was(stage: int, more: dict[str, Any]) -> None:
+    found = more[f"scheduler {stage}"]
+    assert len(found["resumed"]) == 10
+    assert found["resumed"] == found["whole"]
+
+
+def test_a_bfloat16_checkpoint_becomes_one_file_of_float32_weights(
+    more: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    source = folder / "saved" / "bf16 3"
+    convert_zero_checkpoint_to_fp32_state_dict(source, tmp_path / "fp32.ckpt")
+    one = torch.load(tmp_path / "fp32.ckpt", weights_only=True)
+    assert "optimizer_states" not in one
+    expected = DirectoryCheckpointIO().load_checkpoint(source)["state_dict"]
+    assert one["state_dict"].keys() == expected.keys()
+    for name, weight in one["state_dict"].items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, expected[name].float())
+    with pytest.raises(CheckpointSaveError, match="is there already"):
+        convert_zero_checkpoint_to_fp32_state_dict(source, tmp_path / "fp32.ckpt")
 
 
 def test_a_loop_of_lite_goes_back_to_what_it_saved(more: dict[str, Any]) -> None:

@@ -23,6 +23,13 @@ STAGES = (0, 1, 2, 3)
 OFFLOAD_DEVICES = ("cpu", "nvme")
 BUCKET_SIZE = 200_000_000
 """Elements; DeepSpeed's own default, 5e8, takes 2.5 times the memory."""
+CPU_BUCKET_SIZE = 10_000_000
+"""Elements, where ranks compute on the CPU: 40 MB in float32.
+
+Buckets hide the latency of a GPU's kernels and network. Over gloo larger ones are no faster, and
+each is memory of a rank: several of them, at stage 3 with all parameters that forward has gathered,
+are more than what sharding saves. BENCHMARKS.md ("Memory of a rank") has the figures.
+"""
 
 _NEVER = 2**31 - 1
 
@@ -127,6 +134,7 @@ class Facts:
         loop: "Trainer" or "Lite", once that is known.
         batch_size: samples in a micro-batch of a rank; 0: the loader does not say.
         world_size: ranks.
+        device_type: of the ranks' devices, "cpu" for one.
     """
 
     precision: str | None = None
@@ -135,6 +143,7 @@ class Facts:
     loop: str | None = None
     batch_size: int | None = None
     world_size: int | None = None
+    device_type: str | None = None
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -202,13 +211,9 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
         if option.name in _PATHS and value is not None:
             config.put(_PATHS[option.name], value, f"{option.name}={value!r}")
     _offload(options, config)
-    for name, default in (
-        ("stage", 2),
-        ("allgather_bucket_size", BUCKET_SIZE),
-        ("reduce_bucket_size", BUCKET_SIZE),
-        ("contiguous_gradients", True),
-    ):
-        config.fill((_ZERO, name), default)
+    config.fill((_ZERO, "stage"), 2)
+    config.fill((_ZERO, "contiguous_gradients"), True)
+    _buckets(config, facts)
     # Below stage 2 gradients are reduced in the step, when there is no backward to overlap with.
     config.fill((_ZERO, "overlap_comm"), config.get((_ZERO, "stage")) in (2, 3))
     config.put(("managed_gradient_accumulation",), False, "the loop says when to step")
@@ -267,6 +272,21 @@ class _Config:
         """Write a default where the config says nothing, or "auto"."""
         if self.get(path) in (None, AUTO):
             self.put(path, default, "")
+
+
+def _buckets(config: _Config, facts: Facts) -> None:
+    """How much is communicated, kept gathered and stepped at a time."""
+    on_cpu = facts.device_type == "cpu"
+    size = CPU_BUCKET_SIZE if on_cpu else BUCKET_SIZE
+    config.fill((_ZERO, "allgather_bucket_size"), size)
+    config.fill((_ZERO, "reduce_bucket_size"), size)
+    if not on_cpu or config.get((_ZERO, "stage")) != 3:
+        return
+    config.fill((_ZERO, "sub_group_size"), size)
+    for name in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"):
+        # A key has two names; DeepSpeed knows the shorter one since 0.5.
+        if config.get((_ZERO, name)) is None:
+            config.fill((_ZERO, f"stage3_{name}"), size)
 
 
 def _offload(options: Options, config: _Config) -> None:

@@ -84,6 +84,10 @@ class EngineModule(nn.Module):
                 model=self.module, optimizer=optimizer, config=config
             )
         self._linear = linear.replaced
+        if stage_of(config) == 3:
+            # DeepSpeed replaces it when it shards a model; one that was built in shards has none.
+            self._linear = self._linear or _linear_of_stage_3(engine)
+            _share_weights(engine.optimizer)
         self.config = config
         self.__dict__["engine"] = engine
         if stage_of(config) == 3:
@@ -127,6 +131,28 @@ def restored_linear() -> Iterator[_Replaced]:
         if nn.functional.linear is not before:
             seen.replaced = nn.functional.linear
             nn.functional.linear = before
+
+
+def _linear_of_stage_3(engine: Any) -> Callable[..., Any] | None:
+    """Return the `linear` of an engine whose model was sharded before."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    wanted = engine._config.zero_config.memory_efficient_linear
+    return zero3_linear_wrap if wanted else None
+
+
+def _share_weights(zero: Any) -> None:
+    """Let the optimizer step float32 weights in place, where forward uses float32 too.
+
+    DeepSpeed means to, but compares a device with a device's name (0.19), and keeps a second copy.
+    """
+    if not hasattr(zero, "fp32_partitioned_groups_flat") or zero.offload_optimizer:
+        return
+    for working, stepped in zip(
+        zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True
+    ):
+        if working is not None and working.dtype == stepped.dtype:
+            stepped.data = working.data
 
 
 def _loosen(module: nn.Module) -> None:

@@ -80,8 +80,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         pin_memory: let offloaded tensors be in page-locked memory; default False.
         block_size, queue_depth, single_submit, overlap_events, thread_count: of reads and writes
             on NVMe; see DeepSpeed's `aio`.
-        sub_group_size: elements that an offloaded step works on at a time; stage 3.
-        allgather_bucket_size, reduce_bucket_size: elements communicated at a time; default 2e8.
+        sub_group_size: elements that a step works on at a time; stage 3; default 1e9, and 1e7 on
+            the CPU.
+        allgather_bucket_size, reduce_bucket_size: elements communicated at a time; default 2e8, and
+            1e7 on the CPU.
         allgather_partitions, reduce_scatter, overlap_comm, contiguous_gradients: see DeepSpeed's
             `zero_optimization`; the last two are on by default.
         loss_scale: of float16; 0: dynamic.
@@ -220,9 +222,14 @@ class DeepSpeedStrategy(ParallelStrategy):
     def bind(self, parts: Parts) -> None:
         """Take the parts of the plan; check what they say, and build the ops that are needed."""
         super().bind(parts)
-        self.facts = replace(self.facts, precision=parts.precision.name, world_size=self.world_size)
-        config = self._config()
         kind = parts.accelerator.device(parts.devices[0]).type
+        self.facts = replace(
+            self.facts,
+            precision=parts.precision.name,
+            world_size=self.world_size,
+            device_type=kind,
+        )
+        config = self._config()
         if kind == "cpu":
             ask_for_huge_pages()
         if config.get("fp16", {}).get("enabled") and kind == "cpu" and not _cpu_has_float16():
@@ -454,7 +461,18 @@ class DeepSpeedStrategy(ParallelStrategy):
     def load_optimizer_state(
         self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load optimizer state of any strategy; each rank takes, or reads, its part."""
+        """Load optimizer state of any strategy; each rank takes, or reads, its part.
+
+        Raises:
+            ConfigurationError: the engine's lies on NVMe, where DeepSpeed has none to write into
+                before its first step.
+        """
+        if offload_device(self._config(), "offload_optimizer") == "nvme":
+            raise ConfigurationError(
+                "offload_optimizer_device='nvme': optimizer state cannot be loaded there; received "
+                "a checkpoint with one: resume under strategy='deepspeed_stage_3_offload', which "
+                "keeps it in host memory, or load the weights only"
+            )
         self._state(prepared).load_optimizer(state)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
