@@ -92,6 +92,7 @@ def more(ranks: int, folder: Path) -> dict[str, Any]:
     for stage in (2, 3):
         out[f"middle {stage}"] = middle_of_an_epoch(ranks, stage, folder)
         out[f"scheduler {stage}"] = configs_scheduler(ranks, stage, folder)
+        out[f"groups {stage}"] = groups_that_count_apart(ranks, stage, folder)
     out["lite"] = lite_losses(ranks, folder / "lite")
     return out
 
@@ -125,7 +126,7 @@ def middle_of_an_epoch(ranks: int, stage: int, folder: Path) -> dict[str, Any]:
 
 
 SCHEDULED = {
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 15, "warmup_type": "linear"},
@@ -146,6 +147,30 @@ def configs_scheduler(ranks: int, stage: int, folder: Path) -> dict[str, Any]:
     def run(steps: int, ckpt_path: Path | None = None) -> Any:
         module = Configured()
         runs = trainer(zero(stage=stage, config=SCHEDULED)(), ranks, max_steps=steps)
+        runs.fit(module, loader(ranks), ckpt_path=ckpt_path)
+        return runs, module.losses
+
+    run(SAVED_AT)[0].save_checkpoint(path)
+    return {"whole": run(STEPS)[1][SAVED_AT:], "resumed": run(STEPS, path)[1]}
+
+
+def nadam(module: Net) -> torch.optim.Optimizer:
+    """Two groups with betas of their own, so that their numbers differ as training goes on."""
+    weights = [p for p in module.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": weights[::2]},
+        {"params": weights[1::2], "betas": (0.5, 0.9)},
+    ]
+    return torch.optim.NAdam(groups, lr=0.01)
+
+
+def groups_that_count_apart(ranks: int, stage: int, folder: Path) -> dict[str, Any]:
+    """Resume an optimizer that keeps a number for each group."""
+    path = folder / f"groups {stage}"
+
+    def run(steps: int, ckpt_path: Path | None = None) -> Any:
+        module = Net(optimizer=nadam)
+        runs = trainer(zero(stage=stage)(), ranks, max_steps=steps)
         runs.fit(module, loader(ranks), ckpt_path=ckpt_path)
         return runs, module.losses
 

@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from stratagem import Lite, Trainer
 from stratagem.errors import ConfigurationError
 from stratagem_deepspeed import config_keys, library, ops
 from stratagem_deepspeed.config import Facts, Options, engine_config, read_config
 from stratagem_deepspeed.optimizers import check_elementwise, only_one
-from stratagem_deepspeed.strategy import DeepSpeedStrategy
+from stratagem_deepspeed.strategy import DeepSpeedStrategy, _check_shapes
 
 
 def made(options: dict[str, Any] | None = None, user: Any = None, **facts: Any) -> dict[str, Any]:
@@ -377,3 +378,19 @@ def test_doctor_says_which_ops_can_be_built_and_what_is_missing(
     for check in list(checks())[1:]:
         assert check.status == "warning"
         assert "apt-get install g++" in check.detail
+
+
+def test_a_config_that_switches_off_what_an_argument_asks_for_is_refused() -> None:
+    config = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
+    with pytest.raises(ConfigurationError, match=r"device='none', but offload_optimizer=True"):
+        DeepSpeedStrategy(stage=2, offload_optimizer=True, config=config)
+    # null is nothing.
+    empty = {"zero_optimization": {"offload_optimizer": None}}
+    DeepSpeedStrategy(stage=2, offload_optimizer=True, config=empty)
+
+
+def test_a_parameter_without_a_dimension_is_named() -> None:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigurationError, match=r"'scale' has no dimension.* shape \(1,\)"):
+        _check_shapes(model)

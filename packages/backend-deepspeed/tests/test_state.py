@@ -152,6 +152,13 @@ def test_a_scheduler_of_the_config_goes_on_where_it_was(stage: int, more: dict[s
     assert found["resumed"] == found["whole"]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_numbers_that_differ_by_parameter_group_are_kept(stage: int, more: dict[str, Any]) -> None:
+    found = more[f"groups {stage}"]
+    assert len(found["resumed"]) == 10
+    assert found["resumed"] == found["whole"]
+
+
 def test_a_bfloat16_checkpoint_becomes_one_file_of_float32_weights(
     more: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:

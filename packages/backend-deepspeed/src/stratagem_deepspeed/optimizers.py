@@ -71,6 +71,19 @@ def wants_cpu_adam(config: Mapping[str, Any]) -> bool:
     return offload_device(config, "offload_optimizer") is not None and config.get(FORCE, True)
 
 
+def use_torchs_adam(config: dict[str, Any]) -> None:
+    """Let Adam and AdamW of a config be torch's, on a device that has no fused ones.
+
+    DeepSpeed would compile its FusedAdam in the ranks, for two minutes without a line.
+
+    Args:
+        config: the engine's; a key may be added.
+    """
+    section = config.get("optimizer") or {}
+    if str(section.get("type", "")).lower() in ("adam", "adamw") and not wants_cpu_adam(config):
+        section.setdefault("params", {}).setdefault("torch_adam", True)
+
+
 def suited(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
     """Return the optimizer that an engine with this config takes; the config is made to allow it.
 

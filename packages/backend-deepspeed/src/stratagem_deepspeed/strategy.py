@@ -39,7 +39,12 @@ from stratagem_deepspeed.config import (
 )
 from stratagem_deepspeed.engine import EngineModule, restored_linear
 from stratagem_deepspeed.library import import_deepspeed, installed_version, quiet_rank
-from stratagem_deepspeed.optimizers import only_one, suited, wants_cpu_adam
+from stratagem_deepspeed.optimizers import (
+    only_one,
+    suited,
+    use_torchs_adam,
+    wants_cpu_adam,
+)
 from stratagem_deepspeed.plugin import DEEPSPEED
 from stratagem_deepspeed.state import EngineState
 
@@ -382,6 +387,9 @@ class DeepSpeedStrategy(ParallelStrategy):
             config.pop("optimizer", None)
             config.pop("scheduler", None)
         else:
+            _check_shapes(model)
+            if self.device.type == "cpu":
+                use_torchs_adam(config)
             apply_activation_checkpointing(model, self.activation_checkpointing)
         _share_start(model, self.precision)
         with self._quiet():
@@ -520,6 +528,17 @@ def _share_start(model: nn.Module, precision: Precision) -> None:
                 tensors.append(parameter.detach())
     for tensor in tensors:
         dist.broadcast(tensor, 0)
+
+
+def _check_shapes(model: nn.Module) -> None:
+    """Refuse parameters without a dimension, which an engine cannot send to the other ranks."""
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "ds_shape", parameter.shape):
+            raise ConfigurationError(
+                f"the parameter {name!r} has no dimension, which DeepSpeed cannot handle: expected "
+                "shape (1,) or larger: nn.Parameter(torch.tensor([1.0])) in the place of "
+                "nn.Parameter(torch.tensor(1.0))"
+            )
 
 
 def _checkpointing_options(section: Mapping[str, Any]) -> dict[str, Any]:
