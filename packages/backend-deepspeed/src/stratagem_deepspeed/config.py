@@ -26,9 +26,9 @@ BUCKET_SIZE = 200_000_000
 CPU_BUCKET_SIZE = 10_000_000
 """Elements, where ranks compute on the CPU: 40 MB in float32.
 
-Buckets hide the latency of a GPU's kernels and network. Over gloo larger ones are no faster, and
-each is memory of a rank: several of them, at stage 3 with all parameters that forward has gathered,
-are more than what sharding saves. BENCHMARKS.md ("Memory of a rank") has the figures.
+Each bucket is memory of a rank: several of 2e8, at stage 3 with all parameters that forward has
+gathered, are more than what sharding saves. The price is that backward gathers parameters again.
+BENCHMARKS.md ("Memory of a rank") has the memory; what it costs in time was not measured alone.
 """
 
 _NEVER = 2**31 - 1
