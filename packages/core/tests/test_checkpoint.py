@@ -235,6 +235,37 @@ def test_what_is_not_plain_data_is_refused_at_the_save(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Tagged(Tensor):
+    """A tensor of a user's own class."""
+
+
+def test_tensors_are_refused_at_the_save_whose_class_could_not_be_loaded(tmp_path: Path) -> None:
+    io, path = SingleFileCheckpointIO(), tmp_path / "model.ckpt"
+    for tensor in (torch.ones(2), nn.Parameter(torch.ones(2)), nn.Buffer(torch.ones(2))):
+        io.save_checkpoint({"x": tensor}, path)
+        assert type(io.load_checkpoint(path)["x"]) is type(tensor)
+    for odd in (torch.ones(2).as_subclass(Tagged), nn.UninitializedParameter()):
+        with pytest.raises(CheckpointContentError, match=rf"\['x'\] is of .*{type(odd).__name__},"):
+            io.save_checkpoint({"state_dict": {"x": odd}}, tmp_path / "odd.ckpt")
+    with torch.serialization.safe_globals([Tagged]):
+        io.save_checkpoint({"x": torch.ones(2).as_subclass(Tagged)}, path)
+        assert type(io.load_checkpoint(path)["x"]) is Tagged
+
+
+def test_data_that_contain_themselves_or_are_too_deep_are_refused_at_the_save(
+    tmp_path: Path,
+) -> None:
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    for data in (cyclic, deep):
+        with pytest.raises(CheckpointContentError, match="contains itself or is nested too deeply"):
+            SingleFileCheckpointIO().save_checkpoint({"x": data}, tmp_path / "model.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---------------------------------------------------------------- a run to save
 
 
