@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pickle
@@ -18,14 +19,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, DataModule, Lite, Module, Trainer
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
-from stratagem.checkpoint import CheckpointIO, SingleFileCheckpointIO
+from stratagem.checkpoint import CheckpointIO, DirectoryCheckpointIO, SingleFileCheckpointIO
 from stratagem.errors import (
     CheckpointContentError,
     CheckpointCorruptError,
@@ -34,6 +35,7 @@ from stratagem.errors import (
     ConfigurationError,
     UserCodeError,
 )
+from stratagem.interfaces.optimizer_state import load_named_state, named_state
 
 # ---------------------------------------------------------------- the file
 
@@ -232,6 +234,39 @@ def test_what_is_not_plain_data_is_refused_at_the_save(tmp_path: Path) -> None:
         f"{type(Path()).__qualname__}, which could not be loaded without executing code. Store "
         "numbers, strings, tensors, and dicts, lists, tuples and sets of them"
     )
+    assert list(tmp_path.iterdir()) == []
+
+
+class Tagged(Tensor):
+    """A tensor of a user's own class."""
+
+
+def test_tensors_are_refused_at_the_save_whose_class_could_not_be_loaded(tmp_path: Path) -> None:
+    io, path = SingleFileCheckpointIO(), tmp_path / "model.ckpt"
+    for tensor in (torch.ones(2), nn.Parameter(torch.ones(2)), nn.Buffer(torch.ones(2))):
+        io.save_checkpoint({"x": tensor}, path)
+        assert type(io.load_checkpoint(path)["x"]) is type(tensor)
+    for odd in (torch.ones(2).as_subclass(Tagged), nn.UninitializedParameter()):
+        with pytest.raises(CheckpointContentError, match=rf"\['x'\] is of .*{type(odd).__name__},"):
+            io.save_checkpoint({"state_dict": {"x": odd}}, tmp_path / "odd.ckpt")
+    with torch.serialization.safe_globals([Tagged]):
+        io.save_checkpoint({"x": torch.ones(2).as_subclass(Tagged)}, path)
+        assert type(io.load_checkpoint(path)["x"]) is Tagged
+
+
+def test_data_that_contain_themselves_or_are_too_deep_are_refused_at_the_save(
+    tmp_path: Path,
+) -> None:
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    for io, data in itertools.product(
+        (SingleFileCheckpointIO(), DirectoryCheckpointIO()), (cyclic, deep)
+    ):
+        with pytest.raises(CheckpointContentError, match="contains itself or is nested too deeply"):
+            io.save_checkpoint({"x": data}, tmp_path / "model.ckpt")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -870,6 +905,45 @@ def test_other_optimizers_or_schedulers_are_refused(saved: Path, tmp_path: Path)
         "net.0.bias; its groups are net.0.weight, net.0.bias, net.1.weight, net.1.bias, "
         "net.3.weight and 1 more: use the optimizer and the parameter groups that it was saved with"
     )
+
+
+def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.zero_grad()
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_the_state_of_another_optimizer_is_refused_and_the_options_named() -> None:
+    net = nn.Linear(2, 2)
+    of_adam = named_state(stepped(net, AdamW(net.parameters())), net)
+    for other in (SGD, RMSprop, Adagrad):
+        with pytest.raises(CheckpointMismatchError, match=f"lacks .*: {other.__name__} has "):
+            load_named_state(other(net.parameters(), lr=0.1), net, of_adam)
+    group = of_adam["param_groups"][0]
+    of_adam["param_groups"] = [{name: group[name] for name in ("params", "lr", "betas", "eps")}]
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_named_state(SGD(net.parameters(), lr=0.1), net, of_adam)
+    assert str(caught.value) == (
+        "the checkpoint's optimizer has the group options betas, eps, lr, and lacks dampening, "
+        "momentum, nesterov, weight_decay: SGD has dampening, differentiable, foreach, fused, lr, "
+        "maximize, momentum, nesterov, weight_decay. Use the optimizer that it was saved with"
+    )
+
+
+def test_options_that_another_version_of_an_optimizer_lacks_stay_as_they_are() -> None:
+    net = nn.Linear(2, 2)
+    saved = named_state(stepped(net, AdamW(net.parameters(), lr=0.5)), net)
+    for name in ("amsgrad", "foreach", "decoupled_weight_decay"):
+        del saved["param_groups"][0][name]
+    optimizer = AdamW(net.parameters(), lr=0.1, amsgrad=True, foreach=True)
+    optimizer.param_groups[0]["initial_lr"] = 0.25
+    load_named_state(optimizer, net, saved)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["initial_lr"]) == (0.5, 0.25)
+    assert group["amsgrad"]
+    assert group["foreach"]
+    assert group["decoupled_weight_decay"]
 
 
 def test_an_optimizer_of_other_parameters_cannot_be_saved_by_name(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from stratagem.callbacks import ModelCheckpoint
 from stratagem.callbacks.checkpoint_names import CheckpointNames
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.claims import claim
-from stratagem.errors import CheckpointNotFoundError, CheckpointSaveError
+from stratagem.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigurationError
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -274,14 +274,14 @@ def test_last_is_the_newest_that_is_whole_and_what_was_passed_over_is_said(
     with pytest.warns(UserWarning, match="was passed over") as caught:
         model = fit(each_step(tmp_path), 8, ckpt_path="last", plugins=io)
     assert model.first_step == 3
-    assert io.verified == [f"step={step}.ckpt" for step in (6, 5, 4, 3)]
+    assert io.verified == [f"step={step}.ckpt" for step in (6, 4, 5, 3)]
     told = [str(warning.message) for warning in caught]
     missing = str(tmp_path / "step=6.ckpt")
     assert told[0] == (
         f"ckpt_path='last': {missing!r} was passed over: there is no checkpoint at {missing!r}"
     )
-    assert re.fullmatch(r"ckpt_path='last': '.*step=5\.ckpt' was passed over: .*damaged.*", told[1])
-    assert re.fullmatch(r"ckpt_path='last': '.*step=4\.ckpt' was passed over: .*whole.*", told[2])
+    assert re.fullmatch(r"ckpt_path='last': '.*step=4\.ckpt' was passed over: .*whole.*", told[1])
+    assert re.fullmatch(r"ckpt_path='last': '.*step=5\.ckpt' was passed over: .*damaged.*", told[2])
 
 
 def test_all_of_it_holds_for_checkpoints_that_are_directories(tmp_path: Path) -> None:
@@ -316,11 +316,27 @@ def test_where_none_is_whole_that_is_said(tmp_path: Path) -> None:
     )
 
 
-def test_of_equally_old_ones_the_last_is_that_of_the_highest_step(tmp_path: Path) -> None:
-    fit(each_step(tmp_path, save_top_k=-1), 11)
-    for path in tmp_path.iterdir():
-        os.utime(path, (10**9, 10**9))
-    assert fit(each_step(tmp_path), 12, ckpt_path="last").first_step == 11
+def test_last_is_the_highest_step_in_a_folder_that_was_copied_in_another_order(
+    tmp_path: Path,
+) -> None:
+    fit(each_step(tmp_path / "run", save_top_k=-1), 11)
+    # As by hand, so that neither names nor times tell the step.
+    (tmp_path / "copy").mkdir()
+    for age, step in enumerate(range(1, 12)):
+        copy = tmp_path / "copy" / f"{11 - age}.ckpt"
+        shutil.copyfile(tmp_path / "run" / f"step={step}.ckpt", copy)
+        os.utime(copy, (10**9 - age,) * 2)
+    assert fit(each_step(tmp_path / "copy"), 12, ckpt_path="last").first_step == 11
+
+
+def test_an_interval_that_is_no_timedelta_is_refused() -> None:
+    interval: Any = 0.1
+    with pytest.raises(ConfigurationError) as caught:
+        ModelCheckpoint(train_time_interval=interval)
+    assert str(caught.value) == (
+        "ModelCheckpoint(train_time_interval=0.1): expected a datetime.timedelta, such as "
+        "timedelta(minutes=30)"
+    )
 
 
 def test_the_checkpoints_of_ones_own_run_go_before_newer_ones_of_another(tmp_path: Path) -> None:

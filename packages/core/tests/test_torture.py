@@ -55,9 +55,12 @@ CARELESS = """
 """
 
 
-def torture(folder: Path, *arguments: str, code: int) -> subprocess.CompletedProcess[str]:
+def torture(
+    folder: Path, *arguments: str, code: int, into: str = "saved"
+) -> subprocess.CompletedProcess[str]:
+    (folder / "saved").mkdir()
     finished = subprocess.run(
-        [sys.executable, "-m", "stratagem.cli", "checkpoint", "torture", "saved", *arguments],
+        [sys.executable, "-m", "stratagem.cli", "checkpoint", "torture", into, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "error"},
         capture_output=True,
@@ -117,3 +120,54 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     said = torture(tmp_path, "--format", "in_place", code=2).stderr
     assert said.startswith("--format 'in_place': there is no such checkpoint format; there are ")
     assert "single_file" in said
+
+
+def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+    assert torture(tmp_path, into="no/where", code=2).stderr == (
+        "'no/where' is not a directory: expected one that is there, on the file system in "
+        "question; make it first\n"
+    )
+    assert not (tmp_path / "no").exists()
+
+
+BACKGROUND = """
+    from pathlib import Path
+    from stratagem.checkpoint import SingleFileCheckpointIO
+    from stratagem.torture.saver import NAME, Model, Subject
+    from stratagem.torture.torments import Row, Torments
+
+    torments, subject = Torments(Path(), {}, 0), Subject("single_file", True, 0.1)
+    model, row, folder = Model(0.1), Row(subject, "kill -9"), Path("saved")
+    for number in (2, 3, 4):
+        model.train(number)
+        checkpoint = model.checkpoint(number, shards=False)
+        SingleFileCheckpointIO().save_checkpoint(checkpoint, folder / NAME)
+        torments._judge(row, folder, [{"begun": 4}], 2)
+        print(row.new, row.old, row.wrong)
+"""
+
+
+def test_of_two_saves_that_are_under_way_in_the_background_either_is_the_new_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "saved").mkdir()
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(BACKGROUND)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert told.stdout.splitlines() == ["0 1 []", "1 1 []", "2 1 []"]
+
+
+def test_what_ran_no_time_has_no_row(tmp_path: Path) -> None:
+    finished = torture(
+        tmp_path,
+        *("--format", "single_file", "--no-async", "--kills", "1", "--size", "8"),
+        code=0,
+    )
+    assert "0 runs" not in finished.stderr
+    assert "slow disk" not in finished.stdout
+    assert len(rows(finished.stdout)) == 5

@@ -17,16 +17,26 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
 # An expanded tensor up to this many bytes is nobody's harm.
 _FREE_SIZE = 64 << 20
 _TORCH = (torch.Size, torch.dtype, torch.device)
+# A subclass is saved under its own name, which `weights_only` does not read; an nn.Buffer is a
+# torch.Tensor.
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def find_culprit(data: Any, path: str = "") -> str | None:
     """Return where in `data` something is not plain data, and what it is; None if all of it is."""
+    try:
+        return _find_culprit(data, path)
+    except RecursionError:
+        return f"{path or 'it'} contains itself or is nested too deeply"
+
+
+def _find_culprit(data: Any, path: str) -> str | None:
     kind = type(data)
-    if kind in _LEAVES or kind in _TORCH or isinstance(data, torch.Tensor):
+    if kind in _LEAVES or kind in _TORCH or kind in _TENSORS:
         return None
     if kind in (dict, OrderedDict, Counter):
         for key, value in data.items():
-            culprit = find_culprit(key, f"{path} (a key)") or find_culprit(
+            culprit = _find_culprit(key, f"{path} (a key)") or _find_culprit(
                 value, f"{path}[{key!r}]"
             )
             if culprit:
@@ -34,8 +44,12 @@ def find_culprit(data: Any, path: str = "") -> str | None:
         return None
     if kind in (list, tuple, set):
         for index, value in enumerate(data):
-            if culprit := find_culprit(value, f"{path}[{index}]"):
+            if culprit := _find_culprit(value, f"{path}[{index}]"):
                 return culprit
+        return None
+    # A tensor of another class can be read where its class was registered as safe, as that of
+    # torch.distributed.tensor is.
+    if isinstance(data, torch.Tensor) and kind in torch.serialization.get_safe_globals():
         return None
     return f"{path or 'it'} is of type {kind.__module__}.{kind.__qualname__}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -48,10 +49,13 @@ def is_of_run(path: str | os.PathLike[str], run: str, *, default: bool) -> bool:
 
 
 def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[storage.Entry]:
-    """Return the checkpoints in some folders, the newest first, each once.
+    """Return the checkpoints in some folders, the furthest in training first, each once.
 
-    They are what is called `*.ckpt`, and directories with a manifest. Where two are equally old, as
-    far as the file system tells, the one with the higher numbers in its name is the newer.
+    They are what is called `*.ckpt`, and directories with a manifest. Local ones go by the step in
+    their manifests, since a copied file is as old as the copy; before them goes what cannot be
+    read, so that it is not passed over in silence, and after them what names no step. Within these,
+    and at URLs, they go by when they were modified; where that is the same too, the one with the
+    higher numbers in its name is first.
     """
     found = {
         str(entry.path): entry
@@ -61,7 +65,9 @@ def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[storage.Entry]:
         or (entry.is_directory and storage.exists(storage.join(entry.path, MANIFEST)))
     }
     return sorted(
-        found.values(), key=lambda entry: (entry.modified, _natural(entry.path)), reverse=True
+        found.values(),
+        key=lambda entry: (_progress(entry.path), entry.modified, _natural(entry.path)),
+        reverse=True,
     )
 
 
@@ -83,6 +89,17 @@ def first_whole(
         else:
             return str(path), passed_over
     return "", passed_over
+
+
+def _progress(path: storage.Location) -> float:
+    """Return the step that a checkpoint names; -1: it names none, inf: it cannot be read."""
+    if storage.is_url(path):
+        return -1  # to open each would take longer than to list them all
+    try:
+        manifest = describe_checkpoint(path).manifest
+    except (CheckpointError, OSError):
+        return math.inf
+    return -1 if manifest is None or manifest.global_step is None else manifest.global_step
 
 
 def _natural(path: storage.Location) -> list[tuple[int, str]]:

@@ -101,6 +101,11 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}): expected 'min' or 'max'")
+        if train_time_interval is not None and not isinstance(train_time_interval, timedelta):
+            raise ConfigurationError(
+                f"ModelCheckpoint(train_time_interval={train_time_interval!r}): expected a "
+                "datetime.timedelta, such as timedelta(minutes=30)"
+            )
         if save_top_k < -1:
             raise ConfigurationError(
                 f"ModelCheckpoint(save_top_k={save_top_k!r}): expected a number of checkpoints, or "

@@ -38,6 +38,13 @@ def torture(
     was durable last, or one that was begun after it, and nothing else may be left in the directory.
     The exit code is 1 if that was not so once.
     """
+    if not directory.is_dir():
+        print(
+            f"{str(directory)!r} is not a directory: expected one that is there, on the file "
+            "system in question; make it first",
+            file=sys.stderr,
+        )
+        raise typer.Exit(2)
     # By name: the program does without torch, and this command cannot.
     harness_formats = load_target("stratagem.torture.harness:formats", what="the harness")
     run = load_target("stratagem.torture.harness:run", what="the harness")

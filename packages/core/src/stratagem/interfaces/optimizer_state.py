@@ -17,6 +17,21 @@ from torch.optim import Optimizer
 from stratagem.errors import CheckpointMismatchError
 from stratagem.interfaces.shards import SavedTensor
 
+# Group options that not every version of an optimizer has, nor every implementation (DeepSpeed's
+# Adam lacks some of torch's): where the checkpoint has none, the optimizer keeps its own.
+_DISPENSABLE = frozenset(
+    {
+        "amsgrad",
+        "bias_correction",
+        "capturable",
+        "decoupled_weight_decay",
+        "differentiable",
+        "foreach",
+        "fused",
+        "maximize",
+    }
+)
+
 
 def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return the optimizer's state with names of `module`'s parameters in the place of indices.
@@ -39,13 +54,14 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
     """Load what `named_state` returned; groups are matched by their parameters' names.
 
     Raises:
-        CheckpointMismatchError: the groups hold other parameters; says which.
+        CheckpointMismatchError: the groups hold other parameters, or lack options that this
+            optimizer needs; says which.
     """
     names = _names_by_index(optimizer, module)
     groups = optimizer.state_dict()["param_groups"]
     own = [[names[index] for index in group["params"]] for group in groups]
     matched = [
-        {**saved, "params": group["params"]}
+        _merged(optimizer, group, saved)
         for group, saved in zip(groups, matching_groups(own, state["param_groups"]), strict=True)
     ]
     indices = {name: index for index, name in names.items()}
@@ -57,6 +73,22 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
             "param_groups": matched,
         }
     )
+
+
+def _merged(
+    optimizer: Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a group with the saved options, and its own ones where the checkpoint has none."""
+    # What is not among the defaults was put there by a scheduler or a user.
+    missing = (own.keys() & optimizer.defaults.keys()) - saved.keys() - _DISPENSABLE
+    if missing:
+        there, here = (sorted(group.keys() - {"params"}) for group in (saved, own))
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has the group options {', '.join(there)}, and lacks "
+            f"{', '.join(sorted(missing))}: {type(optimizer).__name__} has {', '.join(here)}. Use "
+            "the optimizer that it was saved with"
+        )
+    return {**own, **saved, "params": own["params"]}
 
 
 def matching_groups(

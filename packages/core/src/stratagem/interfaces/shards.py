@@ -160,12 +160,19 @@ def _read_whole(data: Any) -> Any:
 
 def has_shards(data: Any) -> bool:
     """Return whether there are `Shards` in a dict or list, at any depth."""
+    try:
+        return _has_shards(data)
+    except RecursionError:
+        return False  # it contains itself; a save refuses that
+
+
+def _has_shards(data: Any) -> bool:
     if isinstance(data, Shards):
         return True
     if isinstance(data, dict):
-        return any(has_shards(value) for value in data.values())
+        return any(_has_shards(value) for value in data.values())
     if isinstance(data, (list, tuple)):
-        return any(has_shards(value) for value in data)
+        return any(_has_shards(value) for value in data)
     return False
 
 

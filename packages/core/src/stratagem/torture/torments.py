@@ -31,7 +31,8 @@ class Row:
         torment: how.
         runs: how often.
         in_a_save: how many of them met a save that was begun and not durable.
-        new, old: how often the checkpoint was the one that was begun last, or one before.
+        new, old: how often the checkpoint was one that was begun and not durable (or the last one,
+            where no save was under way), and how often the one that was durable last.
         wrong: what was wrong, each in a line.
         note: how the torment was done, if there are several ways.
     """
@@ -156,7 +157,8 @@ class Torments:
         child.end()
         if "wrong" in verdict:
             row.wrong.append(verdict["wrong"])
-        elif verdict["number"] == begun:
+        # In the background one is written while the next is announced: either of them is new.
+        elif verdict["number"] > durable or durable == begun:
             row.new += 1
         else:
             row.old += 1
