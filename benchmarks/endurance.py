@@ -1,6 +1,7 @@
 """100 launches, 20 at once, 20 kills: does each end cleanly, and is every killed rank named?
 
     python benchmarks/endurance.py --launches 100 --at-once 20 --kills 20
+    python benchmarks/endurance.py --launches 50 --ways deepspeed_stage_2 deepspeed_stage_3
 
 Each launch trains a small model under ddp in two processes, by the launchers in turn. Each kill is
 a `kill -9` of a rank at a random moment of a training that would go on for minutes; the time counts
@@ -96,12 +97,12 @@ def start(line: list[str], number: int) -> subprocess.Popen[str]:
     )
 
 
-def launches(count: int, script: Path, folder: Path) -> None:
+def launches(count: int, script: Path, folder: Path, ways: list[str]) -> None:
     """Launch so many times and print how each way ended."""
-    codes: dict[str, Counter[int]] = {way: Counter() for way in WAYS}
+    codes: dict[str, Counter[int]] = {way: Counter() for way in ways}
     orphans = 0
     for number in range(count):
-        way = WAYS[number % len(WAYS)]
+        way = ways[number % len(ways)]
         program = start(command(way, script, "20", "0", str(folder)), number)
         output, _ = program.communicate(timeout=120)
         codes[way][program.returncode] += 1
@@ -167,6 +168,9 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=100)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--at-once", type=int, default=20)
+    parser.add_argument(
+        "--ways", nargs="+", default=list(WAYS), help="launchers, or strategies of two devices"
+    )
     options = parser.parse_args()
     print(
         f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, {platform.python_version()}"
@@ -175,7 +179,7 @@ def main() -> None:
         folder = Path(name)
         script = folder / "train.py"
         script.write_text(SCRIPT)
-        launches(options.launches, script, folder)
+        launches(options.launches, script, folder, options.ways)
         at_once(options.at_once, script, folder)
         kills(options.kills, script, folder)
 
