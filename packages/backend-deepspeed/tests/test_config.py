@@ -394,3 +394,9 @@ def test_a_parameter_without_a_dimension_is_named() -> None:
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigurationError, match=r"'scale' has no dimension.* shape \(1,\)"):
         _check_shapes(model)
+
+
+def test_an_automatic_size_is_left_to_deepspeed() -> None:
+    user = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "auto"}}
+    made = engine_config(Options(), user, Facts())
+    assert "stage3_param_persistence_threshold" not in made["zero_optimization"]

@@ -543,7 +543,9 @@ def test_a_name_of_a_known_third_party_says_so() -> None:
 def test_what_is_installed_already_has_to_be_upgraded() -> None:
     installed = entry_of(plugin_of(), "stratagem-backend-deepspeed")
     text = unknown(discover(CORE, installed), "deepspeed_stage_1")
-    assert "belongs to stratagem-backend-deepspeed, but the release that is installed (1.0)" in text
+    assert (
+        "stratagem-backend-deepspeed 1.0 is installed and provides no such name; if a later" in text
+    )
     assert "pip install --upgrade stratagem-backend-deepspeed" in text
 
 

@@ -222,6 +222,7 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
     config.fill(("steps_per_print",), _NEVER)
     _check_zero(config, facts)
     made = config.made
+    _leave_to_deepspeed(made)
     _check_auto(made)
     return made
 
@@ -450,6 +451,14 @@ def _check_zero(config: _Config, facts: Facts) -> None:
             f"with float32 parameters (its buffers are bfloat16); received precision="
             f"{facts.precision!r}: pass precision='bf16-mixed', or offload_params_device='cpu'"
         )
+
+
+def _leave_to_deepspeed(config: dict[str, Any]) -> None:
+    """Take "auto" out where it stands for a size that DeepSpeed has a default for."""
+    for name in (_ZERO, "activation_checkpointing", "aio"):
+        section = config.get(name)
+        if isinstance(section, dict):
+            config[name] = {key: value for key, value in section.items() if value != AUTO}
 
 
 def _check_auto(config: Mapping[str, Any], path: tuple[str, ...] = ()) -> None:

@@ -287,8 +287,8 @@ class Registry:
         for report in self.reports:
             if report.distribution == provider:
                 return [
-                    f"It belongs to {provider}, but the release that is installed "
-                    f"({report.version}) does not provide it: pip install --upgrade {provider}."
+                    f"{provider} {report.version} is installed and provides no such name; if a "
+                    f"later release does: pip install --upgrade {provider}."
                 ]
         hint = installation_hint(name)
         return [hint] if hint else []
