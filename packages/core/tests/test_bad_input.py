@@ -288,6 +288,15 @@ def test_manual_optimization_clips_and_accumulates_by_itself() -> None:
         "automatic_optimization = False"
     )
 
+    class Sharding(SingleDeviceStrategy):
+        capabilities = Capabilities(backward_in_forward=False)
+
+    assert configuration(lambda: trainer(strategy=Sharding()).fit(Manual(), loader())) == (
+        "Manual has automatic_optimization = False, and under 'Sharding' a backward within "
+        "training_step has no effect: gradients are reduced after the model's forward. Use "
+        "automatic optimization, strategy='ddp', or a loop of your own with Lite"
+    )
+
 
 # ---------------------------------------------------------------- data
 

@@ -880,3 +880,56 @@ def test_what_a_script_did_before_it_launched_stays_apart(
     run_script(COMMON + textwrap.dedent(script))
     assert (tmp_path / "rank0").read_text() == "1 2 0"
     assert (tmp_path / "rank1").read_text() == "1 2 1"
+
+
+MANUAL = """
+import json, sys
+import torch
+from torch import nn
+from stratagem import Module, Trainer
+
+class Two(Module):
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.second = nn.Linear(3, 1)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        one, two = self.optimizers()
+        one.zero_grad()
+        loss = (self.first(batch) - 1).square().mean()
+        self.manual_backward(loss)
+        one.step()
+        two.zero_grad()
+        after = (self.second(self.first(batch).detach()) - 2).square().mean()
+        self.manual_backward(after)
+        two.step()
+        both = self.trainer.strategy.all_reduce(torch.stack([loss, after]).detach())
+        self.losses += both.tolist()
+
+    def configure_optimizers(self):
+        return (torch.optim.SGD(self.first.parameters(), lr=0.1),
+                torch.optim.Adam(self.second.parameters(), lr=0.1))
+
+if __name__ == "__main__":
+    name, devices = sys.argv[1], int(sys.argv[2])
+    model = Two()
+    trainer = Trainer(accelerator="cpu", strategy=name, devices=devices, max_epochs=1, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False)
+    data = torch.arange(128.0).reshape(32, 4) / 128
+    trainer.fit(model, torch.utils.data.DataLoader(data, 8 // devices))
+    trainer.print(json.dumps(model.losses))
+"""
+
+
+def test_manual_optimization_has_the_numbers_of_one_process(run_script: RunScript) -> None:
+    # Two optimizers, each with a backward of its own that leaves out the other's parameters.
+    ways = (("single_device", "1"), ("ddp_find_unused_parameters_true", "2"))
+    one, two = (json.loads(run_script(MANUAL, *way).stdout) for way in ways)
+    assert len(one) == 8
+    assert one[-2:] != one[:2]
+    assert torch.allclose(torch.tensor(two), torch.tensor(one), rtol=0, atol=1e-5)

@@ -34,6 +34,9 @@ class Capabilities:
     """It can span several nodes."""
     manual_backward: bool = True
     """User code may call `backward` itself (Lite, manual optimization)."""
+    backward_in_forward: bool = True
+    """User code may call `backward` within the forward of what the strategy wraps, as a Module with
+    manual optimization does in `training_step`."""
     owns_accumulation: bool = False
     """The engine counts micro-batches and scales the loss itself."""
     owns_clipping: bool = False

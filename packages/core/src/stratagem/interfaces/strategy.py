@@ -363,6 +363,13 @@ class Strategy(ABC):
         """Return a context in which backward communicates nothing, or None: nothing to hold."""
         return None
 
+    def backward_in_forward(self, prepared: Prepared) -> AbstractContextManager[Any]:
+        """Return a context for one forward in which user code calls `backward` itself.
+
+        The Trainer enters it for each `training_step` of manual optimization.
+        """
+        return nullcontext()
+
     def explain(self, prepared: Prepared, error: RuntimeError) -> StratagemError | None:
         """Return a better error for one that came out of forward or backward, or None.
 

@@ -20,9 +20,11 @@ FSDP = Capabilities(
     many_devices=True,
     multi_node=True,
     sharded_state=True,
+    backward_in_forward=False,
     uneven_evaluation=False,
 )
-"""What fully_shard can do: forward gathers parameters, so ranks run as many batches."""
+"""What fully_shard can do: forward gathers parameters, so ranks run as many batches; it gets ready
+to reduce gradients at its end, so that a backward before it would be without effect."""
 
 MODEL_PARALLEL = FSDP
 """What a mesh of data and tensor parallelism can do."""

@@ -265,7 +265,8 @@ class Step(TrainStep):
         """Take the place of `Strategy.train_step` where `training_step` steps the optimizers."""
         for micro_batch in micro_batches:
             before = self._progress.global_step
-            self.forward(micro_batch)
+            with self._run.strategy.backward_in_forward(prepared):
+                self.forward(micro_batch)
             self.end()
             self._stepped = self._progress.global_step > before
             self.after_micro_batch(micro_batch)

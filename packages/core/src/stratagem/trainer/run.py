@@ -265,6 +265,13 @@ class Run:
                 f"the strategy {plan.strategy.name!r} runs backward itself, so it cannot train a "
                 "Module with automatic_optimization = False"
             )
+        if not plan.capabilities.backward_in_forward:
+            raise ConfigurationError(
+                f"{type(self.module).__name__} has automatic_optimization = False, and under "
+                f"{plan.strategy.name!r} a backward within training_step has no effect: gradients "
+                "are reduced after the model's forward. Use automatic optimization, "
+                "strategy='ddp', or a loop of your own with Lite"
+            )
         if trainer.gradient_clip is not None or trainer.accumulation(0) != 1:
             raise ConfigurationError(
                 f"{type(self.module).__name__} has automatic_optimization = False, so "

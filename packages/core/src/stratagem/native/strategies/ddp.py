@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -109,6 +109,8 @@ class DDPStrategy(ParallelStrategy):
         self.communication_hook = CommunicationHook(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period
         )
+        self._within_forward_of: DistributedDataParallel | None = None
+        """The model whose forward runs, if user code calls `backward` in it."""
         self._owner_of_state: ref[nn.Parameter] | None = None
         self._hook_state: Any = None
         """The state of the hook of the model that was wrapped last."""
@@ -192,6 +194,36 @@ class DDPStrategy(ParallelStrategy):
         """Return DDP's context without gradient communication."""
         model = prepared.module
         return model.no_sync() if isinstance(model, DistributedDataParallel) else None
+
+    @contextmanager
+    def backward_in_forward(self, prepared: Prepared) -> Iterator[None]:
+        """Let each backward within DDP's forward reduce its gradients.
+
+        DDP gets ready for a backward at the end of its forward, which is too late here: it would
+        wait for gradients that came before. So it is kept from that, and `backward` does it.
+        """
+        model = prepared.module
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        model.require_backward_grad_sync = False
+        self._within_forward_of = model
+        try:
+            yield
+        finally:
+            self._within_forward_of = None
+            model.require_backward_grad_sync = True
+            # Of the next forward, which broadcasts buffers.
+            model.require_forward_param_sync = True
+
+    def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward; see `Strategy.backward`."""
+        model = self._within_forward_of
+        if model is not None:
+            # It looks for parameters that the loss does not depend on, if it is to.
+            outputs = [loss] if model.find_unused_parameters else []
+            model.reducer.prepare_for_backward(outputs)
+        super().backward(prepared, loss, *args, **kwargs)
 
     def explain(self, prepared: Prepared, error: RuntimeError) -> StratagemError | None:
         """Return DDP's own errors with the names of parameters; see `Strategy.explain`."""
