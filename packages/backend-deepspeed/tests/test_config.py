@@ -400,3 +400,15 @@ def test_an_automatic_size_is_left_to_deepspeed() -> None:
     user = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "auto"}}
     made = engine_config(Options(), user, Facts())
     assert "stage3_param_persistence_threshold" not in made["zero_optimization"]
+
+
+@pytest.mark.parametrize("value", [-5, 0, "big", True, 1.5])
+def test_a_size_is_a_positive_whole_number(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"reduce_bucket_size=.*: expected a whole number"):
+        DeepSpeedStrategy(reduce_bucket_size=value)
+
+
+def test_where_to_offload_needs_something_to_offload() -> None:
+    with pytest.raises(ConfigurationError, match=r"'cpu' says where to, but nothing is offloaded"):
+        DeepSpeedStrategy(stage=2, offload_optimizer_device="cpu")
+    DeepSpeedStrategy(reduce_bucket_size=2e8)  # type: ignore[arg-type]

@@ -123,6 +123,24 @@ _PATHS: dict[str, tuple[str, ...]] = {
 """Where an argument stands in the config; those of offload are placed by `_offload`."""
 
 
+_SIZES = frozenset(
+    name
+    for name in _PATHS
+    if name.endswith(("_size", "_count", "_depth")) or name in ("max_in_cpu", "loss_scale_window")
+)
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Refuse what DeepSpeed would refuse in the ranks.
+
+    Raises:
+        ConfigurationError: it is no positive whole number.
+    """
+    # 2e8 is how DeepSpeed's own pages write 200 million.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
+        raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What is known of the run; None: not known (yet).
@@ -208,6 +226,8 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
     config = _Config(user)
     for option in fields(options):
         value = getattr(options, option.name)
+        if option.name in _SIZES and value is not None:
+            _check_size(option.name, value)
         if option.name in _PATHS and value is not None:
             config.put(_PATHS[option.name], value, f"{option.name}={value!r}")
     _offload(options, config)
@@ -301,6 +321,11 @@ def _offload(options: Options, config: _Config) -> None:
                 f"{device_argument}={device!r}: expected {' or '.join(map(repr, OFFLOAD_DEVICES))}"
             )
         if not getattr(options, asked):
+            if device is not None and config.get((_ZERO, section)) is None:
+                raise ConfigurationError(
+                    f"{device_argument}={device!r} says where to, but nothing is offloaded: pass "
+                    f"{asked}=True as well, or leave it out"
+                )
             continue
         path = (_ZERO, section, "device")
         if config.get(path) == "none":
