@@ -93,7 +93,9 @@ Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(figures))
 """
 
 
-def measure(way: str, layers: int, width: int, steps: int, whole: bool) -> dict[str, float]:
+def measure(
+    way: str, layers: int, width: int, steps: int, *, whole: bool = False
+) -> dict[str, float]:
     """Return the figures of one run: MB of the larger rank, seconds of both."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "script.py").write_text(SCRIPT)
@@ -121,7 +123,8 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in given.ways}
     for _ in range(given.rounds):
         for way in given.ways:
-            runs[way].append(measure(way, given.layers, given.width, given.steps, given.whole))
+            found = measure(way, given.layers, given.width, given.steps, whole=given.whole)
+            runs[way].append(found)
 
     print(
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, Linux "
