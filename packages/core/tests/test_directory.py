@@ -361,6 +361,9 @@ def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(
 def test_what_is_no_plain_data_is_refused_by_name(lite: Lite, tmp_path: Path) -> None:
     with pytest.raises(CheckpointContentError, match=r"cannot save .*checkpoint\['x'\] is of type"):
         lite.save(tmp_path / "a", {**sharded(1.0), "x": object()})
+    expanded = torch.zeros(1).expand(1 << 30)
+    with pytest.raises(CheckpointContentError, match=r"Store the tensor before it was expanded"):
+        lite.save(tmp_path / "a", {**sharded(1.0), "x": expanded})
     assert list(tmp_path.iterdir()) == []
 
 

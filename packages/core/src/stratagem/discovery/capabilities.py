@@ -37,8 +37,6 @@ class Capabilities:
     backward_in_forward: bool = True
     """User code may call `backward` within the forward of what the strategy wraps, as a Module with
     manual optimization does in `training_step`."""
-    owns_accumulation: bool = False
-    """The engine counts micro-batches and scales the loss itself."""
     owns_clipping: bool = False
     """The engine clips gradients itself, by a value given at `prepare`."""
     rebinds_optimizers: bool = True

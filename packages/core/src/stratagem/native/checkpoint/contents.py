@@ -9,18 +9,27 @@ from stratagem._plain_data import find_culprit, find_oversized
 from stratagem.errors import CheckpointContentError
 
 
+def why_refused(contents: Any) -> str:
+    """Return what could not be loaded again without executing code, or only by much more memory.
+
+    Returns:
+        Where it is, and what to store in its place; "": all of it may be saved.
+    """
+    if culprit := find_culprit(contents, "checkpoint"):
+        return (
+            f"{culprit}, which could not be loaded without executing code. "
+            "Store numbers, strings, tensors, and dicts, lists, tuples and sets of them"
+        )
+    if oversized := find_oversized(contents, "checkpoint"):
+        return f"{oversized}. Store the tensor before it was expanded"
+    return ""
+
+
 def check_contents(checkpoint: Any, path: str | Path) -> None:
-    """Refuse what could not be loaded again without executing code, or only by much more memory.
+    """Refuse what `why_refused` says.
 
     Raises:
         CheckpointContentError: says where it is.
     """
-    if culprit := find_culprit(checkpoint, "checkpoint"):
-        raise CheckpointContentError(
-            f"cannot save {path}: {culprit}, which could not be loaded without executing code. "
-            "Store numbers, strings, tensors, and dicts, lists, tuples and sets of them"
-        )
-    if oversized := find_oversized(checkpoint, "checkpoint"):
-        raise CheckpointContentError(
-            f"cannot save {path}: {oversized}. Store the tensor before it was expanded"
-        )
+    if why := why_refused(checkpoint):
+        raise CheckpointContentError(f"cannot save {path}: {why}")

@@ -13,7 +13,6 @@ import xxhash
 from torch import Tensor
 
 from stratagem import checkpoint_files, storage
-from stratagem._plain_data import find_culprit
 from stratagem.checkpoint_archive import Manifest
 from stratagem.checkpoint_directory import (
     LAYOUT,
@@ -25,6 +24,7 @@ from stratagem.checkpoint_directory import (
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.shards import Shards, has_shards, read_whole
+from stratagem.native.checkpoint.contents import why_refused
 from stratagem.native.checkpoint.directory_reading import open_directory
 from stratagem.native.checkpoint.durable_directory import DurableDirectory
 from stratagem.native.checkpoint.exchange import Exchange, Record, StoreExchange, exchange_alone
@@ -135,13 +135,8 @@ class _Save:
 
     def _begin(self) -> Record:
         record: Record = {"temporary": "", "error": "", "errno": None, "culprit": False}
-        culprit = find_culprit(self._rest, "checkpoint")
-        if culprit:
-            what = (
-                f"{culprit}, which could not be loaded without executing code. Store numbers, "
-                "strings, tensors, and dicts, lists, tuples and sets of them"
-            )
-            return {**record, "error": what, "culprit": True}
+        if why := why_refused(self._rest):
+            return {**record, "error": why, "culprit": True}
         if self._rank == 0:
             try:
                 self._directory = DurableDirectory(self._path)

@@ -43,7 +43,9 @@ class DurableDirectory:
         self.path = path
         if _holds_something_else(path):
             raise FileExistsError(
-                errno.EEXIST, "it is a directory with other things in it, which a save would remove"
+                errno.EEXIST,
+                "it is a directory with other things in it, which a save would remove: expected a "
+                "checkpoint or nothing there, so give another path",
             )
         make_directory(path.parent)
         remove_leftovers(path.parent)
