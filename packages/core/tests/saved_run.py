@@ -1,4 +1,4 @@
-"""Trains a small model for some steps, saves it in the middle of an epoch, and can go on from there.
+"""Trains a small model for some steps, saves it within an epoch, and can go on from there.
 
 The files in `data/` were made by version 0.1.0 before its source was rearranged, by
 `python saved_run.py save data/single_file_0.1.0.zip` and

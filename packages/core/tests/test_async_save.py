@@ -15,12 +15,7 @@ import torch
 
 from stratagem import Callback, Lite, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.checkpoint import (
-    AsyncCheckpointIO,
-    CheckpointIO,
-    Shards,
-    SingleFileCheckpointIO,
-)
+from stratagem.checkpoint import AsyncCheckpointIO, CheckpointIO, Shards, SingleFileCheckpointIO
 from stratagem.errors import (
     CheckpointContentError,
     CheckpointSaveError,

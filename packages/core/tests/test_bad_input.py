@@ -22,12 +22,7 @@ from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.discovery import Capabilities
 from stratagem.environments import PlainEnvironment, TorchElasticEnvironment
-from stratagem.errors import (
-    ConfigurationError,
-    NonFiniteLossError,
-    StratagemError,
-    UserCodeError,
-)
+from stratagem.errors import ConfigurationError, NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.strategy import Parts
 from stratagem.precision import MixedPrecision, TruePrecision
 from stratagem.seed import chosen_seed

@@ -24,8 +24,8 @@ from stratagem import Callback, Lite, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.callbacks.checkpoint_names import CheckpointNames
 from stratagem.checkpoint import SingleFileCheckpointIO
-from stratagem.claims import claim
 from stratagem.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigurationError
+from stratagem.storage.claims import claim
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -451,7 +451,7 @@ def test_the_claim_of_a_process_that_was_killed_is_void(
 ) -> None:
     program = (
         "import sys, time\n"
-        "from stratagem.claims import claim\n"
+        "from stratagem.storage.claims import claim\n"
         "claimed = [claim(path) for path in sys.argv[1:]]\n"
         "print('claimed', flush=True)\n"
         "time.sleep(600)\n"

@@ -33,12 +33,7 @@ from stratagem.discovery.entry_points import (
 )
 from stratagem.discovery.hints import distribution_of, installation_hint, names_by_distribution
 from stratagem.discovery.registry import PluginReport, Registry
-from stratagem.errors import (
-    AmbiguousNameError,
-    ConfigurationError,
-    PluginError,
-    UnknownNameError,
-)
+from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
 

@@ -29,7 +29,7 @@ from stratagem.errors import (
     CheckpointError,
     CheckpointSaveError,
 )
-from stratagem.native.checkpoint.durable_file import DurableFile
+from stratagem.storage.durable_file import DurableFile
 
 CONTENTS: dict[str, Any] = {
     "number": 7,

@@ -18,10 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 from torch import Tensor, nn
 
-from stratagem import Lite, Module, Trainer, storage
+from stratagem import Lite, Module, Trainer
 from stratagem.checkpoint import DirectoryCheckpointIO, SingleFileCheckpointIO
 from stratagem.checkpoint_description import describe_checkpoint
-from stratagem.claims import claim
 from stratagem.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -29,6 +28,8 @@ from stratagem.errors import (
     CheckpointSaveError,
     ConfigurationError,
 )
+from stratagem.storage import paths as storage
+from stratagem.storage.claims import claim
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from stratagem.interfaces.shards import SavedTensor as SavedTensor
     from stratagem.interfaces.shards import Shards as Shards
     from stratagem.native.checkpoint.asynchronous import AsyncCheckpointIO as AsyncCheckpointIO
-    from stratagem.native.checkpoint.directory import (
-        DirectoryCheckpointIO as DirectoryCheckpointIO,
-    )
+    from stratagem.native.checkpoint.directory import DirectoryCheckpointIO as DirectoryCheckpointIO
     from stratagem.native.checkpoint.single_file import (
         SingleFileCheckpointIO as SingleFileCheckpointIO,
     )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem import data as loaders_of_ranks
-from stratagem import storage
 from stratagem._tree import map_tensors, move_to_device
 from stratagem.agreement import Agreement
 from stratagem.discovery.registry import get_registry
@@ -32,6 +31,7 @@ from stratagem.rank import at_end_of_rank
 from stratagem.resolve import resolve
 from stratagem.seed import seed_everything
 from stratagem.step_module import StepModule
+from stratagem.storage import paths as storage
 from stratagem.supervision import environment_of_request
 
 PathLike = str | os.PathLike[str]

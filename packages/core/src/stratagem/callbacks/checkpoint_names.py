@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stratagem import storage
 from stratagem.checkpoint_files import SUFFIX
-from stratagem.claims import Claim, claim
 from stratagem.errors import CheckpointSaveError
+from stratagem.storage import paths as storage
+from stratagem.storage.claims import Claim, claim
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Literal
 
-from stratagem import storage
+from stratagem.storage import paths as storage
 
 
 class KeptCheckpoints:

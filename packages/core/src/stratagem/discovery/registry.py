@@ -26,12 +26,7 @@ from stratagem.discovery.entry_points import (
 )
 from stratagem.discovery.hints import distribution_of, installation_hint
 from stratagem.discovery.specs import PLUGIN_API_VERSION, ComponentSpec, StrategySpec
-from stratagem.errors import (
-    AmbiguousNameError,
-    ConfigurationError,
-    PluginError,
-    UnknownNameError,
-)
+from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
 
 RUN_TIME = "registered-in-this-process"
 """Stands for the distribution of what code registered at run time."""

@@ -20,12 +20,7 @@ from stratagem.discovery.capabilities import START_METHODS
 from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.interfaces.positions import COLLECTIVES, Position, Positions
 from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
-from stratagem.rank import (
-    STORE_VARIABLE,
-    at_end_of_rank,
-    record_failure,
-    this_rank,
-)
+from stratagem.rank import STORE_VARIABLE, at_end_of_rank, record_failure, this_rank
 from stratagem.supervision import threads_per_rank
 
 _PATIENCE = 10.0

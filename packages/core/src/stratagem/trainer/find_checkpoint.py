@@ -6,9 +6,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stratagem import storage
 from stratagem.checkpoint_files import find_all, first_whole
 from stratagem.errors import CheckpointNotFoundError
+from stratagem.storage import paths as storage
 
 if TYPE_CHECKING:
     from stratagem.callbacks.model_checkpoint import ModelCheckpoint

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stratagem import storage
 from stratagem._version import __version__
 from stratagem.errors import CheckpointCorruptError
+from stratagem.storage import paths as storage
 
 FORMAT_VERSION = 2
 

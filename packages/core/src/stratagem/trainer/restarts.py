@@ -14,9 +14,9 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem import storage
 from stratagem.checkpoint_files import first_whole
 from stratagem.errors import ConfigurationError
+from stratagem.storage import paths as storage
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy

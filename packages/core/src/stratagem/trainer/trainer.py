@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem import storage
 from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
@@ -22,6 +21,7 @@ from stratagem.lite import Lite
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module
 from stratagem.plan import RunPlan
+from stratagem.storage import paths as storage
 from stratagem.trainer import checkpoints, options
 from stratagem.trainer.logged_values import LoggedValues
 from stratagem.trainer.optimization import SchedulerConfig

@@ -12,26 +12,21 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from stratagem import checkpoint_files, storage
+from stratagem import checkpoint_files
 from stratagem.checkpoint_archive import Manifest
-from stratagem.checkpoint_directory import (
-    LAYOUT,
-    MANIFEST,
-    STATE,
-    SavedFile,
-    encode_manifest,
-)
+from stratagem.checkpoint_directory import LAYOUT, MANIFEST, STATE, SavedFile, encode_manifest
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.shards import Shards, has_shards, read_whole
 from stratagem.native.checkpoint.contents import why_refused
 from stratagem.native.checkpoint.directory_reading import open_directory
-from stratagem.native.checkpoint.durable_directory import DurableDirectory
 from stratagem.native.checkpoint.exchange import Exchange, Record, StoreExchange, exchange_alone
 from stratagem.native.checkpoint.manifest import manifest_of
 from stratagem.native.checkpoint.shard_writer import ShardWriter
 from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO, write_archive
-from stratagem.native.checkpoint.streamed_file import StreamedFile
+from stratagem.storage import paths as storage
+from stratagem.storage.durable_directory import DurableDirectory
+from stratagem.storage.streamed_file import StreamedFile
 
 
 class DirectoryCheckpointIO(CheckpointIO):

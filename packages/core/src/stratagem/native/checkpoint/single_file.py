@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from stratagem import checkpoint_files, storage
+from stratagem import checkpoint_files
 from stratagem._plain_data import find_oversized
 from stratagem.checkpoint_archive import (
     ArchiveWriter,
@@ -23,18 +23,15 @@ from stratagem.checkpoint_archive import (
     read_archive,
     verify_checksum,
 )
-from stratagem.errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    CheckpointSaveError,
-)
+from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.shards import read_whole
 from stratagem.native.checkpoint.contents import check_contents
-from stratagem.native.checkpoint.durable_directory import remove_any
-from stratagem.native.checkpoint.durable_file import DurableFile
 from stratagem.native.checkpoint.manifest import manifest_of
-from stratagem.remote_files import RemoteFile
+from stratagem.storage import paths as storage
+from stratagem.storage.durable_directory import remove_any
+from stratagem.storage.durable_file import DurableFile
+from stratagem.storage.remote import RemoteFile
 
 
 class SingleFileCheckpointIO(CheckpointIO):

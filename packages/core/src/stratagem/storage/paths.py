@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from stratagem.errors import ConfigurationError
-from stratagem.remote_files import RemoteFile, fetch, file_system, is_object_store, protocols
+from stratagem.storage.remote import RemoteFile, fetch, file_system, is_object_store, protocols
 
 Location = Path | str
 """A local path, or a URL."""
@@ -32,7 +32,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a URL.
 
     Example:
-        >>> from stratagem.storage import is_url
+        >>> from stratagem.storage.paths import is_url
         >>> is_url("s3://bucket/run"), is_url("/data/run")
         (True, False)
     """

@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 from types import TracebackType
 
-from stratagem.native.checkpoint.streamed_file import StreamedFile, sync_directory
+from stratagem.storage.streamed_file import StreamedFile, sync_directory
 
 _PREFIX, _SUFFIX = ".stratagem-", ".saving"
 # Whether locks of another host are seen depends on the network file system. What came from another

@@ -8,7 +8,7 @@ import secrets
 import time
 from pathlib import Path
 
-from stratagem import storage
+from stratagem.storage import paths as storage
 
 # A claim at a URL that its owner did not give back counts for so long, in seconds.
 _FORGOTTEN_AFTER = 24 * 3600
@@ -65,7 +65,7 @@ def claim(path: str | os.PathLike[str], *, may_exist: bool = False) -> Claim | N
 
     Example:
         >>> import tempfile
-        >>> from stratagem.claims import claim
+        >>> from stratagem.storage.claims import claim
         >>> path = f"{tempfile.mkdtemp()}/epoch=0.ckpt"
         >>> first, second = claim(path), claim(path)
         >>> second is None

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.checkpoint_directory import is_directory_checkpoint
-from stratagem.native.checkpoint.durable_file import (
+from stratagem.storage.durable_file import (
     make_directory,
     remove_leftovers,
     remove_path,
     temporary_path,
 )
-from stratagem.native.checkpoint.streamed_file import sync_directory
+from stratagem.storage.streamed_file import sync_directory
 
 # From the present working directory; put each at the other's place (renameat2(2)).
 _AT_FDCWD = -100

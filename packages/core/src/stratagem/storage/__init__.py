@@ -1,0 +1,1 @@
+"""Bytes at a path or a URL: durable, locked, claimed. No torch."""
