@@ -35,8 +35,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from stratagem import checkpoint_archive
 from stratagem.checkpoint import AsyncCheckpointIO, SingleFileCheckpointIO
+from stratagem.checkpoint import archive as checkpoint_archive
 
 T = TypeVar("T")
 State = dict[str, dict[str, Tensor]]

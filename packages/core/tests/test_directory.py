@@ -30,7 +30,7 @@ from stratagem.checkpoint import (
     SingleFileCheckpointIO,
     consolidate_checkpoint,
 )
-from stratagem.checkpoint_directory import MANIFEST
+from stratagem.checkpoint.directory import MANIFEST
 from stratagem.errors import (
     CheckpointContentError,
     CheckpointCorruptError,

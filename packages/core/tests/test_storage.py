@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from stratagem import Lite, Module, Trainer
 from stratagem.checkpoint import DirectoryCheckpointIO, SingleFileCheckpointIO
-from stratagem.checkpoint_description import describe_checkpoint
+from stratagem.checkpoint.describe import describe_checkpoint
 from stratagem.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from stratagem.checkpoint import DirectoryCheckpointIO, SingleFileCheckpointIO
-from stratagem.checkpoint_conversion import check_is_new
+from stratagem.native.checkpoint.consolidate import check_is_new
 
 _TO_RESUME = ("optimizer_states", "lr_schedulers")
 

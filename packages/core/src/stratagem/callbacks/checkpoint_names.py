@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stratagem.checkpoint_files import SUFFIX
+from stratagem.checkpoint.catalog import SUFFIX
 from stratagem.errors import CheckpointSaveError
 from stratagem.storage import paths as storage
 from stratagem.storage.claims import Claim, claim

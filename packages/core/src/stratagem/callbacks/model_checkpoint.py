@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stratagem.callbacks.callback import Callback
 from stratagem.callbacks.checkpoint_names import CheckpointNames
 from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
-from stratagem.checkpoint_files import is_of_run
+from stratagem.checkpoint.catalog import is_of_run
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.storage import paths as storage
 

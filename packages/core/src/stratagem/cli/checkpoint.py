@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stratagem.checkpoint_description import Description, describe_checkpoint
+from stratagem.checkpoint.describe import Description, describe_checkpoint
 from stratagem.cli.tables import print_table
 from stratagem.cli.torture import torture
 from stratagem.cli.weights import average, convert

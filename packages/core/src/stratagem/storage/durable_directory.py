@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stratagem.checkpoint_directory import is_directory_checkpoint
+from stratagem.checkpoint.directory import is_directory_checkpoint
 from stratagem.storage.durable_file import (
     make_directory,
     remove_leftovers,

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stratagem.checkpoint_files import find_all, first_whole
+from stratagem.checkpoint.catalog import find_all, first_whole
 from stratagem.errors import CheckpointNotFoundError
 from stratagem.storage import paths as storage
 

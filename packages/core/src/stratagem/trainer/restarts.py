@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.checkpoint_files import first_whole
+from stratagem.checkpoint.catalog import first_whole
 from stratagem.errors import ConfigurationError
 from stratagem.storage import paths as storage
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stratagem.checkpoint_directory import LAYOUT, STATE, read_directory, verify_files
+from stratagem.checkpoint.directory import LAYOUT, STATE, read_directory, verify_files
 from stratagem.errors import CheckpointCorruptError
 from stratagem.interfaces.checkpoint_io import Ranks
 from stratagem.native.checkpoint.shard_reader import ShardReader

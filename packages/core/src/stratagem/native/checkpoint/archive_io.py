@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stratagem._version import __version__
-from stratagem.checkpoint_archive import Manifest, names_of
+from stratagem.checkpoint.archive import Manifest, names_of
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import xxhash
 
-from stratagem.checkpoint_archive import Manifest, parse_manifest
+from stratagem.checkpoint.archive import Manifest, parse_manifest
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 MANIFEST = "manifest.json"

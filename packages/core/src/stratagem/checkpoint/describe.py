@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from stratagem.checkpoint_archive import Manifest, check_entries, read_archive, verify_checksum
-from stratagem.checkpoint_directory import read_directory, verify_files
+from stratagem.checkpoint.archive import Manifest, check_entries, read_archive, verify_checksum
+from stratagem.checkpoint.directory import read_directory, verify_files
 from stratagem.storage import paths as storage
 
 

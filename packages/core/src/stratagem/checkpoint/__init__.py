@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
-    from stratagem.checkpoint_conversion import consolidate_checkpoint as consolidate_checkpoint
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from stratagem.interfaces.shards import SavedTensor as SavedTensor
     from stratagem.interfaces.shards import Shards as Shards
     from stratagem.native.checkpoint.asynchronous import AsyncCheckpointIO as AsyncCheckpointIO
+    from stratagem.native.checkpoint.consolidate import (
+        consolidate_checkpoint as consolidate_checkpoint,
+    )
     from stratagem.native.checkpoint.directory import DirectoryCheckpointIO as DirectoryCheckpointIO
     from stratagem.native.checkpoint.single_file import (
         SingleFileCheckpointIO as SingleFileCheckpointIO,
@@ -22,7 +24,7 @@ else:
         "checkpoint_io",
         {
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
-            "consolidate_checkpoint": "stratagem.checkpoint_conversion",
+            "consolidate_checkpoint": "stratagem.native.checkpoint.consolidate",
             "SavedTensor": "stratagem.interfaces.shards",
             "Shards": "stratagem.interfaces.shards",
         },

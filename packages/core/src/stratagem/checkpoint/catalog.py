@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Callable, Iterable
 
-from stratagem.checkpoint_description import Description, describe_checkpoint
-from stratagem.checkpoint_directory import MANIFEST
+from stratagem.checkpoint.describe import Description, describe_checkpoint
+from stratagem.checkpoint.directory import MANIFEST
 from stratagem.errors import CheckpointError, CheckpointNotFoundError
 from stratagem.storage import paths as storage
 
