@@ -35,7 +35,7 @@ from stratagem.errors import (
     ConfigurationError,
     UserCodeError,
 )
-from stratagem.interfaces.optimizer_state import load_named_state, named_state
+from stratagem.state.state_dict import load_named_state, named_state
 
 # ---------------------------------------------------------------- the file
 

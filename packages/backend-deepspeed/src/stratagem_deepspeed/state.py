@@ -17,14 +17,9 @@ from torch import Tensor, nn
 
 from stratagem.checkpoint import SavedTensor, Shards
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
-from stratagem.interfaces.optimizer_state import (
-    check_weights,
-    load_named_state,
-    matching_groups,
-    named_state,
-)
-from stratagem.interfaces.shards import read_whole
 from stratagem.interfaces.strategy import Strategy
+from stratagem.state.shards import read_whole
+from stratagem.state.state_dict import check_weights, load_named_state, matching_groups, named_state
 from stratagem_deepspeed.config import stage_of
 from stratagem_deepspeed.engine import EngineModule
 

@@ -20,7 +20,6 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stratagem._plain_data import encode, find_culprit
 from stratagem.data import ShardedSampler, deal
 from stratagem.random_state import (
     generator_states,
@@ -29,6 +28,7 @@ from stratagem.random_state import (
     set_generator_states,
     set_random_state,
 )
+from stratagem.state.plain_data import encode, find_culprit
 
 
 class Indices:

@@ -22,7 +22,6 @@ from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.precision import Precision
-from stratagem.interfaces.shards import read_whole
 from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.lite_wrappers import LiteDataLoader, LiteModule, LiteOptimizer, wrap_optimizer
@@ -30,6 +29,7 @@ from stratagem.plan import RunPlan, RunRequest
 from stratagem.rank import at_end_of_rank
 from stratagem.resolve import resolve
 from stratagem.seed import seed_everything
+from stratagem.state.shards import read_whole
 from stratagem.step_module import StepModule
 from stratagem.storage import paths as storage
 from stratagem.supervision import environment_of_request

@@ -340,7 +340,7 @@ class Module(nn.Module):
         """
         from stratagem.checkpoint import SingleFileCheckpointIO
         from stratagem.errors import naming
-        from stratagem.interfaces.optimizer_state import load_weights
+        from stratagem.state.state_dict import load_weights
         from stratagem.trainer.checkpoints import check
 
         checkpoint = SingleFileCheckpointIO().load_checkpoint(checkpoint_path)

@@ -8,8 +8,6 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
-    from stratagem.interfaces.shards import SavedTensor as SavedTensor
-    from stratagem.interfaces.shards import Shards as Shards
     from stratagem.native.checkpoint.asynchronous import AsyncCheckpointIO as AsyncCheckpointIO
     from stratagem.native.checkpoint.consolidate import (
         consolidate_checkpoint as consolidate_checkpoint,
@@ -18,6 +16,8 @@ if TYPE_CHECKING:
     from stratagem.native.checkpoint.single_file import (
         SingleFileCheckpointIO as SingleFileCheckpointIO,
     )
+    from stratagem.state.shards import SavedTensor as SavedTensor
+    from stratagem.state.shards import Shards as Shards
 else:
     __getattr__, __dir__ = exporter(
         __name__,
@@ -25,7 +25,7 @@ else:
         {
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
             "consolidate_checkpoint": "stratagem.native.checkpoint.consolidate",
-            "SavedTensor": "stratagem.interfaces.shards",
-            "Shards": "stratagem.interfaces.shards",
+            "SavedTensor": "stratagem.state.shards",
+            "Shards": "stratagem.state.shards",
         },
     )

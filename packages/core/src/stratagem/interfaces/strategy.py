@@ -19,9 +19,9 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
-from stratagem.interfaces.optimizer_state import load_named_state, load_weights, named_state
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.train_step import GradientClip, TrainStep
+from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 Optimizers = Sequence[Optimizer] | Callable[[], Sequence[Optimizer]]

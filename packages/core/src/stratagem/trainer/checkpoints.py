@@ -25,9 +25,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem._plain_data import find_culprit
 from stratagem._version import __version__
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
+from stratagem.state.plain_data import find_culprit
 from stratagem.trainer.migrations import FORMAT_VERSION, migrate
 from stratagem.trainer.resume import state_of_rank
 

@@ -14,10 +14,10 @@ from typing import Any
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointSaveError, ConfigurationError
 from stratagem.interfaces.checkpoint_io import CheckpointIO, Ranks
-from stratagem.interfaces.shards import Shards
-from stratagem.native.checkpoint.contents import check_contents
 from stratagem.native.checkpoint.snapshot import Snapshots
 from stratagem.rank import at_end_of_rank, record_failure, this_rank
+from stratagem.state.contents import check_contents
+from stratagem.state.shards import Shards
 
 _GRACE = 20.0
 """Seconds that a rank which ends with an error gives the others to write their shares."""

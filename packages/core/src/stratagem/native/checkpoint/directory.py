@@ -17,13 +17,13 @@ from stratagem.checkpoint.archive import Manifest
 from stratagem.checkpoint.directory import LAYOUT, MANIFEST, STATE, SavedFile, encode_manifest
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.interfaces.shards import Shards, has_shards, read_whole
 from stratagem.native.checkpoint.archive_io import manifest_of
-from stratagem.native.checkpoint.contents import why_refused
 from stratagem.native.checkpoint.directory_reading import open_directory
 from stratagem.native.checkpoint.exchange import Exchange, Record, StoreExchange, exchange_alone
 from stratagem.native.checkpoint.shard_writer import ShardWriter
 from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO, write_archive
+from stratagem.state.contents import why_refused
+from stratagem.state.shards import Shards, has_shards, read_whole
 from stratagem.storage import paths as storage
 from stratagem.storage.durable_directory import DurableDirectory
 from stratagem.storage.streamed_file import StreamedFile

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from stratagem.errors import CheckpointCorruptError
-from stratagem.interfaces.shards import SavedTensor, Shards
+from stratagem.state.shards import SavedTensor, Shards
 
 
 class ShardReader:

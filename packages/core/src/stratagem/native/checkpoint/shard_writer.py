@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from stratagem.interfaces.shards import Shards
+from stratagem.state.shards import Shards
 
 Parts = Mapping[str, Tensor | Shards]
 """By name, whole tensors (alike on every rank) or the parts that this rank holds."""

@@ -12,7 +12,6 @@ from typing import IO, Any, cast
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from stratagem._plain_data import find_oversized
 from stratagem.checkpoint import catalog as checkpoint_files
 from stratagem.checkpoint.archive import (
     ArchiveWriter,
@@ -25,9 +24,10 @@ from stratagem.checkpoint.archive import (
 )
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.interfaces.shards import read_whole
 from stratagem.native.checkpoint.archive_io import manifest_of
-from stratagem.native.checkpoint.contents import check_contents
+from stratagem.state.contents import check_contents
+from stratagem.state.plain_data import find_oversized
+from stratagem.state.shards import read_whole
 from stratagem.storage import paths as storage
 from stratagem.storage.durable_directory import remove_any
 from stratagem.storage.durable_file import DurableFile

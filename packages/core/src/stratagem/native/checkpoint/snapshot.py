@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.interfaces.shards import Shards
+from stratagem.state.shards import Shards
 
 # Not `copy_`, whose threads wait for one another: where other processes used the cores, 1.2 GB took
 # it 1.25 s, and this 0.10 s, as on an idle machine. It lets go of the interpreter's lock.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from stratagem.interfaces.shards import SavedTensor, Shards
+from stratagem.state.shards import SavedTensor, Shards
 
 
 def distribute_like(pattern: Tensor, whole: Tensor | SavedTensor) -> Tensor:

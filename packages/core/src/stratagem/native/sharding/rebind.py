@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.shards import SavedTensor, read_whole
 from stratagem.native.sharding.layout import distribute_like
+from stratagem.state.shards import SavedTensor, read_whole
 
 
 class Rebinding:

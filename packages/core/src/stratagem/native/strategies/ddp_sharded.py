@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.optimizer_state import load_named_state, named_state
 from stratagem.interfaces.strategy import Optimizers, Prepared, make_optimizers
 from stratagem.native.strategies.ddp import DDPStrategy
+from stratagem.state.state_dict import load_named_state, named_state
 
 with warnings.catch_warnings():
     # The package compiles its functional optimizers, which torch itself calls deprecated.

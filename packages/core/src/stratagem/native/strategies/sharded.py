@@ -18,9 +18,7 @@ from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.memory import ask_for_huge_pages, return_freed_memory
-from stratagem.interfaces.optimizer_state import load_named_state, load_weights, named_state
 from stratagem.interfaces.parallel import ParallelStrategy
-from stratagem.interfaces.shards import SavedTensor
 from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.native.sharding import clipping
@@ -32,6 +30,8 @@ from stratagem.native.sharding.replicated import (
     broadcast_from_first,
     find_replicated,
 )
+from stratagem.state.shards import SavedTensor
+from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
 STATE_DICT_TYPES = ("full", "sharded")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import CheckpointMismatchError
-from stratagem.interfaces.shards import SavedTensor
+from stratagem.state.shards import SavedTensor
 
 # Group options that not every version of an optimizer has, nor every implementation (DeepSpeed's
 # Adam lacks some of torch's): where the checkpoint has none, the optimizer keeps its own.

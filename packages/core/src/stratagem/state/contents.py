@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stratagem._plain_data import find_culprit, find_oversized
 from stratagem.errors import CheckpointContentError
+from stratagem.state.plain_data import find_culprit, find_oversized
 
 
 def why_refused(contents: Any) -> str:
