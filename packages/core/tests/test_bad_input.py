@@ -25,7 +25,7 @@ from stratagem.environments import PlainEnvironment, TorchElasticEnvironment
 from stratagem.errors import ConfigurationError, NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.strategy import Parts
 from stratagem.precision import MixedPrecision, TruePrecision
-from stratagem.seed import chosen_seed
+from stratagem.rng import chosen_seed
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
 

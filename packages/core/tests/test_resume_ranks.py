@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stratagem.data import set_epoch, shard_loader
-from stratagem.resumable import Resumable
+from stratagem.data.resumable import Resumable
+from stratagem.data.sharding import set_epoch, shard_loader
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 

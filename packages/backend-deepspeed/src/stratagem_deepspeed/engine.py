@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stratagem._tree import map_tensors
+from stratagem.data.pytree import map_tensors
 from stratagem_deepspeed.config import stage_of
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
     from stratagem.lite import Lite as Lite
     from stratagem.module import Module as Module
-    from stratagem.seed import seed_everything as seed_everything
+    from stratagem.rng import seed_everything as seed_everything
     from stratagem.trainer import Trainer as Trainer
 else:
     _HOMES = {
@@ -26,7 +26,7 @@ else:
         "Module": "stratagem.module",
         "StrategyRegistry": "stratagem.discovery.registry",
         "Trainer": "stratagem.trainer",
-        "seed_everything": "stratagem.seed",
+        "seed_everything": "stratagem.rng",
     }
 
     def __getattr__(name: str) -> Any:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem import data as loaders_of_ranks
-from stratagem._tree import map_tensors, move_to_device
 from stratagem.agreement import Agreement
+from stratagem.data import sharding as loaders_of_ranks
+from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
 from stratagem.interfaces.checkpoint_io import CheckpointIO
@@ -28,7 +28,7 @@ from stratagem.lite_wrappers import LiteDataLoader, LiteModule, LiteOptimizer, w
 from stratagem.plan import RunPlan, RunRequest
 from stratagem.rank import at_end_of_rank
 from stratagem.resolve import resolve
-from stratagem.seed import seed_everything
+from stratagem.rng import seed_everything
 from stratagem.state.shards import read_whole
 from stratagem.step_module import StepModule
 from stratagem.storage import paths as storage

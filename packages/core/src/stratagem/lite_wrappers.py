@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stratagem._tree import move_to_device
-from stratagem.data import length_of, set_epoch
+from stratagem.data.pytree import move_to_device
+from stratagem.data.resumable import Resumable
+from stratagem.data.sharding import length_of, set_epoch
 from stratagem.interfaces.strategy import Prepared, Strategy
-from stratagem.random_state import random_state, set_random_state
-from stratagem.resumable import Resumable
+from stratagem.rng_state import random_state, set_random_state
 
 
 class LiteModule(nn.Module):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stratagem._tree import map_tensors
+from stratagem.data.pytree import map_tensors
 from stratagem.errors import UserCodeError
 
 if TYPE_CHECKING:

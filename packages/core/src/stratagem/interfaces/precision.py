@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem._tree import convert_floats
+from stratagem.data.pytree import convert_floats
 
 
 class Precision(ABC):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem._tree import move_to_device
+from stratagem.data.pytree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.interfaces.accelerator import Accelerator

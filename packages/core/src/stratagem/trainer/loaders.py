@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from stratagem.data import UNKNOWN, length_of, shard_loader
+from stratagem.data.sharding import UNKNOWN, length_of, shard_loader
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from stratagem.random_state import (
+from stratagem.data.resumable import generators_of_loader, has_persistent_workers
+from stratagem.rng_state import (
     generator_states,
     random_state,
     random_state_kept,
     set_generator_states,
     set_random_state,
 )
-from stratagem.resumable import generators_of_loader, has_persistent_workers
 
 if TYPE_CHECKING:
+    from stratagem.data.resumable import Resumable
     from stratagem.interfaces.strategy import Strategy
-    from stratagem.resumable import Resumable
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
 

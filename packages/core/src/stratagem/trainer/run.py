@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from stratagem.data import UNKNOWN, set_epoch
+from stratagem.data.resumable import Resumable
+from stratagem.data.sharding import UNKNOWN, set_epoch
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Prepared
 from stratagem.lite_wrappers import wrap_optimizer
 from stratagem.module import Module
-from stratagem.resumable import Resumable
 from stratagem.step_module import StepModule
 from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
 from stratagem.trainer.divergence import DivergenceCheck

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch.utils.data import IterableDataset
 
 from stratagem.agreement import Agreement, remedy_for
-from stratagem.data import UNKNOWN, length_of
+from stratagem.data.sharding import UNKNOWN, length_of
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.strategy import Strategy
 from stratagem.trainer.loaders import LimitedLoader

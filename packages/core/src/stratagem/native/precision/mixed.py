@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stratagem._tree import convert_floats
+from stratagem.data.pytree import convert_floats
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.precision import Precision
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem._tree import convert_floats
+from stratagem.data.pytree import convert_floats
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.precision import Precision, default_dtype
 

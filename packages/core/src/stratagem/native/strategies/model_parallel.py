@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from stratagem._tree import map_tensors
+from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Prepared
 from stratagem.interfaces.train_step import TrainStep

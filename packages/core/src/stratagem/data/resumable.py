@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem.epoch_order import Deal, Indices, Order, order_of
-from stratagem.random_state import (
-    generator_states,
-    generators_of,
-    random_state,
-    set_generator_states,
-)
+from stratagem.data.epoch_order import Deal, Indices, Order, order_of
+from stratagem.rng_state import generator_states, generators_of, random_state, set_generator_states
 
 
 class Resumable:

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from stratagem.errors import UserCodeError
-from stratagem.seed import WorkerSeed, chosen_seed, seeds_workers
+from stratagem.rng import WorkerSeed, chosen_seed, seeds_workers
 
 UNKNOWN = float("inf")
 """The length of what does not know its length."""

@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stratagem.data import ShardedSampler, deal
-from stratagem.random_state import (
+from stratagem.data.sharding import ShardedSampler, deal
+from stratagem.rng_state import (
     generator_states,
     random_state,
     random_state_kept,
