@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from stratagem import network
 from stratagem.discovery.registry import get_registry
 from stratagem.environments import (
     ClusterEnvironment,
@@ -34,6 +33,7 @@ from stratagem.environments import (
 )
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.bounded_store import BoundedStore
+from stratagem.launch import network
 from stratagem.native.environments import rendezvous, slurm
 from stratagem.plan import RunPlan, RunRequest
 from stratagem.resolve import resolve

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Lite, Module, Trainer
 from stratagem.errors import ConfigurationError
+from stratagem.launch.supervisor import threads_per_rank
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
-from stratagem.supervision import threads_per_rank
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "tuple[subprocess.Popen[str], list[int]]"]

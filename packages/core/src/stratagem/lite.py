@@ -24,15 +24,15 @@ from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
 from stratagem.interfaces.train_step import GradientClip
+from stratagem.launch.rank import at_end_of_rank
+from stratagem.launch.supervisor import environment_of_request
 from stratagem.lite_wrappers import LiteDataLoader, LiteModule, LiteOptimizer, wrap_optimizer
 from stratagem.plan import RunPlan, RunRequest
-from stratagem.rank import at_end_of_rank
 from stratagem.resolve import resolve
 from stratagem.rng import seed_everything
 from stratagem.state.shards import read_whole
 from stratagem.step_module import StepModule
 from stratagem.storage import paths as storage
-from stratagem.supervision import environment_of_request
 
 PathLike = str | os.PathLike[str]
 

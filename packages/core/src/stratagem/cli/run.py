@@ -19,8 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stratagem import rank, supervision
-from stratagem.supervision import Command, Failure, Output, Ranks
+from stratagem.launch import rank
+from stratagem.launch import supervisor as supervision
+from stratagem.launch.supervisor import Command, Failure, Output, Ranks
 
 SUMMARY = "Run a script in several processes, one for each device."
 

@@ -6,7 +6,7 @@ import os
 import signal
 
 from stratagem.errors import ConfigurationError
-from stratagem.rank import LISTEN_FD_VARIABLE
+from stratagem.launch.rank import LISTEN_FD_VARIABLE
 
 
 class ClusterEnvironment:

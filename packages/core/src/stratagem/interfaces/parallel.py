@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stratagem import network
 from stratagem.discovery.capabilities import START_METHODS
 from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.interfaces.positions import COLLECTIVES, Position, Positions
 from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
-from stratagem.rank import STORE_VARIABLE, at_end_of_rank, record_failure, this_rank
+from stratagem.launch import network
+from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, record_failure, this_rank
+from stratagem.launch.supervisor import threads_per_rank
 from stratagem.state import plain_data as _plain_data
-from stratagem.supervision import threads_per_rank
 
 _PATIENCE = 10.0
 """Seconds that rank 0, at its end, waits for the others before it asks where they are."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stratagem.interfaces.strategy import Strategy
-from stratagem.rank import this_rank
+from stratagem.launch.rank import this_rank
 
 _EVERY = 0.5
 """Seconds between two looks at the other ranks, as far as steps allow."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
-from stratagem import network
 from stratagem.errors import ConfigurationError
+from stratagem.launch import network
 from stratagem.native.environments.rendezvous import (
     AnnouncedPortEnvironment,
     listen_on_any_interface,

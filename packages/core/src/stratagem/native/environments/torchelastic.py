@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
-from stratagem.rank import ERROR_FILE_VARIABLE
+from stratagem.launch.rank import ERROR_FILE_VARIABLE
 
 
 class TorchElasticEnvironment(ClusterEnvironment):

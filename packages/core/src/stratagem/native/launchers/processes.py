@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 
-from stratagem import rank, supervision
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
-from stratagem.native.launchers.failure import forget_parents_ranks, run_as_rank
+from stratagem.launch import rank
+from stratagem.launch import supervisor as supervision
+from stratagem.launch.run_as_rank import forget_parents_ranks, run_as_rank
+from stratagem.launch.supervisor import Failure, Output, Ranks
 from stratagem.plan import RunPlan
 from stratagem.state import plain_data as _plain_data
-from stratagem.supervision import Failure, Output, Ranks
 
 _END_GRACE = 20.0
 """Seconds that ranks have to end by themselves after Ctrl-C or a signal."""

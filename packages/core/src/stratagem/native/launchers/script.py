@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from stratagem import rank, supervision
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
-from stratagem.native.launchers.failure import Watch, run_as_rank
+from stratagem.launch import rank
+from stratagem.launch import supervisor as supervision
+from stratagem.launch.run_as_rank import Watch, run_as_rank
+from stratagem.launch.supervisor import Command
 from stratagem.plan import RunPlan
-from stratagem.supervision import Command
 
 
 class ScriptLauncher(Launcher):

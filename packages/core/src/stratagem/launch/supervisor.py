@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from stratagem.errors import RankFailedError
-from stratagem.rank import (
+from stratagem.launch.rank import (
     ERROR_FILE_VARIABLE,
     LAUNCH_VARIABLE,
     PARENT_VARIABLE,

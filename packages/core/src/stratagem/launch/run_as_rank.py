@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from stratagem import rank
 from stratagem.errors import CommunicationError, RankFailedError
-from stratagem.rank import this_rank
-from stratagem.supervision import Failure, Output, Ranks, StartRank
+from stratagem.launch import rank
+from stratagem.launch.rank import this_rank
+from stratagem.launch.supervisor import Failure, Output, Ranks, StartRank
 
 Result = TypeVar("Result")
 
