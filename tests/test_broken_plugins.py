@@ -227,8 +227,8 @@ from dataclasses import asdict
 import stratagem
 names = stratagem.StrategyRegistry.available_strategies()
 from stratagem.discovery.registry import get_registry
-from stratagem.plan import RunRequest
-from stratagem.resolve import resolve
+from stratagem.plan.plan import RunRequest
+from stratagem.plan.resolve import resolve
 plan = resolve(RunRequest(strategy="single_device", accelerator="cpu"), get_registry())
 print(json.dumps({
     "names": names,

@@ -21,8 +21,8 @@ PROGRAMS = {
     "specs": "import stratagem.discovery",
     "resolve": (
         "from stratagem.discovery.registry import get_registry\n"
-        "from stratagem.plan import RunRequest\n"
-        "from stratagem.resolve import resolve\n"
+        "from stratagem.plan.plan import RunRequest\n"
+        "from stratagem.plan.resolve import resolve\n"
         "resolve(RunRequest(strategy='ddp', accelerator='cpu', devices=2), get_registry())"
     ),
 }

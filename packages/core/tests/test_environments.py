@@ -35,8 +35,8 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.bounded_store import BoundedStore
 from stratagem.launch import network
 from stratagem.native.environments import rendezvous, slurm
-from stratagem.plan import RunPlan, RunRequest
-from stratagem.resolve import resolve
+from stratagem.plan.plan import RunPlan, RunRequest
+from stratagem.plan.resolve import resolve
 
 # A batch script on the first of two nodes, whose job has two tasks on each.
 BATCH_SCRIPT = {

@@ -24,8 +24,8 @@ from stratagem.discovery import (
 from stratagem.discovery.entry_points import PluginEntry
 from stratagem.discovery.registry import Registry
 from stratagem.errors import AmbiguousNameError, ConfigurationError, UnknownNameError
-from stratagem.plan import RunPlan, RunRequest
-from stratagem.resolve import probe_accelerator, resolve
+from stratagem.plan.plan import RunPlan, RunRequest
+from stratagem.plan.resolve import probe_accelerator, resolve
 
 PARALLEL = Capabilities(
     launchers=("script",), one_process=False, many_devices=True, multi_node=True

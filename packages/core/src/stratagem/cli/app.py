@@ -19,8 +19,8 @@ from stratagem.cli.tables import print_table
 from stratagem.discovery import Check
 from stratagem.discovery.registry import Registry, get_registry
 from stratagem.errors import StratagemError
-from stratagem.plan import RunRequest
-from stratagem.resolve import resolve
+from stratagem.plan.plan import RunRequest
+from stratagem.plan.resolve import resolve
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

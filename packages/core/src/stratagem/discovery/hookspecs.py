@@ -13,7 +13,7 @@ from stratagem.discovery.specs import ComponentSpec
 if TYPE_CHECKING:
     import typer
 
-    from stratagem.plan import RunPlan, RunRequest
+    from stratagem.plan.plan import RunPlan, RunRequest
 
 PROJECT = "stratagem"
 

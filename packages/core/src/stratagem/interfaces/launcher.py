@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stratagem.plan import RunPlan
+from stratagem.plan.plan import RunPlan
 
 Result = TypeVar("Result")
 

@@ -20,7 +20,7 @@ from stratagem.interfaces.strategy import Prepared, Strategy
 from stratagem.lite import Lite
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module
-from stratagem.plan import RunPlan
+from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths as storage
 from stratagem.trainer import checkpoints, options
 from stratagem.trainer.logged_values import LoggedValues

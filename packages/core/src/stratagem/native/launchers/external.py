@@ -7,7 +7,7 @@ from typing import Any
 
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch.run_as_rank import run_as_rank
-from stratagem.plan import RunPlan
+from stratagem.plan.plan import RunPlan
 
 
 class ExternalLauncher(Launcher):

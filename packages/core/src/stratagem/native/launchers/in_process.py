@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stratagem.interfaces.launcher import Launcher, Result
-from stratagem.plan import RunPlan
+from stratagem.plan.plan import RunPlan
 
 
 class InProcessLauncher(Launcher):

@@ -29,7 +29,7 @@ from stratagem.launch import rank
 from stratagem.launch import supervisor as supervision
 from stratagem.launch.run_as_rank import forget_parents_ranks, run_as_rank
 from stratagem.launch.supervisor import Failure, Output, Ranks
-from stratagem.plan import RunPlan
+from stratagem.plan.plan import RunPlan
 from stratagem.state import plain_data as _plain_data
 
 _END_GRACE = 20.0

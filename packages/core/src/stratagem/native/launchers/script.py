@@ -13,7 +13,7 @@ from stratagem.launch import rank
 from stratagem.launch import supervisor as supervision
 from stratagem.launch.run_as_rank import Watch, run_as_rank
 from stratagem.launch.supervisor import Command
-from stratagem.plan import RunPlan
+from stratagem.plan.plan import RunPlan
 
 
 class ScriptLauncher(Launcher):

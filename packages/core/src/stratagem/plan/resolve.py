@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from stratagem.devices import is_index, is_zero, parse_devices
 from stratagem.discovery.capabilities import START_METHODS, Capabilities
 from stratagem.discovery.registry import Candidate, Registry
 from stratagem.discovery.specs import (
@@ -23,7 +22,8 @@ from stratagem.discovery.specs import (
     load_target,
 )
 from stratagem.errors import ConfigurationError, UnknownNameError
-from stratagem.plan import RunPlan, RunRequest, Selected
+from stratagem.plan.devices import is_index, is_zero, parse_devices
+from stratagem.plan.plan import RunPlan, RunRequest, Selected
 
 CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 """Names the cluster environment; "none" switches detection off."""
