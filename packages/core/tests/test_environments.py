@@ -22,6 +22,7 @@ import pytest
 import torch.distributed
 
 from stratagem.discovery.registry import get_registry
+from stratagem.distributed.bounded_store import BoundedStore
 from stratagem.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,
@@ -32,7 +33,6 @@ from stratagem.environments import (
     TorchElasticEnvironment,
 )
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.bounded_store import BoundedStore
 from stratagem.launch import network
 from stratagem.native.environments import rendezvous, slurm
 from stratagem.plan.plan import RunPlan, RunRequest

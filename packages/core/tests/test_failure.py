@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from stratagem.distributed.rank_status import is_communication_error
 from stratagem.errors import CommunicationError, DivergenceError
-from stratagem.interfaces.positions import is_communication_error
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.interruption import Interruption
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.nn.functional import mse_loss
 
 from stratagem import Lite
+from stratagem.distributed import allocator as memory
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces import memory
 from stratagem.native.sharding.wrap_policy import find_groups
 from stratagem.strategies import FSDPStrategy, apply_activation_checkpointing
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from stratagem import Lite
+from stratagem.distributed.sync_batchnorm import synchronize_batch_norm
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.strategies import DataParallelStrategy, SingleDeviceStrategy
-from stratagem.sync_batchnorm import synchronize_batch_norm
 
 SCRIPT = """
 import json

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import ConfigurationError
-from stratagem.interfaces.activation_checkpointing import (
+from stratagem.distributed.activation_checkpointing import (
     CheckpointChoice,
     apply_activation_checkpointing,
     check_choice,
 )
-from stratagem.interfaces.memory import ask_for_huge_pages, return_freed_memory
-from stratagem.interfaces.parallel import ParallelStrategy
+from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_memory
+from stratagem.distributed.parallel_strategy import ParallelStrategy
+from stratagem.errors import ConfigurationError
 from stratagem.interfaces.precision import EnginePrecision, Precision
 from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
 from stratagem.interfaces.train_step import GradientClip

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.agreement import Agreement
 from stratagem.data import sharding as loaders_of_ranks
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.registry import get_registry
+from stratagem.distributed.uneven_inputs import Agreement
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.precision import Precision
+from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.launch.rank import at_end_of_rank
@@ -31,7 +32,6 @@ from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
 from stratagem.rng import seed_everything
 from stratagem.state.shards import read_whole
-from stratagem.step_module import StepModule
 from stratagem.storage import paths as storage
 
 PathLike = str | os.PathLike[str]

@@ -8,12 +8,11 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
-    from stratagem.interfaces.activation_checkpointing import (
+    from stratagem.distributed.activation_checkpointing import (
         apply_activation_checkpointing as apply_activation_checkpointing,
     )
+    from stratagem.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
-    from stratagem.interfaces.parallel import ParallelStrategy as ParallelStrategy
-    from stratagem.interfaces.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from stratagem.interfaces.strategy import Optimizers as Optimizers
     from stratagem.interfaces.strategy import Prepared as Prepared
     from stratagem.interfaces.strategy import ReduceOp as ReduceOp
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from stratagem.native.strategies.model_parallel import (
         ModelParallelStrategy as ModelParallelStrategy,
     )
+    from stratagem.native.strategies.single_device import (
+        SingleDeviceStrategy as SingleDeviceStrategy,
+    )
 else:
     __getattr__, __dir__ = exporter(
         __name__,
@@ -34,14 +36,14 @@ else:
         {
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
             "Optimizers": "stratagem.interfaces.strategy",
-            "ParallelStrategy": "stratagem.interfaces.parallel",
+            "ParallelStrategy": "stratagem.distributed.parallel_strategy",
             "Prepared": "stratagem.interfaces.strategy",
             "ReduceOp": "stratagem.interfaces.strategy",
-            "SingleDeviceStrategy": "stratagem.interfaces.single_device",
+            "SingleDeviceStrategy": "stratagem.native.strategies.single_device",
             "Strategy": "stratagem.interfaces.strategy",
             "StrategyRegistry": "stratagem.discovery.registry",
             "TrainStep": "stratagem.interfaces.train_step",
-            "apply_activation_checkpointing": "stratagem.interfaces.activation_checkpointing",
+            "apply_activation_checkpointing": "stratagem.distributed.activation_checkpointing",
             "make_optimizers": "stratagem.interfaces.strategy",
         },
     )

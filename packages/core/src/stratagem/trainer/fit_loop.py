@@ -15,7 +15,7 @@ from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.train_step import TrainStep
 
 if TYPE_CHECKING:
-    from stratagem.agreement import Agreement
+    from stratagem.distributed.uneven_inputs import Agreement
     from stratagem.interfaces.strategy import Prepared
     from stratagem.trainer.loaders import LimitedLoader
     from stratagem.trainer.progress import Progress

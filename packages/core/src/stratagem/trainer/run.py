@@ -17,10 +17,10 @@ from stratagem.data.resumable import Resumable
 from stratagem.data.sharding import UNKNOWN, set_epoch
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Prepared
 from stratagem.lite_wrappers import wrap_optimizer
 from stratagem.module import Module
-from stratagem.step_module import StepModule
 from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.events import Events

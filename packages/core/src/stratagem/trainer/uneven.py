@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch.utils.data import IterableDataset
 
-from stratagem.agreement import Agreement, remedy_for
 from stratagem.data.sharding import UNKNOWN, length_of
+from stratagem.distributed.uneven_inputs import Agreement, remedy_for
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.strategy import Strategy
 from stratagem.trainer.loaders import LimitedLoader

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import UserCodeError
+from stratagem.interfaces.step_module import StepModule
 from stratagem.native.sharding.deferred import is_put_away, restore
 from stratagem.native.sharding.replicated import broadcast_from_first
-from stratagem.step_module import StepModule
 
 _SUCCESSOR = "_stratagem_successor"
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.interfaces.parallel import ParallelStrategy
 from stratagem.interfaces.strategy import Parts, Prepared
 from stratagem.native.strategies.communication_hooks import CommunicationHook, Hook, Wrapper
 from stratagem.native.strategies.ddp_errors import explain

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.single_device import SingleDeviceStrategy
 from stratagem.interfaces.strategy import Parts
+from stratagem.native.strategies.single_device import SingleDeviceStrategy
 from stratagem.native.strategy_specs import DP
 
 

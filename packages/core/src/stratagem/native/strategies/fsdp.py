@@ -17,12 +17,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from stratagem.errors import ConfigurationError
-from stratagem.interfaces.activation_checkpointing import (
+from stratagem.distributed.activation_checkpointing import (
     CheckpointChoice,
     apply_activation_checkpointing,
     check_choice,
 )
+from stratagem.errors import ConfigurationError
 from stratagem.interfaces.strategy import Parts
 from stratagem.native.sharding.replicated import find_replicated
 from stratagem.native.sharding.shard_model import shard_model
@@ -52,7 +52,7 @@ class FSDPStrategy(ShardedStrategy):
 
     On CPU, C's allocator keeps what is freed, in the threads of backward and of communication,
     so that a process with sharded parameters would grow as large as one with all of them. This
-    strategy sets it to give large blocks back; see `stratagem.interfaces.memory` for what it
+    strategy sets it to give large blocks back; see `stratagem.distributed.allocator` for what it
     saves and costs.
 
     Parameters without a dimension cannot be sharded: they are whole on every rank, and their

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Prepared
 from stratagem.interfaces.train_step import TrainStep
 from stratagem.native.sharding.deferred import DeferredBuild
@@ -19,7 +20,6 @@ from stratagem.native.sharding.shard_model import give_values, shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
 from stratagem.native.strategy_specs import MODEL_PARALLEL
-from stratagem.step_module import StepModule
 
 Size = int | Literal["auto"]
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]

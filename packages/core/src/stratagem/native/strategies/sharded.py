@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_memory
+from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.memory import ask_for_huge_pages, return_freed_memory
-from stratagem.interfaces.parallel import ParallelStrategy
 from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.native.sharding import clipping

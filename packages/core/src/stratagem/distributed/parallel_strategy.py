@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stratagem.discovery.capabilities import START_METHODS
+from stratagem.distributed.rank_status import COLLECTIVES, Position, Positions
 from stratagem.errors import CommunicationError, ConfigurationError
-from stratagem.interfaces.positions import COLLECTIVES, Position, Positions
 from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
 from stratagem.launch import network
 from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, record_failure, this_rank
@@ -232,7 +232,7 @@ class ParallelStrategy(Strategy):
     def synchronize_batch_norm(self, module: nn.Module) -> None:
         """Let batch norm layers take their statistics over all ranks; see the base class."""
         if self.world_size > 1:
-            from stratagem.sync_batchnorm import synchronize_batch_norm
+            from stratagem.distributed.sync_batchnorm import synchronize_batch_norm
 
             synchronize_batch_norm(module, self.device)
 

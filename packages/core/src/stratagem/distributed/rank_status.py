@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stratagem.distributed.bounded_store import BoundedStore
 from stratagem.errors import CommunicationError
-from stratagem.interfaces.bounded_store import BoundedStore
 
 _LOOK = 0.5
 """Seconds between two looks of the answering thread: one round trip to the store each, 0.1 ms."""
