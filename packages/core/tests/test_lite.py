@@ -21,7 +21,7 @@ from stratagem import DataModule, Lite, Module, Trainer, seed_everything
 from stratagem.discovery import Capabilities
 from stratagem.environments import ClusterEnvironment
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
-from stratagem.lite_wrappers import LiteModule
+from stratagem.lite.module import LiteModule
 from stratagem.loggers import CSVLogger
 from stratagem.precision import TruePrecision
 from stratagem.strategies import SingleDeviceStrategy

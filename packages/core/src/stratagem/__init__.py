@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stratagem.callbacks import Callback as Callback
     from stratagem.datamodule import DataModule as DataModule
     from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
-    from stratagem.lite import Lite as Lite
+    from stratagem.lite.lite import Lite as Lite
     from stratagem.module import Module as Module
     from stratagem.rng import seed_everything as seed_everything
     from stratagem.trainer import Trainer as Trainer
@@ -22,7 +22,7 @@ else:
     _HOMES = {
         "Callback": "stratagem.callbacks",
         "DataModule": "stratagem.datamodule",
-        "Lite": "stratagem.lite",
+        "Lite": "stratagem.lite.lite",
         "Module": "stratagem.module",
         "StrategyRegistry": "stratagem.discovery.registry",
         "Trainer": "stratagem.trainer",

@@ -19,7 +19,7 @@ from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Prepared
-from stratagem.lite_wrappers import wrap_optimizer
+from stratagem.lite.module import wrap_optimizer
 from stratagem.module import Module
 from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
 from stratagem.trainer.divergence import DivergenceCheck

@@ -17,7 +17,7 @@ from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Prepared, Strategy
-from stratagem.lite import Lite
+from stratagem.lite.lite import Lite
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan

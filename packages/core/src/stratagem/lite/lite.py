@@ -27,7 +27,7 @@ from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.launch.rank import at_end_of_rank
 from stratagem.launch.supervisor import environment_of_request
-from stratagem.lite_wrappers import LiteDataLoader, LiteModule, LiteOptimizer, wrap_optimizer
+from stratagem.lite.module import LiteDataLoader, LiteModule, LiteOptimizer, wrap_optimizer
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
 from stratagem.rng import seed_everything
