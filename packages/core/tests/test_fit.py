@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stratagem import Callback, DataModule, Module, Trainer
 from stratagem.errors import NonFiniteLossError
-from stratagem.trainer.events import EVENTS
+from stratagem.trainer.hooks import EVENTS
 
 Batch = tuple[Tensor, ...]
 MakeOptimizer = Callable[[Any], Optimizer]

@@ -18,7 +18,7 @@ from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.environments import PlainEnvironment
 from stratagem.errors import ConfigurationError
-from stratagem.trainer import restarts
+from stratagem.trainer.resume import restarts
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -16,7 +16,7 @@ from stratagem.errors import UserCodeError
 
 if TYPE_CHECKING:
     from stratagem.trainer import Trainer
-    from stratagem.trainer.logged_values import LoggedValues
+    from stratagem.trainer.metrics import LoggedValues
 
 ModuleType = TypeVar("ModuleType", bound="Module")
 
@@ -341,7 +341,7 @@ class Module(nn.Module):
         from stratagem.checkpoint import SingleFileCheckpointIO
         from stratagem.errors import naming
         from stratagem.state.state_dict import load_weights
-        from stratagem.trainer.checkpoints import check
+        from stratagem.trainer.resume.checkpoint import check
 
         checkpoint = SingleFileCheckpointIO().load_checkpoint(checkpoint_path)
         checkpoint = check(checkpoint, checkpoint_path)

@@ -10,7 +10,7 @@ import torch
 
 from stratagem.errors import UserCodeError
 from stratagem.trainer.fit_loop import takes_batch_idx
-from stratagem.trainer.logged_values import LoggedValues
+from stratagem.trainer.metrics import LoggedValues
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Prepared
     from stratagem.trainer.loaders import LimitedLoader
     from stratagem.trainer.progress import Progress
-    from stratagem.trainer.resume import RankState
+    from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.run import Run
 
 

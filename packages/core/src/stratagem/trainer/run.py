@@ -21,17 +21,18 @@ from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Prepared
 from stratagem.lite.module import wrap_optimizer
 from stratagem.module import Module
-from stratagem.trainer import checkpoints, evaluation, fit_loop, loaders, options, uneven
+from stratagem.trainer import evaluation, fit_loop, loaders, options, uneven
 from stratagem.trainer.divergence import DivergenceCheck
-from stratagem.trainer.events import Events
-from stratagem.trainer.find_checkpoint import find_checkpoint
+from stratagem.trainer.hooks import Events
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import LimitedLoader
-from stratagem.trainer.logged_values import LoggedValues
-from stratagem.trainer.optimization import SchedulerConfig, configure
+from stratagem.trainer.metrics import LoggedValues
+from stratagem.trainer.optimizers import SchedulerConfig, configure
 from stratagem.trainer.progress import Progress
-from stratagem.trainer.restarts import Restarts
-from stratagem.trainer.resume import RankState
+from stratagem.trainer.resume import checkpoint as checkpoints
+from stratagem.trainer.resume.find import find_checkpoint
+from stratagem.trainer.resume.rank_state import RankState
+from stratagem.trainer.resume.restarts import Restarts
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,10 +22,11 @@ from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths as storage
-from stratagem.trainer import checkpoints, options
-from stratagem.trainer.logged_values import LoggedValues
-from stratagem.trainer.optimization import SchedulerConfig
+from stratagem.trainer import options
+from stratagem.trainer.metrics import LoggedValues
+from stratagem.trainer.optimizers import SchedulerConfig
 from stratagem.trainer.progress import Progress
+from stratagem.trainer.resume import checkpoint as checkpoints
 from stratagem.trainer.run import Run
 
 Devices = int | str | list[int] | tuple[int, ...] | None

@@ -29,7 +29,7 @@ from stratagem._version import __version__
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
 from stratagem.state.plain_data import find_culprit
 from stratagem.trainer.migrations import FORMAT_VERSION, migrate
-from stratagem.trainer.resume import state_of_rank
+from stratagem.trainer.resume.rank_state import state_of_rank
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Prepared, Strategy
