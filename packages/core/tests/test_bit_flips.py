@@ -13,7 +13,7 @@ import torch
 from stratagem.checkpoint import CheckpointIO
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointCorruptError
-from stratagem.torture.harness import formats
+from stratagem.testing.durability.harness import formats
 
 # 9 MB: more than one piece of those in which a file is read.
 CONTENTS: dict[str, Any] = {

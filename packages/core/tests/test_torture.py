@@ -133,8 +133,8 @@ def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -
 BACKGROUND = """
     from pathlib import Path
     from stratagem.checkpoint import SingleFileCheckpointIO
-    from stratagem.torture.saver import NAME, Model, Subject
-    from stratagem.torture.torments import Row, Torments
+    from stratagem.testing.durability.saver import NAME, Model, Subject
+    from stratagem.testing.durability.torments import Row, Torments
 
     torments, subject = Torments(Path(), {}, 0), Subject("single_file", True, 0.1)
     model, row, folder = Model(0.1), Row(subject, "kill -9"), Path("saved")

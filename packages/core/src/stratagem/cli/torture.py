@@ -46,8 +46,10 @@ def torture(
         )
         raise typer.Exit(2)
     # By name: the program does without torch, and this command cannot.
-    harness_formats = load_target("stratagem.torture.harness:formats", what="the harness")
-    run = load_target("stratagem.torture.harness:run", what="the harness")
+    harness_formats = load_target(
+        "stratagem.testing.durability.harness:formats", what="the harness"
+    )
+    run = load_target("stratagem.testing.durability.harness:run", what="the harness")
     known = harness_formats()
     names = list(formats or known)
     if unknown := sorted(set(names) - set(known)):

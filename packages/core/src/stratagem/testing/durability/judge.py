@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stratagem.checkpoint import CheckpointIO
 from stratagem.errors import CheckpointNotFoundError
-from stratagem.torture.child import Tell
-from stratagem.torture.saver import NAME, Model, Subject
+from stratagem.testing.durability.child import Tell
+from stratagem.testing.durability.saver import NAME, Model, Subject
 
 
 def judge(subject: Subject, folder: Path, durable: int, begun: int, tell: Tell) -> None:

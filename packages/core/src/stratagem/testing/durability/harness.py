@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from stratagem.discovery.registry import get_registry
-from stratagem.torture.saver import Subject
-from stratagem.torture.torments import Row, Torments
+from stratagem.testing.durability.saver import Subject
+from stratagem.testing.durability.torments import Row, Torments
 
 _ELSEWHERE = ("/dev/shm", "/tmp", "/var/tmp")
 

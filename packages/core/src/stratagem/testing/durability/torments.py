@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stratagem.torture import faults
-from stratagem.torture.child import Child, StuckError, Tell
-from stratagem.torture.judge import judge
-from stratagem.torture.saver import Subject, save_for_ever, save_on_two_ranks, save_twice
+from stratagem.testing.durability import faults
+from stratagem.testing.durability.child import Child, StuckError, Tell
+from stratagem.testing.durability.judge import judge
+from stratagem.testing.durability.saver import Subject, save_for_ever, save_on_two_ranks, save_twice
 
 
 @dataclass

@@ -16,8 +16,8 @@ from stratagem import Lite
 from stratagem.checkpoint import CheckpointIO, Shards
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointError
-from stratagem.torture.child import Tell
-from stratagem.torture.faults import Break
+from stratagem.testing.durability.child import Tell
+from stratagem.testing.durability.faults import Break
 
 NAME = "model.ckpt"
 
