@@ -35,8 +35,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from stratagem.checkpoint import AsyncCheckpointIO, SingleFileCheckpointIO
-from stratagem.checkpoint import archive as checkpoint_archive
+from stratagem.checkpoint import AsyncCheckpointIO, SingleFileCheckpointIO, archive
 
 T = TypeVar("T")
 State = dict[str, dict[str, Tensor]]
@@ -97,7 +96,7 @@ class NoChecksum:
 
 
 def save_without_checksum(state: State, path: Path) -> None:
-    with mock.patch.object(checkpoint_archive, "xxhash", NoChecksum):
+    with mock.patch.object(archive, "xxhash", NoChecksum):
         stratagem_save(state, path)
 
 

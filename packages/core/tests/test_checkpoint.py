@@ -973,7 +973,7 @@ def test_a_newer_format_is_refused(saved: Path, tmp_path: Path) -> None:
 
         assert str(caught.value) == (
             f"'{tmp_path / 'new.ckpt'}' has format version 99, made by stratagem 9.9; this is "
-            f"stratagem {__version__}, which reads up to version 2: upgrade stratagem-core"
+            f"stratagem {__version__}, which reads version 2: upgrade stratagem-core"
         )
 
 

@@ -535,28 +535,6 @@ def test_callbacks_that_differ_in_any_argument_have_states_of_their_own(tmp_path
     ]
 
 
-# ---------------------------------------------------------------- older formats
-
-
-def test_a_checkpoint_of_the_first_format_is_resumed_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The code of then saved it after 3 steps in the folder `runs`."""
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "runs" / "epoch=0-step=3.ckpt"
-    path.parent.mkdir()
-    shutil.copy(Path(__file__).parent / "data" / "trainer_format_1.zip", path)
-    saved = torch.load(path, weights_only=True)
-    assert saved["format_version"] == 1
-    assert "ranks" not in saved
-    assert "validated" not in saved["progress"]
-    # It knows what it may remove.
-    saver = ModelCheckpoint(path.parent, every_n_train_steps=3)
-    model = fit(saver, 6, ckpt_path=path)
-    assert model.first_step == 3
-    assert names(path.parent) == ["epoch=0-step=6.ckpt"]
-
-
 # ---------------------------------------------------------------- two ranks
 
 TWO_RANKS = """

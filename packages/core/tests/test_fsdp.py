@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.nn.functional import mse_loss
 
 from stratagem import Lite
-from stratagem.distributed import allocator as memory
+from stratagem.distributed import allocator
 from stratagem.errors import ConfigurationError
 from stratagem.native.sharding.wrap_policy import find_groups
 from stratagem.strategies import FSDPStrategy, apply_activation_checkpointing
@@ -410,18 +410,18 @@ def test_an_allocator_that_the_user_has_set_is_left_alone(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert memory.return_freed_memory.__wrapped__() is False
+    assert allocator.return_freed_memory.__wrapped__() is False
 
 
 def test_huge_pages_are_asked_for_unless_the_user_has_decided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(memory.HUGE_PAGES_VARIABLE, raising=False)
-    memory.ask_for_huge_pages()
-    assert os.environ[memory.HUGE_PAGES_VARIABLE] == "1"
-    monkeypatch.setenv(memory.HUGE_PAGES_VARIABLE, "0")
-    memory.ask_for_huge_pages()
-    assert os.environ[memory.HUGE_PAGES_VARIABLE] == "0"
+    monkeypatch.delenv(allocator.HUGE_PAGES_VARIABLE, raising=False)
+    allocator.ask_for_huge_pages()
+    assert os.environ[allocator.HUGE_PAGES_VARIABLE] == "1"
+    monkeypatch.setenv(allocator.HUGE_PAGES_VARIABLE, "0")
+    allocator.ask_for_huge_pages()
+    assert os.environ[allocator.HUGE_PAGES_VARIABLE] == "0"
 
 
 # ---------------------------------------------------------------- options, before processes start

@@ -28,7 +28,7 @@ from stratagem.errors import (
     CheckpointSaveError,
     ConfigurationError,
 )
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 from stratagem.storage.claims import claim
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -52,7 +52,7 @@ def s3() -> Iterator[dict[str, str]]:
 @pytest.fixture(params=["local", "memory", "s3"])
 def folder(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> storage.Location:
+) -> paths.Location:
     """An empty folder of each kind."""
     if request.param == "local":
         return tmp_path
@@ -70,19 +70,19 @@ def folder(
 
 
 def test_urls_stay_as_they_are_and_what_is_local_is_a_path() -> None:
-    assert storage.at("s3://bucket/run/") == "s3://bucket/run"
-    assert storage.at("file:///data/run") == Path("/data/run")
-    assert storage.join("s3://bucket/run", "a.ckpt") == "s3://bucket/run/a.ckpt"
-    assert storage.parent("s3://bucket/run/a.ckpt") == "s3://bucket/run"
-    assert storage.name_of("s3://bucket/run/a.ckpt") == "a.ckpt"
-    assert storage.absolute("s3://bucket/run") == "s3://bucket/run"
-    assert storage.relative("s3://bucket/run/a.ckpt", "s3://bucket/run") == "a.ckpt"
-    assert storage.relative("/data/other/a.ckpt", "/data/run") == "/data/other/a.ckpt"
+    assert paths.at("s3://bucket/run/") == "s3://bucket/run"
+    assert paths.at("file:///data/run") == Path("/data/run")
+    assert paths.join("s3://bucket/run", "a.ckpt") == "s3://bucket/run/a.ckpt"
+    assert paths.parent("s3://bucket/run/a.ckpt") == "s3://bucket/run"
+    assert paths.name_of("s3://bucket/run/a.ckpt") == "a.ckpt"
+    assert paths.absolute("s3://bucket/run") == "s3://bucket/run"
+    assert paths.relative("s3://bucket/run/a.ckpt", "s3://bucket/run") == "a.ckpt"
+    assert paths.relative("/data/other/a.ckpt", "/data/run") == "/data/other/a.ckpt"
 
 
 def test_a_url_that_went_through_pathlib_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        storage.at(Path("s3://bucket/run"))
+        paths.at(Path("s3://bucket/run"))
     assert str(caught.value) == (
         f"received {Path('s3://bucket/run')!r}, a URL of which pathlib has taken a slash: pass it "
         "as a str"
@@ -91,7 +91,7 @@ def test_a_url_that_went_through_pathlib_is_refused() -> None:
 
 def test_a_url_that_nothing_knows_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        storage.exists("nowhere://bucket/run")
+        paths.exists("nowhere://bucket/run")
     assert str(caught.value) == (
         "'nowhere://bucket/run': Protocol not known: nowhere; expected a local path, or a URL such "
         "as s3://bucket/folder"
@@ -101,7 +101,7 @@ def test_a_url_that_nothing_knows_is_refused() -> None:
 def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ConfigurationError) as caught:
-        storage.exists("gs://bucket/run")
+        paths.exists("gs://bucket/run")
     assert str(caught.value).startswith("'gs://bucket/run' needs a package that is not installed: ")
     assert "gcsfs" in str(caught.value)
 
@@ -109,9 +109,9 @@ def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 # ---------------------------------------------------------------- a format and its files
 
 
-def test_a_checkpoint_is_saved_linked_listed_loaded_and_removed(folder: storage.Location) -> None:
+def test_a_checkpoint_is_saved_linked_listed_loaded_and_removed(folder: paths.Location) -> None:
     io = SingleFileCheckpointIO()
-    first, second, last = (storage.join(folder, name) for name in ("a.ckpt", "b.ckpt", "last.ckpt"))
+    first, second, last = (paths.join(folder, name) for name in ("a.ckpt", "b.ckpt", "last.ckpt"))
     io.save_checkpoint({"number": 1, "weights": torch.ones(1000)}, first)
     io.save_checkpoint({"number": 2}, second)
     assert io.link_checkpoint(first, last)
@@ -124,23 +124,23 @@ def test_a_checkpoint_is_saved_linked_listed_loaded_and_removed(folder: storage.
     assert manifest.contents == ("number", "weights")
     assert (io.load_checkpoint(first)["weights"] == 1).all()
     with pytest.raises(CheckpointNotFoundError) as caught:
-        io.load_checkpoint(storage.join(folder, "c.ckpt"))
+        io.load_checkpoint(paths.join(folder, "c.ckpt"))
     assert str(caught.value).startswith(
         f"there is no checkpoint at '{folder}/c.ckpt'; in '{folder}' there are: a.ckpt, b.ckpt"
     )
     with pytest.raises(CheckpointNotFoundError):
-        io.verify_checkpoint(storage.join(folder, "c.ckpt"))
+        io.verify_checkpoint(paths.join(folder, "c.ckpt"))
     for path in (first, first, last, second):
         io.remove_checkpoint(path)
-    assert storage.entries(folder) == []
+    assert paths.entries(folder) == []
 
 
-def test_a_changed_byte_is_found_and_the_place_named(folder: storage.Location) -> None:
-    io, path = SingleFileCheckpointIO(), storage.join(folder, "a.ckpt")
+def test_a_changed_byte_is_found_and_the_place_named(folder: paths.Location) -> None:
+    io, path = SingleFileCheckpointIO(), paths.join(folder, "a.ckpt")
     io.save_checkpoint({"weights": torch.ones(1000)}, path)
-    data = bytearray(storage.read(path))
+    data = bytearray(paths.read(path))
     data[2000] ^= 1
-    storage.write(path, bytes(data))
+    paths.write(path, bytes(data))
     for look in (io.load_checkpoint, io.verify_checkpoint):
         with pytest.raises(CheckpointCorruptError, match=str(path)):
             look(path)
@@ -148,12 +148,12 @@ def test_a_changed_byte_is_found_and_the_place_named(folder: storage.Location) -
 
 @pytest.mark.parametrize("size", [1000, 12 << 20])
 def test_a_save_that_ends_early_leaves_what_was_there(
-    size: int, folder: storage.Location, monkeypatch: pytest.MonkeyPatch
+    size: int, folder: paths.Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An upload in one piece, and one in several, of which some are there by then."""
     if str(folder).startswith("s3:"):
         monkeypatch.setattr(fsspec.filesystem("s3"), "default_block_size", 5 << 20)
-    io, path = SingleFileCheckpointIO(), storage.join(folder, "a.ckpt")
+    io, path = SingleFileCheckpointIO(), paths.join(folder, "a.ckpt")
     io.save_checkpoint({"number": 1}, path)
     save = torch.save
 
@@ -167,11 +167,11 @@ def test_a_save_that_ends_early_leaves_what_was_there(
         with pytest.raises(CheckpointSaveError, match=r"No space left.*is unchanged"):
             io.save_checkpoint({"number": 2, "weights": weights}, path)
     assert io.load_checkpoint(path) == {"number": 1}
-    assert [entry.path for entry in storage.entries(folder)] == [path]
+    assert [entry.path for entry in paths.entries(folder)] == [path]
     if isinstance(folder, str):
         files = fsspec.core.url_to_fs(folder)[0]
         files.invalidate_cache()
-        assert [storage.name_of(found) for found in files.find(folder)] == ["a.ckpt"]
+        assert [paths.name_of(found) for found in files.find(folder)] == ["a.ckpt"]
         if "s3" in files.protocol:
             # Parts that nobody sees would be paid for.
             assert not files.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads")
@@ -188,18 +188,18 @@ def test_a_directory_is_not_saved_at_a_url() -> None:
     )
 
 
-def test_a_name_is_claimed_by_one_only(folder: storage.Location) -> None:
-    path = storage.join(folder, "a.ckpt")
+def test_a_name_is_claimed_by_one_only(folder: paths.Location) -> None:
+    path = paths.join(folder, "a.ckpt")
     mine = claim(path)
     assert mine is not None
     assert claim(path) is None
-    storage.write(path, b"saved")
+    paths.write(path, b"saved")
     mine.release()
     assert claim(path) is None
     again = claim(path, may_exist=True)
     assert again is not None
     again.release()
-    assert [entry.path for entry in storage.entries(folder)] == [path]
+    assert [entry.path for entry in paths.entries(folder)] == [path]
 
 
 def test_a_server_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_who_asks_at_the_same_time_shares_one_copy_which_leaves_nothing(
     read: list[bytes] = []
 
     def fetch() -> None:
-        with storage.open_local(url) as file:
+        with paths.open_local(url) as file:
             read.append(file.read())
 
     threads = [threading.Thread(target=fetch) for _ in range(2)]
@@ -249,7 +249,7 @@ def test_who_asks_at_the_same_time_shares_one_copy_which_leaves_nothing(
         thread.start()
     for thread in threads:
         thread.join()
-    assert read[0] == read[1] == storage.read(url)
+    assert read[0] == read[1] == paths.read(url)
     assert len(fetched) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -257,13 +257,13 @@ def test_who_asks_at_the_same_time_shares_one_copy_which_leaves_nothing(
 def test_no_room_for_the_copy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     url = f"memory://{tmp_path.name}/a.ckpt"
-    storage.write(url, b"0123456789")
+    paths.write(url, b"0123456789")
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(MemoryFileSystem, "get_file", full)
-    with pytest.raises(OSError, match="no room") as caught, storage.open_local(url):
+    with pytest.raises(OSError, match="no room") as caught, paths.open_local(url):
         pass
     assert caught.value.strerror == (
         f"no room in {str(tmp_path)!r} for the 10 bytes of {url!r}: set TMPDIR to a directory that "
@@ -292,10 +292,10 @@ class Line(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_lite_saves_and_loads_at_a_url(folder: storage.Location) -> None:
+def test_lite_saves_and_loads_at_a_url(folder: paths.Location) -> None:
     lite = Lite(accelerator="cpu")
     lite.launch()
-    path = str(storage.join(folder, "lite.ckpt"))
+    path = str(paths.join(folder, "lite.ckpt"))
     model = lite.setup(nn.Linear(2, 1))
     lite.save(path, {"model": model, "step": 3})
     other = lite.setup(nn.Linear(2, 1))
@@ -308,7 +308,7 @@ def test_lite_saves_and_loads_at_a_url(folder: storage.Location) -> None:
 
 
 def test_a_root_at_a_url_gets_the_checkpoints_and_logs_stay_here(
-    folder: storage.Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: paths.Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = Trainer(
@@ -374,7 +374,7 @@ def test_two_ranks_save_to_s3_and_another_process_goes_on_from_the_last(
     again = run_script(TRAINING, url, "7", "last", env=s3).stdout.split(maxsplit=2)
     assert again == ["4", f"{url}/step=6.ckpt", expected[2]]
     files.invalidate_cache()
-    there = sorted(storage.name_of(path) for path in files.find(url))
+    there = sorted(paths.name_of(path) for path in files.find(url))
     assert there == ["last.ckpt", "step=6.ckpt"]
     for command, told in (("inspect", "global step"), ("verify", "whole")):
         program = "from stratagem.cli import main; main()"

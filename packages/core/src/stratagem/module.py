@@ -339,9 +339,9 @@ class Module(nn.Module):
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
         """
         from stratagem.checkpoint import SingleFileCheckpointIO
+        from stratagem.checkpoint.trainer_format import check
         from stratagem.errors import naming
         from stratagem.state.state_dict import load_weights
-        from stratagem.trainer.resume.checkpoint import check
 
         checkpoint = SingleFileCheckpointIO().load_checkpoint(checkpoint_path)
         checkpoint = check(checkpoint, checkpoint_path)

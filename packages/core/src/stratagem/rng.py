@@ -1,10 +1,12 @@
-"""seed_everything: one seed for every source of random numbers."""
+"""Seeds, and the RNG states of a process as plain data."""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,3 +83,119 @@ class WorkerSeed:
             sys.modules["numpy"].random.seed(seed)
         if self.then is not None:
             self.then(worker_id)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's, torch's and the devices' random numbers.
+
+    NumPy's is there if NumPy is imported, the devices' if they are in use. A generator that user
+    code has made for itself is not; see `generators_of`.
+
+    Example:
+        >>> import torch
+        >>> state = random_state()
+        >>> first = torch.rand(1)
+        >>> set_random_state(state)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        # As a tensor: an array of NumPy's is no plain data.
+        keys = torch.from_numpy(keys.astype("int64"))
+        state["numpy"] = [kind, keys, int(position), int(has_gauss), float(cached)]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and "numpy" in sys.modules:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        words = keys.numpy().astype("uint32")
+        sys.modules["numpy"].random.set_state((kind, words, position, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available():
+        # As many as there are: the run may go on where a process sees fewer devices.
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the random numbers' states back when the block ends."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
+def generators_of(*holders: Any) -> list[Any]:
+    """Return the generators that objects hold as attributes, each once, in an order that stays.
+
+    Generators are torch.Generator, random.Random, and NumPy's Generator and RandomState.
+
+    Example:
+        >>> import random
+        >>> from torch.utils.data import DataLoader
+        >>> class Sampler:
+        ...     def __init__(self):
+        ...         self.numbers = random.Random(7)
+        >>> generators_of(DataLoader([1]), Sampler())[0].random() < 1
+        True
+    """
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    found: list[Any] = []
+    for holder in holders:
+        for value in getattr(holder, "__dict__", {}).values():
+            if isinstance(value, kinds) and not any(value is other for other in found):
+                found.append(value)
+    return found
+
+
+def generator_states(generators: Sequence[Any]) -> list[Any]:
+    """Return the states of what `generators_of` found, as plain data."""
+    return [_generator_state(generator) for generator in generators]
+
+
+def set_generator_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
+    """Put back what `generator_states` returned, as far as the two correspond."""
+    for generator, state in zip(generators, states, strict=False):
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            version, words, gauss = state
+            generator.setstate((version, tuple(words), gauss))
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return [version, list(words), gauss]
+    if hasattr(generator, "bit_generator"):
+        return _without_arrays(generator.bit_generator.state)
+    return _without_arrays(generator.get_state(legacy=False))
+
+
+def _without_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stratagem.checkpoint.catalog import SUFFIX
 from stratagem.errors import CheckpointSaveError
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 from stratagem.storage.claims import Claim, claim
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class CheckpointNames:
         self._claim_on_last: Claim | None = None
         self._moves_last = False
 
-    def choose(self, strategy: Strategy, folder: storage.Location, name: str) -> str:
+    def choose(self, strategy: Strategy, folder: paths.Location, name: str) -> str:
         """Return a path that nothing has and nobody is about to have; called on every rank.
 
         It is `folder/name.ckpt`, or with `-v1`, `-v2` and so on after the name.
@@ -44,11 +44,11 @@ class CheckpointNames:
             raise CheckpointSaveError(f"cannot save in {str(folder)!r}: {problem}")
         return str(path)
 
-    def _claim(self, folder: storage.Location, name: str) -> str:
+    def _claim(self, folder: paths.Location, name: str) -> str:
         version = 0
         while True:
             versioned = f"{name}-v{version}" if version else name
-            claimed = claim(storage.join(folder, versioned + SUFFIX))
+            claimed = claim(paths.join(folder, versioned + SUFFIX))
             if claimed is not None:
                 self._claims.append(claimed)
                 return str(claimed.path)
@@ -75,7 +75,7 @@ class CheckpointNames:
         """Give back the names of what is there by now: nobody takes those any more."""
         kept = []
         for claimed in self._claims:
-            if storage.exists(claimed.path):
+            if paths.exists(claimed.path):
                 claimed.release()
             else:
                 kept.append(claimed)  # it is still being written

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Literal
 
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 
 
 class KeptCheckpoints:
@@ -82,13 +82,13 @@ class KeptCheckpoints:
     def _worst(self) -> str:
         return _extreme(self.best, lambda a, b: self._better(b, a))
 
-    def state_dict(self, folder: storage.Location) -> dict[str, Any]:
+    def state_dict(self, folder: paths.Location) -> dict[str, Any]:
         """Return what is kept, as seen from a folder, so that all of it can be moved."""
         return {
             "best_k_models": {
-                storage.relative(path, folder): value for path, value in self.best.items()
+                paths.relative(path, folder): value for path, value in self.best.items()
             },
-            "latest": [storage.relative(path, folder) for path in self.latest],
+            "latest": [paths.relative(path, folder) for path in self.latest],
         }
 
     def load_state_dict(self, state: dict[str, Any], locate: Callable[[str], str | None]) -> None:
@@ -114,9 +114,9 @@ def _smaller(a: float, b: float) -> bool:
 
 def _extreme(models: dict[str, float], better: Callable[[float, float], bool]) -> str:
     """Return the path whose value is better than all others'; NaN is the worst."""
-    paths = iter(models)
-    best = next(paths)
-    for path in paths:
+    rest = iter(models)
+    best = next(rest)
+    for path in rest:
         if better(models[path], models[best]):
             best = path
     return best

@@ -13,7 +13,7 @@ from stratagem.callbacks.checkpoint_names import CheckpointNames
 from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
 from stratagem.checkpoint.catalog import is_of_run
 from stratagem.errors import CheckpointError, ConfigurationError
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -120,7 +120,7 @@ class ModelCheckpoint(Callback):
                 raise ConfigurationError(
                     f"ModelCheckpoint({name}={value}): expected at least {least}"
                 )
-        self.dirpath = None if dirpath is None else storage.at(dirpath)
+        self.dirpath = None if dirpath is None else paths.at(dirpath)
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
         self.mode = mode
@@ -212,8 +212,8 @@ class ModelCheckpoint(Callback):
         if self.dirpath is None:
             return {}
         return {
-            "dirpath": str(storage.absolute(self.dirpath)),
-            "last_model_path": storage.relative(self.last_model_path, self.dirpath)
+            "dirpath": str(paths.absolute(self.dirpath)),
+            "last_model_path": paths.relative(self.last_model_path, self.dirpath)
             if self.last_model_path
             else "",
             **self._kept.state_dict(self.dirpath),
@@ -222,7 +222,7 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back which checkpoints are kept; when a fit goes on, those that are gone go."""
         self._resumed = state
-        self._take(state, lambda name: str(storage.join(state["dirpath"], name)))
+        self._take(state, lambda name: str(paths.join(state["dirpath"], name)))
 
     def _take(self, state: dict[str, Any], locate: Any) -> None:
         self._kept.load_state_dict(state, locate)
@@ -234,12 +234,12 @@ class ModelCheckpoint(Callback):
         state, self._resumed = self._resumed, None
         if state is None or self.dirpath is None:
             return
-        now, then = self.dirpath, storage.absolute(state["dirpath"])
-        folders = [now] if storage.absolute(now) == then else [now, then]
+        now, then = self.dirpath, paths.absolute(state["dirpath"])
+        folders = [now] if paths.absolute(now) == then else [now, then]
 
         def locate(name: str) -> str | None:
             for folder in folders:
-                path = str(storage.join(folder, name))
+                path = str(paths.join(folder, name))
                 if is_of_run(path, trainer.run_id, default=folder == folders[-1]):
                     return path
             return None
@@ -247,9 +247,9 @@ class ModelCheckpoint(Callback):
         seen: list[Any] = []
         if trainer.is_global_zero:
             self._take(state, locate)
-            if self.last_model_path and storage.parent(self.last_model_path) != now:
+            if self.last_model_path and paths.parent(self.last_model_path) != now:
                 # It stays as it is, and this run has one of its own.
-                self._spared = str(storage.target_of(self.last_model_path))
+                self._spared = str(paths.target_of(self.last_model_path))
                 self.last_model_path = ""
             seen = [self.best_k_models, self._kept.latest, self.last_model_path]
         self._kept.best, self._kept.latest, self.last_model_path = trainer.strategy.broadcast(seen)
@@ -260,8 +260,8 @@ class ModelCheckpoint(Callback):
         """Choose the folder, alike on every rank."""
         if stage == "fit":
             if self.dirpath is None:
-                self.dirpath = storage.join(trainer.checkpoint_root, "checkpoints")
-            self.dirpath = storage.at(trainer.strategy.broadcast(str(self.dirpath)))
+                self.dirpath = paths.join(trainer.checkpoint_root, "checkpoints")
+            self.dirpath = paths.at(trainer.strategy.broadcast(str(self.dirpath)))
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Look at what of the checkpoints of a run that is resumed is still there."""

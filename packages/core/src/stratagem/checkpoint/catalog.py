@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from stratagem.checkpoint.describe import Description, describe_checkpoint
 from stratagem.checkpoint.directory import MANIFEST
 from stratagem.errors import CheckpointError, CheckpointNotFoundError
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 
 SUFFIX = ".ckpt"
 
@@ -39,7 +39,7 @@ def is_of_run(path: str | os.PathLike[str], run: str, *, default: bool) -> bool:
         run: its name, as manifests have it.
         default: what is true of a checkpoint that does not say whose it is.
     """
-    if not storage.exists(path):
+    if not paths.exists(path):
         return False
     try:
         manifest = describe_checkpoint(os.fspath(path)).manifest
@@ -48,7 +48,7 @@ def is_of_run(path: str | os.PathLike[str], run: str, *, default: bool) -> bool:
     return default if manifest is None or manifest.run is None else manifest.run == run
 
 
-def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[storage.Entry]:
+def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[paths.Entry]:
     """Return the checkpoints in some folders, the furthest in training first, each once.
 
     They are what is called `*.ckpt`, and directories with a manifest. Local ones go by the step in
@@ -60,9 +60,9 @@ def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[storage.Entry]:
     found = {
         str(entry.path): entry
         for folder in folders
-        for entry in storage.entries(folder)
-        if storage.name_of(entry.path).endswith(SUFFIX)
-        or (entry.is_directory and storage.exists(storage.join(entry.path, MANIFEST)))
+        for entry in paths.entries(folder)
+        if paths.name_of(entry.path).endswith(SUFFIX)
+        or (entry.is_directory and paths.exists(paths.join(entry.path, MANIFEST)))
     }
     return sorted(
         found.values(),
@@ -72,16 +72,16 @@ def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[storage.Entry]:
 
 
 def first_whole(
-    paths: Iterable[storage.Location], check: Callable[[storage.Location], object]
+    candidates: Iterable[paths.Location], check: Callable[[paths.Location], object]
 ) -> tuple[str, list[str]]:
     """Return the first checkpoint that is whole, or "", and why those before it were passed over.
 
     Args:
-        paths: the best first.
+        candidates: the best first.
         check: raises where one is not whole, such as `CheckpointIO.verify_checkpoint`.
     """
     passed_over = []
-    for path in paths:
+    for path in candidates:
         try:
             check(path)
         except (CheckpointError, OSError) as error:
@@ -91,9 +91,9 @@ def first_whole(
     return "", passed_over
 
 
-def _progress(path: storage.Location) -> float:
+def _progress(path: paths.Location) -> float:
     """Return the step that a checkpoint names; -1: it names none, inf: it cannot be read."""
-    if storage.is_url(path):
+    if paths.is_url(path):
         return -1  # to open each would take longer than to list them all
     try:
         manifest = describe_checkpoint(path).manifest
@@ -102,9 +102,9 @@ def _progress(path: storage.Location) -> float:
     return -1 if manifest is None or manifest.global_step is None else manifest.global_step
 
 
-def _natural(path: storage.Location) -> list[tuple[int, str]]:
+def _natural(path: paths.Location) -> list[tuple[int, str]]:
     """Return a key that sorts "step=9" before "step=10"."""
     return [
         (int(number or 0), text)
-        for number, text in re.findall(r"(\d*)([^\d]*)", storage.name_of(path))
+        for number, text in re.findall(r"(\d*)([^\d]*)", paths.name_of(path))
     ]

@@ -8,7 +8,7 @@ from typing import BinaryIO, cast
 
 from stratagem.checkpoint.archive import Manifest, check_entries, read_archive, verify_checksum
 from stratagem.checkpoint.directory import read_directory, verify_files
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
         CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
         OSError: it cannot be read.
     """
-    path = storage.at(path)
+    path = paths.at(path)
     if isinstance(path, Path) and path.is_dir():
         directory = read_directory(path)
         if verify:
@@ -49,7 +49,7 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
             directory.size, len(directory.files) + 1, directory.checksum, directory.manifest
         )
     # All of a file at a URL is fetched only to be checked.
-    opened = storage.open_local(path) if verify else storage.open_in_place(path)
+    opened = paths.open_local(path) if verify else paths.open_in_place(path)
     with opened as opened_file:
         file = cast("BinaryIO", opened_file)
         archive = read_archive(file, str(path))

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stratagem.launch import rank
-from stratagem.launch import supervisor as supervision
+from stratagem.launch import rank, supervisor
+from stratagem.launch.rank_environment import rank_environment, threads_per_rank
 from stratagem.launch.supervisor import Command, Failure, Output, Ranks
 
 SUMMARY = "Run a script in several processes, one for each device."
@@ -260,7 +260,7 @@ def _start_and_watch(launch: Launch) -> int:
     if port is None:
         # A free port is taken and listened on here, and rank 0 gets the socket itself: no other
         # program can take the port in between. Leaving the context closes this program's copy.
-        listener = supervision.listening_socket()
+        listener = supervisor.listening_socket()
         port = listener.getsockname()[1]
     with listener or nullcontext():
         environments = _environments(launch, port)
@@ -290,7 +290,7 @@ def _environments(launch: Launch, port: int) -> dict[int, dict[str, str]]:
     """Return each local rank's variables, by its rank among all."""
     return {
         launch.node_rank * launch.devices + local_rank: {
-            **supervision.rank_environment(
+            **rank_environment(
                 local_rank=local_rank,
                 local_world_size=launch.devices,
                 node_rank=launch.node_rank,
@@ -341,7 +341,7 @@ def _become_torchrun(launch: Launch) -> NoReturn:
         # With the store of the rendezvous shared, the restart after a `kill -9` failed in 3 of 4
         # runs (torch 2.13.0, connectFullMesh refused); with a store of its own, in none of 4.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": supervision.threads_per_rank(launch.devices),
+        "OMP_NUM_THREADS": threads_per_rank(launch.devices),
     }
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""."""
+"""Loaders of ranks, the order of samples, and resuming within an epoch."""

@@ -21,7 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from stratagem.data.sharding import ShardedSampler, deal
-from stratagem.rng_state import (
+from stratagem.rng import (
     generator_states,
     random_state,
     random_state_kept,

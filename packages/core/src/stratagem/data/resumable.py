@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.data.epoch_order import Deal, Indices, Order, order_of
-from stratagem.rng_state import generator_states, generators_of, random_state, set_generator_states
+from stratagem.rng import generator_states, generators_of, random_state, set_generator_states
 
 
 class Resumable:

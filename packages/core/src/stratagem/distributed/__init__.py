@@ -1,1 +1,1 @@
-"""."""
+"""Ranks once they run: process group, status, uneven inputs, sync batch norm."""

@@ -21,8 +21,8 @@ from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
 from stratagem.launch import network
 from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, record_failure, this_rank
-from stratagem.launch.supervisor import threads_per_rank
-from stratagem.state import plain_data as _plain_data
+from stratagem.launch.rank_environment import threads_per_rank
+from stratagem.state import plain_data
 
 _PATIENCE = 10.0
 """Seconds that rank 0, at its end, waits for the others before it asks where they are."""
@@ -261,7 +261,7 @@ class ParallelStrategy(Strategy):
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data; see `Strategy.broadcast`."""
-        encoded = _plain_data.encode(data) if self.global_rank == src else torch.empty(0)
+        encoded = plain_data.encode(data) if self.global_rank == src else torch.empty(0)
         size = torch.tensor(encoded.numel(), device=self.device)
         dist.broadcast(size, src)
         if self.global_rank == src:
@@ -269,16 +269,16 @@ class ParallelStrategy(Strategy):
         else:
             message = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         dist.broadcast(message, src)
-        return data if self.global_rank == src else _plain_data.decode(message)
+        return data if self.global_rank == src else plain_data.decode(message)
 
     def gather_plain(self, data: Any) -> list[Any]:
         """Return every rank's plain data; see `Strategy.gather_plain`."""
-        encoded = _plain_data.encode(data).to(self.device)
+        encoded = plain_data.encode(data).to(self.device)
         sizes = self.all_gather(torch.tensor(encoded.numel()))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
         padded[: encoded.numel()] = encoded
         rows = self.all_gather(padded)
-        return [_plain_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+        return [plain_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
 
     def barrier(self, name: str = "") -> None:
         """Wait for every rank; see `Strategy.barrier`."""

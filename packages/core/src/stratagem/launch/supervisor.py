@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,7 +27,6 @@ from typing import Any, Protocol
 from stratagem.errors import RankFailedError
 from stratagem.launch.rank import (
     ERROR_FILE_VARIABLE,
-    LAUNCH_VARIABLE,
     PARENT_VARIABLE,
     crash_file,
     parent_death_signal,
@@ -38,39 +36,12 @@ _TERM_GRACE = 5.0
 """Seconds that a rank has between SIGTERM and SIGKILL."""
 
 
-def _present_folder() -> str | None:
-    try:
-        return os.getcwd()  # noqa: PTH109 - pathlib would be imported for nothing
-    except OSError:
-        return None
-
-
-STARTED_IN = _present_folder()
-"""Where this process was when Stratagem was imported; a script may go elsewhere later."""
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def listening_socket() -> socket.socket:
     """Return a socket that listens on a free port of the loopback interface."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))
     listener.listen(4096)
     return listener
-
-
-def _is_bound(cores: int) -> bool:
-    if not hasattr(os, "sched_getaffinity"):
-        return False
-    try:
-        return cores < len(os.sched_getaffinity(os.getppid()))
-    except OSError:
-        return False  # it belongs to somebody else, or has ended
 
 
 @dataclass(frozen=True)
@@ -94,58 +65,6 @@ class Output:
     def variables(self) -> dict[str, str]:
         """Return what lets a rank's output come as it is written, not by the block."""
         return {"PYTHONUNBUFFERED": "1"} if self.log_dir or self.prefix else {}
-
-
-def threads_per_rank(local_world_size: int) -> str:
-    """Return OMP_NUM_THREADS for each of the ranks that share this node's cores.
-
-    A process that may use fewer cores than its parent has been given its own (srun and mpirun bind
-    tasks to cores); the others divide what there is.
-    """
-    cores = available_cores()
-    threads = cores if _is_bound(cores) else max(1, cores // local_world_size)
-    return os.environ.get("OMP_NUM_THREADS") or str(threads)
-
-
-def rank_environment(
-    *,
-    local_rank: int,
-    local_world_size: int,
-    node_rank: int = 0,
-    num_nodes: int = 1,
-    main_address: str = "127.0.0.1",
-    main_port: int,
-) -> dict[str, str]:
-    """Return the variables that tell a rank who it is."""
-    network = {}
-    if num_nodes == 1 and sys.platform.startswith("linux"):
-        # gloo listens on the address of the host's name, unless it is told otherwise.
-        network["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return {
-        **network,
-        "MASTER_ADDR": main_address,
-        "MASTER_PORT": str(main_port),
-        "WORLD_SIZE": str(local_world_size * num_nodes),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
-        "NODE_RANK": str(node_rank),
-        "LOCAL_RANK": str(local_rank),
-        "RANK": str(node_rank * local_world_size + local_rank),
-        "STRATAGEM_CLUSTER": "plain",
-        "OMP_NUM_THREADS": threads_per_rank(local_world_size),
-    }
-
-
-def environment_of_request(ordinal: int) -> dict[str, str]:
-    """Return the environment for the n-th request of this process, counted from 0.
-
-    A rank that runs its script again comes by the requests that were made before the launch. They
-    are met as they were in the first process, which was no rank yet.
-    """
-    environ = dict(os.environ)
-    if ordinal < int(environ.get(LAUNCH_VARIABLE, "0")):
-        for variable in rank_environment(local_rank=0, local_world_size=1, main_port=0):
-            environ.pop(variable, None)
-    return environ
 
 
 @dataclass(frozen=True)

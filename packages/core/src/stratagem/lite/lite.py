@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data import sharding as loaders_of_ranks
+from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.registry import get_registry
 from stratagem.distributed.uneven_inputs import Agreement
@@ -26,13 +26,15 @@ from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.launch.rank import at_end_of_rank
-from stratagem.launch.supervisor import environment_of_request
-from stratagem.lite.module import LiteDataLoader, LiteModule, LiteOptimizer, wrap_optimizer
+from stratagem.launch.rank_environment import environment_of_request
+from stratagem.lite.dataloader import LiteDataLoader
+from stratagem.lite.module import LiteModule
+from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
 from stratagem.rng import seed_everything
 from stratagem.state.shards import read_whole
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 
 PathLike = str | os.PathLike[str]
 
@@ -338,7 +340,7 @@ class Lite:
         wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
-                loader = loaders_of_ranks.shard_loader(loader, index, count, even=True)
+                loader = sharding.shard_loader(loader, index, count, even=True)
             name = "the data loader"
             if len(dataloaders) > 1:
                 name += f" {len(wrapped)} of setup_dataloaders()"
@@ -605,7 +607,7 @@ class Lite:
                 f"{type(path).__name__} and {type(state).__name__}"
             )
         checkpoint = {name: self._state_of(value) for name, value in state.items()}
-        self.strategy.save_checkpoint(checkpoint, storage.at(path))
+        self.strategy.save_checkpoint(checkpoint, paths.at(path))
 
     def _state_of(self, value: Any) -> Any:
         if isinstance(value, LiteModule):
@@ -638,7 +640,7 @@ class Lite:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
                 wrong with it.
         """
-        checkpoint = self.strategy.load_checkpoint(storage.at(path))
+        checkpoint = self.strategy.load_checkpoint(paths.at(path))
         if state is None:
             return read_whole(checkpoint)
         missing = [name for name in state if name not in checkpoint]

@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import io
 from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from stratagem.errors import CheckpointContentError
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
 # An expanded tensor up to this many bytes is nobody's harm.
@@ -101,3 +104,29 @@ def decode(encoded: torch.Tensor) -> Any:
     # Not by way of numpy, without which torch may be installed.
     data = ctypes.string_at(encoded.data_ptr(), encoded.numel())
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def why_refused(contents: Any) -> str:
+    """Return what could not be loaded again without executing code, or only by much more memory.
+
+    Returns:
+        Where it is, and what to store in its place; "": all of it may be saved.
+    """
+    if culprit := find_culprit(contents, "checkpoint"):
+        return (
+            f"{culprit}, which could not be loaded without executing code. "
+            "Store numbers, strings, tensors, and dicts, lists, tuples and sets of them"
+        )
+    if oversized := find_oversized(contents, "checkpoint"):
+        return f"{oversized}. Store the tensor before it was expanded"
+    return ""
+
+
+def check_contents(checkpoint: Any, path: str | Path) -> None:
+    """Refuse what `why_refused` says.
+
+    Raises:
+        CheckpointContentError: says where it is.
+    """
+    if why := why_refused(checkpoint):
+        raise CheckpointContentError(f"cannot save {path}: {why}")

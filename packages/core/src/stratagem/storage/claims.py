@@ -8,7 +8,7 @@ import secrets
 import time
 from pathlib import Path
 
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 
 # A claim at a URL that its owner did not give back counts for so long, in seconds.
 _FORGOTTEN_AFTER = 24 * 3600
@@ -39,7 +39,7 @@ class Claim:
     """
 
     def __init__(
-        self, path: storage.Location, marker: storage.Location, descriptor: int | None
+        self, path: paths.Location, marker: paths.Location, descriptor: int | None
     ) -> None:
         self.path = path
         self._marker = marker
@@ -49,7 +49,7 @@ class Claim:
     def release(self) -> None:
         """Give the name back: by now something is there, or nothing shall be."""
         # Before the lock is let go of, so that nobody locks a file that is not there any more.
-        storage.remove(self._marker)
+        paths.remove(self._marker)
         if self._descriptor is not None and self._descriptor in _held:
             _held.discard(self._descriptor)
             os.close(self._descriptor)
@@ -72,7 +72,7 @@ def claim(path: str | os.PathLike[str], *, may_exist: bool = False) -> Claim | N
         True
         >>> first.release()
     """
-    path = storage.at(path)
+    path = paths.at(path)
     if isinstance(path, Path):
         return _claim_local(path, may_exist)
     return _claim_remote(path, may_exist)
@@ -121,22 +121,22 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _claim_remote(url: str, may_exist: bool) -> Claim | None:
-    name = storage.name_of(url)
-    if not may_exist and storage.exists(url):
+    name = paths.name_of(url)
+    if not may_exist and paths.exists(url):
         return None
-    folder = storage.join(storage.parent(url), ".claims")
-    marker = storage.join(folder, f"{name}.{secrets.token_hex(8)}")
-    storage.write(marker, b"claimed")
+    folder = paths.join(paths.parent(url), ".claims")
+    marker = paths.join(folder, f"{name}.{secrets.token_hex(8)}")
+    paths.write(marker, b"claimed")
     claimed = Claim(url, marker, None)
     # Each writes, then looks: of two at once, at least the later one sees the other.
     others = [
         entry
-        for entry in storage.entries(folder)
-        if storage.name_of(entry.path).rpartition(".")[0] == name
+        for entry in paths.entries(folder)
+        if paths.name_of(entry.path).rpartition(".")[0] == name
         and entry.path != marker
         and time.time() - entry.modified < _FORGOTTEN_AFTER
     ]
-    if others or (not may_exist and storage.exists(url)):
+    if others or (not may_exist and paths.exists(url)):
         claimed.release()
         return None
     return claimed

@@ -6,10 +6,10 @@ import ctypes
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratagem.checkpoint.directory import is_directory_checkpoint
 from stratagem.storage.durable_file import (
     make_directory,
     remove_leftovers,
@@ -31,6 +31,7 @@ class DurableDirectory:
 
     Args:
         path: where it shall appear; the directory above it is made if there is none.
+        may_replace: whether a directory with files in it, at `path`, may be replaced; None: never.
 
     Attributes:
         temporary: where files are to be written.
@@ -39,9 +40,9 @@ class DurableDirectory:
         OSError: it cannot be made, or what is at the path is a directory and no checkpoint.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, may_replace: Callable[[Path], bool] | None = None) -> None:
         self.path = path
-        if _holds_something_else(path):
+        if _holds_files(path) and not (may_replace is not None and may_replace(path)):
             raise FileExistsError(
                 errno.EEXIST,
                 "it is a directory with other things in it, which a save would remove: expected a "
@@ -98,13 +99,8 @@ class DurableDirectory:
             self._lock = -1
 
 
-def _holds_something_else(path: Path) -> bool:
-    return (
-        path.is_dir()
-        and not path.is_symlink()
-        and not is_directory_checkpoint(path)
-        and any(path.iterdir())
-    )
+def _holds_files(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and any(path.iterdir())
 
 
 def _exchange(first: Path, second: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import CheckpointSaveError, ConfigurationError
 from stratagem.storage.remote import RemoteFile, fetch, file_system, is_object_store, protocols
 
 Location = Path | str
@@ -289,3 +289,15 @@ def _link_local(target: Path, path: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def check_is_new(target: str | Path) -> None:
+    """Refuse to write over what is there.
+
+    Raises:
+        CheckpointSaveError: something is at `target`.
+    """
+    if os.path.lexists(target):
+        raise CheckpointSaveError(
+            f"{str(target)!r} is there already: remove it first, or give another path"
+        )

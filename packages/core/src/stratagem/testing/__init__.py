@@ -1,1 +1,1 @@
-"""."""
+"""What authors of components run against theirs."""

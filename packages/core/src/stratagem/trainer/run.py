@@ -19,9 +19,9 @@ from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Prepared
-from stratagem.lite.module import wrap_optimizer
+from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.module import Module
-from stratagem.trainer import evaluation, fit_loop, loaders, options, uneven
+from stratagem.trainer import evaluation, fit_loop, loaders, options
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.hooks import Events
 from stratagem.trainer.interruption import Interruption
@@ -29,7 +29,11 @@ from stratagem.trainer.loaders import LimitedLoader
 from stratagem.trainer.metrics import LoggedValues
 from stratagem.trainer.optimizers import SchedulerConfig, configure
 from stratagem.trainer.progress import Progress
-from stratagem.trainer.resume import checkpoint as checkpoints
+from stratagem.trainer.resume.checkpoint import (
+    read_checkpoint,
+    restore_model,
+    restore_training,
+)
 from stratagem.trainer.resume.find import find_checkpoint
 from stratagem.trainer.resume.rank_state import RankState
 from stratagem.trainer.resume.restarts import Restarts
@@ -170,7 +174,7 @@ class Run:
         self.restarts = Restarts(self.strategy, trainer.default_root_dir)
         ckpt_path = self.restarts.begin(ckpt_path)
         checkpoint, path = self._read(ckpt_path)
-        train_loader, agreement = uneven.agree(self._training_loader(train), self.strategy)
+        train_loader, agreement = loaders.agree(self._training_loader(train), self.strategy)
         data = Resumable(
             train_loader.loader,
             train_loader.name,
@@ -192,8 +196,8 @@ class Run:
                 _count_steps(optimizer, self.progress)
         if checkpoint is not None:
             self.run_id = checkpoint["run"] or self.run_id
-            checkpoints.restore_model(self, prepared, checkpoint, path)
-            checkpoints.restore_training(self, prepared, checkpoint, path)
+            restore_model(self, prepared, checkpoint, path)
+            restore_training(self, prepared, checkpoint, path)
         module.__dict__["_logged"] = self.train_values
         if module.hyper_parameters:
             for logger in trainer.loggers_of_this_rank:
@@ -247,7 +251,7 @@ class Run:
         if self.prepared is None:
             self.prepared = self.strategy.prepare(StepModule(self.module))
         if checkpoint is not None:
-            checkpoints.restore_model(self, self.prepared, checkpoint, path)
+            restore_model(self, self.prepared, checkpoint, path)
         return self.prepared
 
     def _read(self, asked: str | Path | None) -> tuple[dict[str, Any] | None, str | Path]:
@@ -255,7 +259,7 @@ class Run:
         if asked is None:
             return None, ""
         path = find_checkpoint(self.trainer, asked)
-        return checkpoints.read(self.strategy, path), path
+        return read_checkpoint(self.strategy, path), path
 
     def _check_engine(self) -> None:
         trainer, plan = self.trainer, self.trainer.plan

@@ -21,12 +21,14 @@ from stratagem.lite.lite import Lite
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 from stratagem.trainer import options
 from stratagem.trainer.metrics import LoggedValues
 from stratagem.trainer.optimizers import SchedulerConfig
 from stratagem.trainer.progress import Progress
-from stratagem.trainer.resume import checkpoint as checkpoints
+from stratagem.trainer.resume.checkpoint import (
+    collect_checkpoint,
+)
 from stratagem.trainer.run import Run
 
 Devices = int | str | list[int] | tuple[int, ...] | None
@@ -152,7 +154,7 @@ class Trainer:
         )
         if sync_batchnorm:
             self.strategy.sync_batchnorm = True
-        self.default_root_dir = storage.at(
+        self.default_root_dir = paths.at(
             Path.cwd() if default_root_dir is None else default_root_dir
         )
 
@@ -234,7 +236,7 @@ class Trainer:
             return []
         if logger is None or logger is True:
             root = self.default_root_dir
-            return [CSVLogger(Path.cwd() if storage.is_url(root) else root)]
+            return [CSVLogger(Path.cwd() if paths.is_url(root) else root)]
         given = list(logger) if isinstance(logger, (list, tuple)) else [logger]
         for one in given:
             if not isinstance(one, Logger):
@@ -369,10 +371,10 @@ class Trainer:
         return str(self.default_root_dir)
 
     @property
-    def checkpoint_root(self) -> storage.Location:
+    def checkpoint_root(self) -> paths.Location:
         """The folder in which checkpoints get one of their own: that of the logs, or a URL."""
         root = self.default_root_dir
-        return root if storage.is_url(root) else Path(self.log_dir)
+        return root if paths.is_url(root) else Path(self.log_dir)
 
     @property
     def run_id(self) -> str:
@@ -677,11 +679,11 @@ class Trainer:
         Raises:
             CheckpointContentError: something in it is not plain data; says what.
         """
-        filepath = storage.at(filepath)
+        filepath = paths.at(filepath)
         if self.is_within_step and not weights_only:
             self.last_run.saves_due.append(filepath)
             return
-        checkpoint = checkpoints.collect(self.last_run, self._prepared, weights_only=weights_only)
+        checkpoint = collect_checkpoint(self.last_run, self._prepared, weights_only=weights_only)
         self.strategy.save_checkpoint(checkpoint, filepath)
         restarts = self.last_run.restarts
         if restarts is not None and not weights_only:

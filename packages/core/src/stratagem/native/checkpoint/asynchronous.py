@@ -16,7 +16,7 @@ from stratagem.errors import CheckpointSaveError, ConfigurationError
 from stratagem.interfaces.checkpoint_io import CheckpointIO, Ranks
 from stratagem.launch.rank import at_end_of_rank, record_failure, this_rank
 from stratagem.native.checkpoint.snapshot import Snapshots
-from stratagem.state.contents import check_contents
+from stratagem.state.plain_data import check_contents
 from stratagem.state.shards import Shards
 
 _GRACE = 20.0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from stratagem.checkpoint import SingleFileCheckpointIO
-from stratagem.errors import CheckpointSaveError
+from stratagem.storage import paths
 
 
 def consolidate_checkpoint(source: str | Path, target: str | Path) -> None:
@@ -32,18 +31,6 @@ def consolidate_checkpoint(source: str | Path, target: str | Path) -> None:
         >>> torch.load(f"{folder}/step=1.ckpt", weights_only=True)
         {'weights': tensor([1., 1.])}
     """
-    check_is_new(target)
+    paths.check_is_new(target)
     io = SingleFileCheckpointIO()
     io.save_checkpoint(io.load_checkpoint(source), target)
-
-
-def check_is_new(target: str | Path) -> None:
-    """Refuse to write over what is there.
-
-    Raises:
-        CheckpointSaveError: something is at `target`.
-    """
-    if os.path.lexists(target):
-        raise CheckpointSaveError(
-            f"{str(target)!r} is there already: remove it first, or give another path"
-        )

@@ -12,19 +12,26 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from stratagem.checkpoint import catalog as checkpoint_files
+from stratagem.checkpoint import catalog
 from stratagem.checkpoint.archive import Manifest
-from stratagem.checkpoint.directory import LAYOUT, MANIFEST, STATE, SavedFile, encode_manifest
+from stratagem.checkpoint.directory import (
+    LAYOUT,
+    MANIFEST,
+    STATE,
+    SavedFile,
+    encode_manifest,
+    is_directory_checkpoint,
+)
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.native.checkpoint.archive_io import manifest_of
+from stratagem.native.checkpoint.archive_io import manifest_of, write_archive
 from stratagem.native.checkpoint.directory_reading import open_directory
 from stratagem.native.checkpoint.exchange import Exchange, Record, StoreExchange, exchange_alone
 from stratagem.native.checkpoint.shard_writer import ShardWriter
-from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO, write_archive
-from stratagem.state.contents import why_refused
+from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO
+from stratagem.state.plain_data import why_refused
 from stratagem.state.shards import Shards, has_shards, read_whole
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 from stratagem.storage.durable_directory import DurableDirectory
 from stratagem.storage.streamed_file import StreamedFile
 
@@ -79,13 +86,13 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
-        if not storage.is_url(path) and Path(path).is_dir():
+        if not paths.is_url(path) and Path(path).is_dir():
             return open_directory(Path(path), verify=self.verify, ranks=self.ranks)
         return SingleFileCheckpointIO(verify=self.verify).load_checkpoint(path)
 
     def verify_checkpoint(self, path: str | Path) -> None:
         """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
-        checkpoint_files.verify(path)
+        catalog.verify(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at `path`."""
@@ -134,7 +141,7 @@ class _Save:
             return {**record, "error": why, "culprit": True}
         if self._rank == 0:
             try:
-                self._directory = DurableDirectory(self._path)
+                self._directory = DurableDirectory(self._path, may_replace=is_directory_checkpoint)
             except OSError as error:
                 return {**record, **_told(error)}
             record["temporary"] = str(self._directory.temporary)
@@ -198,7 +205,7 @@ class _Save:
 
 
 def _local(path: str | Path) -> Path:
-    path = storage.at(path)
+    path = paths.at(path)
     if isinstance(path, Path):
         return path
     raise CheckpointSaveError(
@@ -216,14 +223,14 @@ def _split(
         What is left, with None in their places; they, by names; and where each of them was.
     """
     parts: dict[str, Tensor | Shards] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
+    places: dict[str, tuple[Any, ...]] = {}
 
     def take(data: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(data, (Tensor, Shards)):
             name = ".".join(map(str, path))
             if name in parts:  # {"a": {"b.c": ...}} and {"a.b": {"c": ...}}
                 name = repr(path)
-            parts[name], paths[name] = data, path
+            parts[name], places[name] = data, path
             return None
         if isinstance(data, dict):
             return {key: take(value, (*path, key)) for key, value in data.items()}
@@ -235,7 +242,7 @@ def _split(
         name: take(entry, (name,)) if has_shards(entry) else entry
         for name, entry in checkpoint.items()
     }
-    return rest, parts, paths
+    return rest, parts, places
 
 
 def _told(error: Exception) -> Record:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import pickle
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-import torch
-from torch.serialization import get_crc32_options, set_crc32_options
-
-from stratagem.checkpoint import catalog as checkpoint_files
+from stratagem.checkpoint import catalog
 from stratagem.checkpoint.archive import (
-    ArchiveWriter,
-    Manifest,
-    Sink,
     check_entries,
-    not_whole,
     read_archive,
     verify_checksum,
 )
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.native.checkpoint.archive_io import manifest_of
-from stratagem.state.contents import check_contents
-from stratagem.state.plain_data import find_oversized
+from stratagem.native.checkpoint.archive_io import load_archive, manifest_of, write_archive
+from stratagem.state.plain_data import check_contents, find_oversized
 from stratagem.state.shards import read_whole
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 from stratagem.storage.durable_directory import remove_any
 from stratagem.storage.durable_file import DurableFile
 from stratagem.storage.remote import RemoteFile
@@ -65,7 +53,7 @@ class SingleFileCheckpointIO(CheckpointIO):
             CheckpointContentError: something in it is not plain data.
             CheckpointSaveError: the file system refused; what was at the path is still there.
         """
-        path = storage.at(path)
+        path = paths.at(path)
         check_contents(checkpoint, path)
         if isinstance(path, Path) and path.is_dir():
             raise CheckpointSaveError(f"cannot save {str(path)!r}: it is a directory, give a file")
@@ -88,23 +76,23 @@ class SingleFileCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; see `CheckpointIO.load_checkpoint`."""
-        path = storage.at(path)
-        if not storage.exists(path):
-            folder = storage.parent(path)
-            there = sorted(storage.name_of(e.path) for e in checkpoint_files.find_all([folder]))
+        path = paths.at(path)
+        if not paths.exists(path):
+            folder = paths.parent(path)
+            there = sorted(paths.name_of(e.path) for e in catalog.find_all([folder]))
             raise CheckpointNotFoundError(
                 f"there is no checkpoint at {str(path)!r}; in {str(folder)!r} there are: "
                 f"{', '.join(there) or 'none'}"
             )
         if isinstance(path, Path) and path.is_dir():
             return read_whole(self.open_checkpoint(path))
-        with storage.open_local(path) as file:
+        with paths.open_local(path) as file:
             archive = read_archive(file, str(path))
             if self.verify:
                 verify_checksum(file, archive, str(path))
             check_entries(file, archive, str(path))
             # By the descriptor: the file that was checked, though another may have its name by now.
-            loaded = _load(f"/proc/self/fd/{file.fileno()}", str(path), archive.size)
+            loaded = load_archive(f"/proc/self/fd/{file.fileno()}", str(path), archive.size)
         if not isinstance(loaded, dict):
             raise CheckpointCorruptError(
                 f"{str(path)!r} holds a {type(loaded).__name__}; expected a dict of state"
@@ -115,7 +103,7 @@ class SingleFileCheckpointIO(CheckpointIO):
 
     def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
-        path = storage.at(path)
+        path = paths.at(path)
         if not isinstance(path, Path) or not path.is_dir():
             return self.load_checkpoint(path)
         # torch.distributed.checkpoint takes a while to import.
@@ -125,15 +113,15 @@ class SingleFileCheckpointIO(CheckpointIO):
 
     def verify_checkpoint(self, path: str | Path) -> None:
         """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
-        checkpoint_files.verify(path)
+        catalog.verify(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at `path`, if there is anything."""
-        path = storage.at(path)
+        path = paths.at(path)
         if isinstance(path, Path):
             remove_any(path)
         else:
-            storage.remove(path)
+            paths.remove(path)
 
     def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
         """Make `path` a symbolic link to `target`, or a copy of it on an object store.
@@ -142,7 +130,7 @@ class SingleFileCheckpointIO(CheckpointIO):
             CheckpointSaveError: the file system refused; `path` names what it named before.
         """
         try:
-            return storage.link(target, path)
+            return paths.link(target, path)
         except OSError as error:
             raise CheckpointSaveError(
                 f"cannot let {str(path)!r} name {str(target)!r}: {type(error).__name__}: {error}; "
@@ -151,83 +139,12 @@ class SingleFileCheckpointIO(CheckpointIO):
             ) from error
 
 
-def _create(path: storage.Location) -> DurableFile | RemoteFile:
+def _create(path: paths.Location) -> DurableFile | RemoteFile:
     return DurableFile(path) if isinstance(path, Path) else RemoteFile(path)
 
 
-def _may_exist(path: storage.Location) -> bool:
+def _may_exist(path: paths.Location) -> bool:
     try:
-        return storage.exists(path)
+        return paths.exists(path)
     except OSError:
         return True  # of a file system that cannot be reached: it has changed nothing
-
-
-def write_archive(contents: dict[str, Any], manifest: Manifest, sink: Sink) -> None:
-    """Write contents, manifest and checksum to `sink`.
-
-    Raises:
-        OSError: what the sink raised.
-    """
-    writer = ArchiveWriter(sink)
-    try:
-        with _without_crc32():
-            torch.save(contents, cast("IO[bytes]", writer))
-    except RuntimeError:
-        if writer.error is not None:
-            raise writer.error from None
-        raise
-    writer.finish(manifest)
-
-
-def _load(source: str, path: str, size: int) -> Any:
-    try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointCorruptError(
-            f"{path!r} holds something that loading would have to execute, so it was "
-            f"refused: {str(error).partition('. ')[0]}. Only load checkpoints of plain data"
-        ) from error
-    except MemoryError as error:
-        raise CheckpointCorruptError(
-            f"{path!r} was refused: loading its {size} bytes would take more memory than there is"
-        ) from error
-    # What torch.load and the unpickler raise for a damaged file is not documented; all of these
-    # were seen.
-    except (
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-    ) as error:
-        raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
-
-
-_crc32_lock = threading.Lock()
-_saving = 0
-_crc32_before = True
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    """Leave out the archive's own checksums: ours finds more, and theirs cost a third of a save.
-
-    It is an option of the process, so the last of several threads that save puts it back.
-    """
-    global _saving, _crc32_before
-    with _crc32_lock:
-        if _saving == 0:
-            _crc32_before = get_crc32_options()
-            set_crc32_options(False)
-        _saving += 1
-    try:
-        yield
-    finally:
-        with _crc32_lock:
-            _saving -= 1
-            if _saving == 0:
-                set_crc32_options(_crc32_before)

@@ -25,12 +25,12 @@ import torch
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
-from stratagem.launch import rank
-from stratagem.launch import supervisor as supervision
+from stratagem.launch import rank, supervisor
+from stratagem.launch.rank_environment import rank_environment
 from stratagem.launch.run_as_rank import forget_parents_ranks, run_as_rank
 from stratagem.launch.supervisor import Failure, Output, Ranks
 from stratagem.plan.plan import RunPlan
-from stratagem.state import plain_data as _plain_data
+from stratagem.state import plain_data
 
 _END_GRACE = 20.0
 """Seconds that ranks have to end by themselves after Ctrl-C or a signal."""
@@ -66,7 +66,7 @@ class ProcessesLauncher(Launcher):
             return run_as_rank(function, *args, **kwargs)
         call = _Call(function, args, kwargs, tuple(get_registry().registered()))
         with tempfile.TemporaryDirectory(prefix="stratagem-launch-") as folder:
-            start: supervision.StartRank
+            start: supervisor.StartRank
             if self.start_method == "spawn":
                 start = _Spawn(Path(folder), call)
             else:
@@ -74,7 +74,7 @@ class ProcessesLauncher(Launcher):
                 start = _Fork(Path(folder), call)
             return self._run(plan, start, Path(folder))  # type: ignore[no-any-return]
 
-    def _run(self, plan: RunPlan, start: supervision.StartRank, folder: Path) -> Any:
+    def _run(self, plan: RunPlan, start: supervisor.StartRank, folder: Path) -> Any:
         environments = _environments(plan)
         # The store that the ranks meet at is held here, so that its port is known and taken before
         # any of them starts.
@@ -162,7 +162,7 @@ class _Fork:
 
     def __call__(
         self, number: int, environment: Mapping[str, str], output: Path | None
-    ) -> supervision.RankProcess:
+    ) -> supervisor.RankProcess:
         arguments = (dict(environment), output, self._folder, self._call, self._threads_are_gone)
         return _Process(
             multiprocessing.get_context("fork").Process(
@@ -195,7 +195,7 @@ class _Spawn:
 
     def __call__(
         self, number: int, environment: Mapping[str, str], output: Path | None
-    ) -> supervision.RankProcess:
+    ) -> supervisor.RankProcess:
         arguments = (dict(environment), output, self._folder)
         return _Process(
             multiprocessing.get_context("spawn").Process(
@@ -269,7 +269,7 @@ def _run_call(call: _Call, folder: Path) -> None:
 
 
 def _write(path: Path, result: Any) -> None:
-    if culprit := _plain_data.find_culprit(result):
+    if culprit := plain_data.find_culprit(result):
         raise ConfigurationError(
             f"what the launched function returns comes back from another process, as plain data "
             f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but {culprit}"
@@ -284,7 +284,7 @@ def _environments(plan: RunPlan) -> dict[int, dict[str, str]]:
     count = plan.processes_per_node
     several = plan.num_nodes > 1
     return {
-        node_rank * count + local_rank: supervision.rank_environment(
+        node_rank * count + local_rank: rank_environment(
             local_rank=local_rank,
             local_world_size=count,
             node_rank=node_rank,

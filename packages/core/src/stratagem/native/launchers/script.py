@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
-from stratagem.launch import rank
-from stratagem.launch import supervisor as supervision
+from stratagem.launch import rank, supervisor
+from stratagem.launch.rank_environment import STARTED_IN, rank_environment
 from stratagem.launch.run_as_rank import Watch, run_as_rank
 from stratagem.launch.supervisor import Command
 from stratagem.plan.plan import RunPlan
@@ -54,11 +54,11 @@ class ScriptLauncher(Launcher):
         if "MASTER_PORT" in environ and plan.num_nodes > 1:
             main_port = int(environ["MASTER_PORT"])
         else:
-            listener = supervision.listening_socket()
+            listener = supervisor.listening_socket()
             main_port = listener.getsockname()[1]
 
         environments = {
-            node_rank * count + local_rank: supervision.rank_environment(
+            node_rank * count + local_rank: rank_environment(
                 local_rank=local_rank,
                 local_world_size=count,
                 node_rank=node_rank,
@@ -73,9 +73,7 @@ class ScriptLauncher(Launcher):
         own = environments.pop(node_rank * count)
         os.environ.update({k: v for k, v in own.items() if k != "OMP_NUM_THREADS"})
         if environments:
-            command = Command(
-                command=[sys.executable, *sys.orig_argv[1:]], cwd=supervision.STARTED_IN
-            )
+            command = Command(command=[sys.executable, *sys.orig_argv[1:]], cwd=STARTED_IN)
             Watch.start(command, environments, plan.world_size)
         if listener is not None:
             # After the others have started, who would inherit the number and not the socket.

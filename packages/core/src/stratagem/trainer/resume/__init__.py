@@ -1,1 +1,1 @@
-"""."""
+"""What a Trainer saves, finds and restores."""

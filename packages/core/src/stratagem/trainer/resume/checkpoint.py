@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem._version import __version__
+from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
 from stratagem.state.plain_data import find_culprit
-from stratagem.trainer.migrations import FORMAT_VERSION, migrate
 from stratagem.trainer.resume.rank_state import state_of_rank
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.run import Run
 
 
-def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, Any]:
+def collect_checkpoint(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, Any]:
     """Return a checkpoint of the run as it is; called on every rank.
 
     Tensors in it alias the live ones.
@@ -86,29 +86,13 @@ def collect(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, An
     return checkpoint
 
 
-def read(strategy: Strategy, path: str | Path) -> dict[str, Any]:
+def read_checkpoint(strategy: Strategy, path: str | Path) -> dict[str, Any]:
     """Return the checkpoint at `path`; called on every rank.
 
     Raises:
         CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
     """
     return check(strategy.load_checkpoint(path), path)
-
-
-def check(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Return a Trainer's checkpoint in the present format; refuse what is none.
-
-    Raises:
-        CheckpointCorruptError: it is of a newer format.
-        CheckpointMismatchError: it has no weights.
-    """
-    migrated = migrate(checkpoint, path)
-    if "state_dict" not in checkpoint:
-        raise CheckpointMismatchError(
-            f"{str(path)!r} has no 'state_dict'; it has {', '.join(map(str, checkpoint))}: "
-            "expected a checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
-        )
-    return migrated
 
 
 def restore_model(

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from stratagem.checkpoint.catalog import find_all, first_whole
 from stratagem.errors import CheckpointNotFoundError
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.callbacks.model_checkpoint import ModelCheckpoint
     from stratagem.trainer.trainer import Trainer
 
 
-def find_checkpoint(trainer: Trainer, asked: str | Path) -> storage.Location:
+def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
     """Return the path that "best", "last" or a path means; the same on every rank.
 
     "last" is the newest checkpoint that is whole: one of this Trainer's run if there is any, else
@@ -27,7 +27,7 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> storage.Location:
     from stratagem.callbacks.model_checkpoint import ModelCheckpoint
 
     if asked not in ("best", "last"):
-        return storage.at(asked)
+        return paths.at(asked)
     savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
     if not savers:
         raise CheckpointNotFoundError(
@@ -63,16 +63,15 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> storage.Location:
             else f"ckpt_path='last': none of the {len(passed_over)} checkpoint(s) in {folders} is "
             "whole"
         )
-    return storage.at(found)
+    return paths.at(found)
 
 
-def _candidates(savers: list[ModelCheckpoint]) -> list[storage.Location]:
+def _candidates(savers: list[ModelCheckpoint]) -> list[paths.Location]:
     """Return what "last" may mean, the most wanted first."""
     # Training cannot go on from weights alone.
     savers = [c for c in savers if not c.save_weights_only] or savers
     found = find_all(c.dirpath for c in savers if c.dirpath is not None)
-    own = {str(storage.absolute(path)) for c in savers for path in c.kept_paths}
+    own = {str(paths.absolute(path)) for c in savers for path in c.kept_paths}
     return [
-        entry.path
-        for entry in sorted(found, key=lambda e: str(storage.absolute(e.path)) not in own)
+        entry.path for entry in sorted(found, key=lambda e: str(paths.absolute(e.path)) not in own)
     ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from stratagem.data.resumable import generators_of_loader, has_persistent_workers
-from stratagem.rng_state import (
+from stratagem.rng import (
     generator_states,
     random_state,
     random_state_kept,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.checkpoint.catalog import first_whole
 from stratagem.errors import ConfigurationError
-from stratagem.storage import paths as storage
+from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
@@ -46,13 +46,13 @@ class Restarts:
         True
     """
 
-    def __init__(self, strategy: Strategy, folder: storage.Location) -> None:
+    def __init__(self, strategy: Strategy, folder: paths.Location) -> None:
         self._strategy = strategy
         self._run_id = strategy.cluster_environment.run_id()
         # The script's arguments as well: torchrun calls every run "none", unless it is told.
         key = zlib.crc32("\0".join([str(self._run_id), *sys.argv]).encode())
         name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', str(self._run_id))}-{key:08x}-{next(_fits)}.json"
-        self._file = storage.join(storage.join(storage.absolute(folder), ".stratagem"), name)
+        self._file = paths.join(paths.join(paths.absolute(folder), ".stratagem"), name)
         self._agents: list[str] = []
         self._checkpoints: list[str] = []
 
@@ -89,7 +89,7 @@ class Restarts:
         """Note a checkpoint that is durable by now; called on every rank."""
         if self._run_id is None or not self._strategy.is_global_zero:
             return
-        newest = str(storage.absolute(path))
+        newest = str(paths.absolute(path))
         others = [checkpoint for checkpoint in self._checkpoints if checkpoint != newest]
         self._checkpoints = [newest, *others][:_KEPT]
         self._write()
@@ -102,7 +102,7 @@ class Restarts:
             restarted = not set(self._agents).isdisjoint(record["agents"])
         else:
             restarted = restart_count > 0
-        there = [path for path in record["checkpoints"] if storage.exists(path)]
+        there = [path for path in record["checkpoints"] if paths.exists(path)]
         if not restarted:
             if there:
                 self._say(
@@ -114,7 +114,7 @@ class Restarts:
         for gone in itertools.takewhile(lambda path: path not in there, record["checkpoints"]):
             self._say(f"has saved {gone!r}, which is gone")
         check = self._strategy.checkpoint_io.verify_checkpoint
-        whole, passed_over = first_whole(map(storage.at, there), check)
+        whole, passed_over = first_whole(map(paths.at, there), check)
         for text in passed_over:
             self._say(f"has saved what cannot be used: {text}")
         given = "" if asked is None else f"ckpt_path={str(asked)!r}"
@@ -131,12 +131,12 @@ class Restarts:
         print(f"stratagem: the run {self._run_id!r} {what}", file=sys.stderr, flush=True)
 
     def _read(self) -> dict[str, Any]:
-        if not storage.exists(self._file):
+        if not paths.exists(self._file):
             return {"agents": [], "checkpoints": []}
-        record: dict[str, Any] = json.loads(storage.read(self._file))
+        record: dict[str, Any] = json.loads(paths.read(self._file))
         return record
 
     def _write(self) -> None:
         record = {"run": self._run_id, "agents": self._agents, "checkpoints": self._checkpoints}
         # In one step: the run may be killed at any time.
-        storage.write(self._file, json.dumps(record, indent=1).encode())
+        paths.write(self._file, json.dumps(record, indent=1).encode())

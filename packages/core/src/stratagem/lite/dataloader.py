@@ -1,0 +1,127 @@
+"""LiteDataLoader: a data loader whose batches are on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from stratagem.data.pytree import move_to_device
+from stratagem.data.resumable import Resumable
+from stratagem.data.sharding import length_of, set_epoch
+from stratagem.rng import random_state, set_random_state
+
+
+class LiteDataLoader:
+    """A data loader whose batches come on the device; attributes are those of the user's loader.
+
+    `Lite.save` keeps its place, and the random numbers of every rank. After `Lite.load` the next
+    loop over it goes on from there: inside an epoch with the batch that would have come next, after
+    the last one with the next epoch. A loop that was left by `break` is inside an epoch.
+
+    Args:
+        loader: of this rank.
+        device: where batches are moved to; None: they stay.
+        name: stands for it in messages.
+        rank: this process's.
+        shard: this rank's part of the data, (index, count).
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        device: torch.device | None,
+        name: str = "the data loader",
+        rank: int = 0,
+        shard: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.loader = loader
+        self._device = None if device is None or device.type == "cpu" else device
+        self._rank = rank
+        self._data = Resumable(loader, name, rank, shard)
+        self._epoch = 0
+        """Of the next iteration, unless the user sets it by hand."""
+        self._last = 0
+        self._begun: Any = None
+        """The present epoch's batches; None: between two epochs."""
+        self._done = 0
+        """Batches of the present epoch that `_begun` does not count."""
+        self._random: dict[str, Any] | None = None
+
+    @property
+    def sampler(self) -> Any:
+        """The loader's sampler, or None."""
+        return getattr(self.loader, "sampler", None)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Without it a distributed sampler repeats one order in every epoch. A user who sets the
+        # epoch by hand is left to it.
+        if getattr(self.sampler, "epoch", self._last) == self._last:
+            set_epoch(self.loader, self._epoch)
+            self._last = self._epoch
+            self._epoch += 1
+        if self._begun is not None:
+            self._done = 0  # the loop before was left, and this is another epoch
+        batches, _ = self._data.begin(self._present_epoch(), self._done, length_of(self.loader))
+        if self._random is not None:
+            # Last, since the loader has drawn numbers of its own.
+            set_random_state(self._random)
+            self._random = None
+        # What a DataLoader has passed over, it has counted.
+        self._done -= getattr(batches, "_num_yielded", 0)
+        self._begun = batches
+        return self._batches(batches)
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        ready = batches if hasattr(batches, "_num_yielded") else self._counted(batches)
+        if self._device is not None:
+            ready = map(partial(move_to_device, device=self._device), ready)
+        yield from ready
+        if self._begun is batches:
+            self._begun, self._done = None, 0
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Count the batches of what does not count them itself, as a DataLoader's iterator does."""
+        for batch in batches:
+            self._done += 1
+            yield batch
+
+    def _present_epoch(self) -> int:
+        epoch: int = getattr(self.sampler, "epoch", self._last)
+        return epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's place in the data, and its random numbers."""
+        batches = self._done + getattr(self._begun, "_num_yielded", 0)
+        return {
+            "epoch": self._present_epoch() if batches else self._epoch,
+            "batches": batches,
+            "random": random_state(),
+            "loader": self._data.state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank, among as many ranks."""
+        self.resume([state] * (self._rank + 1))
+
+    def resume(self, states: list[dict[str, Any]]) -> None:
+        """Go on from what `state_dict` returned on each rank.
+
+        Of more ranks than saved, the further ones keep their own random numbers.
+        """
+        batches = states[0]["batches"]
+        self._epoch = states[0]["epoch"]
+        self._begun = None
+        self._done = self._data.resume([state["loader"] for state in states], batches)
+        if self._rank < len(states):
+            # Once more when the iteration begins, if that is to draw what was drawn before.
+            set_random_state(states[self._rank]["random"])
+            self._random = states[self._rank]["random"] if batches else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)

@@ -1,0 +1,72 @@
+"""LiteOptimizer: an optimizer as the strategy steps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from stratagem.interfaces.strategy import Prepared, Strategy
+
+_SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
+
+
+class LiteOptimizer:
+    """The user's optimizer, whose step goes through the strategy.
+
+    An instance also passes for the optimizer's own class, so that schedulers take it.
+    """
+
+    optimizer: Optimizer
+    prepared: Prepared
+    strategy: Strategy
+    _clear_gradients: Callable[[], None]
+
+    @property
+    def state(self) -> Any:
+        """The user's optimizer's state; loading replaces that object, so it is looked up there."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        """The user's optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:
+        """The user's optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        """Step through the strategy."""
+        return self.strategy.optimizer_step(self.prepared, self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        if set_to_none:
+            self._clear_gradients()
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by parameter names."""
+        return self.strategy.optimizer_state(self.prepared, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state by parameter names."""
+        self.strategy.load_optimizer_state(self.prepared, self.optimizer, state)
+
+
+def wrap_optimizer(optimizer: Optimizer, prepared: Prepared, strategy: Strategy) -> Any:
+    """Return a `LiteOptimizer` that stands for the user's optimizer."""
+    kind = type(f"Lite{type(optimizer).__name__}", (LiteOptimizer, type(optimizer)), {})
+    wrapped: Any = object.__new__(kind)
+    # A scheduler made earlier has put a counting `step` on the instance: ours comes first, and
+    # calls it.
+    wrapped.__dict__.update(
+        {name: value for name, value in optimizer.__dict__.items() if name not in _SHADOWING}
+    )
+    wrapped.optimizer, wrapped.prepared, wrapped.strategy = optimizer, prepared, strategy
+    wrapped._clear_gradients = strategy.gradient_clearer(optimizer)
+    return wrapped
