@@ -194,9 +194,11 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session
-def torture(session: nox.Session) -> None:
+def durability(session: nox.Session) -> None:
     """200 kills of writers while they save, and bad disks; not in CI, where 20 are."""
     session.install(TORCH)
     session.install("./packages/core")
     directory = session.create_tmp()
-    session.run("stratagem", "checkpoint", "torture", directory, "--kills", "200", *session.posargs)
+    session.run(
+        "stratagem", "checkpoint", "durability", directory, "--kills", "200", *session.posargs
+    )

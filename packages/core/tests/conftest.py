@@ -34,14 +34,14 @@ RANK_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def _global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test sees the seed, the number format or the variables that another one set."""
+    """No test sees the seed, the dtype or the variables that another one set."""
     for variable in RANK_VARIABLES:
         # Set first, so that monkeypatch also removes what the test sets itself.
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     torch.manual_seed(0)
     yield
-    assert torch.get_default_dtype() is torch.float32, "a test changed the default number format"
+    assert torch.get_default_dtype() is torch.float32, "a test changed the default dtype"
     assert torch.is_grad_enabled(), "a test left gradients off"
     assert not torch.is_inference_mode_enabled(), "a test left inference mode on"
 

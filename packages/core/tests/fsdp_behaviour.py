@@ -171,7 +171,7 @@ out["tied"] = steps(tied, model, optimizer)
 out["still tied"] = tied_net.layers[0].weight is tied_net.layers[1].weight
 
 
-# -- number formats
+# -- dtypes
 def dtypes(**options: Any) -> list[Any]:
     seen: list[str] = []
     half = Lite(accelerator="cpu", devices=2, **options)

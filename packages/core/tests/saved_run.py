@@ -33,7 +33,8 @@ class Net(Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * self.scale
+        out: Tensor = self.net(x) * self.scale
+        return out
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -46,7 +47,8 @@ class Net(Module):
         self.log("val_loss", nn.functional.mse_loss(self(x), y))
 
     def configure_optimizers(self) -> Any:
-        decayed, plain = [], []
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
         for name, parameter in self.named_parameters():
             (decayed if name.endswith("weight") else plain).append(parameter)
         optimizer = torch.optim.AdamW(

@@ -23,7 +23,7 @@ from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.discovery import Capabilities
 from stratagem.environments import PlainEnvironment, TorchElasticEnvironment
 from stratagem.errors import ConfigurationError, NonFiniteLossError, StratagemError, UserCodeError
-from stratagem.interfaces.strategy import Parts
+from stratagem.interfaces.strategy import Components
 from stratagem.precision import MixedPrecision, TruePrecision
 from stratagem.rng import chosen_seed
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
@@ -588,7 +588,7 @@ def test_ddp_refuses_a_backend_that_is_not_built_in_and_a_timeout_of_nothing() -
 def test_a_process_group_of_another_size_is_not_taken_over(tmp_path: Path) -> None:
     strategy = DDPStrategy()
     strategy.bind(
-        Parts(
+        Components(
             accelerator=CPUAccelerator(),
             precision=TruePrecision(),
             checkpoint_io=SingleFileCheckpointIO(),

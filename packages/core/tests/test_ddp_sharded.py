@@ -268,7 +268,7 @@ def test_parameters_of_several_number_formats_are_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         DDPShardedStrategy().shard(torch.optim.SGD(mixed, lr=0.1))
     assert str(caught.value) == (
-        "strategy='ddp_sharded' expected the parameters of an optimizer in one number format, "
+        "strategy='ddp_sharded' expected the parameters of an optimizer in one dtype, "
         "received torch.float32, torch.float64: make an optimizer for each, or use strategy='ddp'"
     )
 

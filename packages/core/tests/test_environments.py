@@ -432,10 +432,10 @@ def test_runs_whose_computed_ports_are_the_same_or_taken_find_their_own_rank_0(
     threads = [threading.Thread(target=look, args=(token,)) for token in ("one", "two") * 2]
     for thread in threads:
         thread.start()
-    listeners = {token: rendezvous.announce(token, 2) for token in ("one", "two")}
+    hooks = {token: rendezvous.announce(token, 2) for token in ("one", "two")}
     for thread in threads:
         thread.join(30)
-    for token, listener in listeners.items():
+    for token, listener in hooks.items():
         assert found[token] == [listener.getsockname()[1]] * 2
         listener.close()
 

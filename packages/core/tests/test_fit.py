@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stratagem import Callback, DataModule, Module, Trainer
 from stratagem.errors import NonFiniteLossError
-from stratagem.trainer.hooks import EVENTS
+from stratagem.trainer.hooks import HOOKS
 
 Batch = tuple[Tensor, ...]
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -816,7 +816,7 @@ def recording_callback(log: list[str], name: str) -> Callback:
 
         return listen
 
-    events = {event: record(event) for event in EVENTS if event not in _NOT_RECORDED}
+    events = {event: record(event) for event in HOOKS if event not in _NOT_RECORDED}
     return type("Recorder", (Callback,), events)()  # type: ignore[no-any-return]
 
 
@@ -827,7 +827,7 @@ def recording_module(log: list[str], name: str, base: type[Module]) -> Module:
 
         return listen
 
-    events = {event: record(event) for event in EVENTS if event not in _NOT_RECORDED}
+    events = {event: record(event) for event in HOOKS if event not in _NOT_RECORDED}
 
     def configure_model(self: Any) -> None:
         log.append(f"{name}.configure_model")

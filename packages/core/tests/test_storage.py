@@ -173,7 +173,7 @@ def test_a_save_that_ends_early_leaves_what_was_there(
         files.invalidate_cache()
         assert [paths.name_of(found) for found in files.find(folder)] == ["a.ckpt"]
         if "s3" in files.protocol:
-            # Parts that nobody sees would be paid for.
+            # Components that nobody sees would be paid for.
             assert not files.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads")
     io.save_checkpoint({"number": 3, "weights": weights}, path)
     assert io.load_checkpoint(path)["weights"].numel() == size // 4

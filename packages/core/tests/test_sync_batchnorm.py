@@ -345,6 +345,6 @@ def test_a_strategy_that_has_no_way_says_so() -> None:
 def test_dp_refuses_it() -> None:
     with pytest.warns(FutureWarning):
         strategy = DataParallelStrategy()
-    strategy.parts = type("Parts", (), {"devices": (0, 1)})()
+    strategy.components = type("Components", (), {"devices": (0, 1)})()
     with pytest.raises(ConfigurationError, match="takes batch statistics on each device alone"):
         strategy.synchronize_batch_norm(nn.BatchNorm1d(2))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stratagem.checkpoint import SavedTensor, Shards
+from stratagem.checkpoint import LazyTensor, Shards
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
 from stratagem.interfaces.strategy import Strategy
 from stratagem.state.shards import read_whole
@@ -178,7 +178,7 @@ class EngineState:
     def _saved(self, part: Part, key: str | None = None) -> Any:
         own = part.read(key)
         if self._takes_shards:
-            # A rank without a part does not know the number format; the others tell it.
+            # A rank without a part does not know the dtype; the others tell it.
             return Shards.of_flat(part.shape, own, start=part.start)
         return self._gathered(part, own)
 
@@ -359,9 +359,9 @@ class EngineState:
             self._engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
 
 
-def _range_of(value: Tensor | SavedTensor, part: Part) -> Tensor:
+def _range_of(value: Tensor | LazyTensor, part: Part) -> Tensor:
     """Return this rank's range of a whole tensor, or of one that lies in a checkpoint."""
-    if isinstance(value, SavedTensor):
+    if isinstance(value, LazyTensor):
         own = torch.empty(part.numel, dtype=value.dtype)
         value.read_into(Shards.of_flat(value.shape, own, start=part.start))
         return own

@@ -26,7 +26,7 @@ from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_mem
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.precision import EnginePrecision, Precision
-from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
+from stratagem.interfaces.strategy import Components, Optimizers, PreparedModel, make_optimizers
 from stratagem.interfaces.train_step import GradientClip
 from stratagem_deepspeed import ops
 from stratagem_deepspeed.config import (
@@ -103,7 +103,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         save_full_weights: gather checkpoints on rank 0, which writes one file. By default every
             rank writes its part into a directory, of which `stratagem checkpoint consolidate` and
             `convert` make one file.
-        **parts: see `ParallelStrategy`.
+        **components: see `ParallelStrategy`.
 
     Raises:
         ConfigurationError: DeepSpeed is not installed, the config cannot be read or has an unknown
@@ -158,11 +158,11 @@ class DeepSpeedStrategy(ParallelStrategy):
         synchronize_checkpoint_boundary: bool | None = None,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         save_full_weights: bool = False,
-        **parts: Any,
+        **components: Any,
     ) -> None:
-        if save_full_weights and parts.get("checkpoint_io") is None:
-            parts["checkpoint_io"] = "single_file"
-        super().__init__(**parts)
+        if save_full_weights and components.get("checkpoint_io") is None:
+            components["checkpoint_io"] = "single_file"
+        super().__init__(**components)
         installed_version()
         self.options = Options(
             stage=stage,
@@ -224,13 +224,13 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- what is known of the run
 
-    def bind(self, parts: Parts) -> None:
-        """Take the parts of the plan; check what they say, and build the ops that are needed."""
-        super().bind(parts)
-        kind = parts.accelerator.device(parts.devices[0]).type
+    def bind(self, components: Components) -> None:
+        """Take the components of the plan; check what they say, and build the ops that are needed."""
+        super().bind(components)
+        kind = components.accelerator.device(components.devices[0]).type
         self.facts = replace(
             self.facts,
-            precision=parts.precision.name,
+            precision=components.precision.name,
             world_size=self.world_size,
             device_type=kind,
         )
@@ -239,7 +239,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             ask_for_huge_pages()
         if config.get("fp16", {}).get("enabled") and kind == "cpu" and not _cpu_has_float16():
             raise ConfigurationError(
-                f"precision={parts.precision.name!r}: this processor has no float16 arithmetic, "
+                f"precision={components.precision.name!r}: this processor has no float16 arithmetic, "
                 "and DeepSpeed refuses to emulate it: pass precision='bf16-mixed'"
             )
         for what in ("offload_optimizer", "offload_param"):
@@ -331,7 +331,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
-    ) -> Prepared:
+    ) -> PreparedModel:
         """Return the model with its engine; see `Strategy.prepare`.
 
         Without an optimizer there is nothing to shard but parameters: an engine is made at stage 3
@@ -355,7 +355,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             called, module, [] if optimizer is None else [optimizer], evaluation_module=called
         )
 
-    def setup_optimizer(self, prepared: Prepared, optimizer: Optimizer) -> Optimizer:
+    def setup_optimizer(self, prepared: PreparedModel, optimizer: Optimizer) -> Optimizer:
         """Make the engine of a model that was set up without an optimizer."""
         called = prepared.module
         assert isinstance(called, EngineModule)
@@ -405,7 +405,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- a training step
 
-    def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the engine's backward, which scales the loss and reduces gradients.
 
         Raises:
@@ -426,13 +426,16 @@ class DeepSpeedStrategy(ParallelStrategy):
         called.backward(loss, **kwargs)
 
     def clip_gradients(
-        self, prepared: Prepared, optimizer: Optimizer, clip: GradientClip
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
     ) -> Tensor | None:
         """Do nothing: the engine clips in its step, by the norm that it was made with."""
         return None
 
     def optimizer_step(
-        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
     ) -> Any:
         """Let the engine clip, step and clear the gradients."""
         if closure is not None:
@@ -452,22 +455,22 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- state
 
-    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Return parameters, in the optimizer's precision, and buffers; see `Strategy`."""
         return self._state(prepared).weights()
 
     def load_model_state(
-        self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
     ) -> None:
         """Load weights of any strategy; each rank takes, or reads, its part."""
         self._state(prepared).load_weights(state, strict=strict)
 
-    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state by parameter names; see `Strategy`."""
         return self._state(prepared).optimizer()
 
     def load_optimizer_state(
-        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load optimizer state of any strategy; each rank takes, or reads, its part.
 
@@ -487,18 +490,18 @@ class DeepSpeedStrategy(ParallelStrategy):
         """Return the checkpoint at `path`; of sharded tensors, each rank will read its part."""
         return self.checkpoint_io.open_checkpoint(path)
 
-    def _state(self, prepared: Prepared) -> EngineState:
+    def _state(self, prepared: PreparedModel) -> EngineState:
         assert isinstance(prepared.module, EngineModule)
         return EngineState(prepared.module, self)
 
-    def before_evaluation(self, prepared: Prepared) -> None:
+    def before_evaluation(self, prepared: PreparedModel) -> None:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
         for buffer in prepared.original.buffers():
             dist.broadcast(buffer, 0)
 
 
 @dataclass(eq=False)
-class EnginePrepared(Prepared):
+class EnginePrepared(PreparedModel):
     """A model and its engine, which clears the gradients in its step."""
 
     def __post_init__(self) -> None:

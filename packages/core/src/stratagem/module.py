@@ -16,7 +16,7 @@ from stratagem.errors import UserCodeError
 
 if TYPE_CHECKING:
     from stratagem.trainer import Trainer
-    from stratagem.trainer.metrics import LoggedValues
+    from stratagem.trainer.metrics import Metrics
 
 ModuleType = TypeVar("ModuleType", bound="Module")
 
@@ -162,7 +162,7 @@ class Module(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of the first parameter, or the default one if there is none."""
+        """The dtype of the first parameter, or the default one if there is none."""
         parameter = next(self.parameters(), None)
         return torch.get_default_dtype() if parameter is None else parameter.dtype
 
@@ -242,7 +242,7 @@ class Module(nn.Module):
         Raises:
             UserCodeError: called outside of a run, or the value is not a single number.
         """
-        logged: LoggedValues | None = self.__dict__["_logged"]
+        logged: Metrics | None = self.__dict__["_logged"]
         if logged is None:
             raise UserCodeError(
                 f"self.log({name!r}, ...) works while a Trainer runs this model, in its steps and "

@@ -85,7 +85,7 @@ class WorkerSeed:
             self.then(worker_id)
 
 
-def random_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
     """Return the states of Python's, NumPy's, torch's and the devices' random numbers.
 
     NumPy's is there if NumPy is imported, the devices' if they are in use. A generator that user
@@ -93,9 +93,9 @@ def random_state() -> dict[str, Any]:
 
     Example:
         >>> import torch
-        >>> state = random_state()
+        >>> state = rng_state()
         >>> first = torch.rand(1)
-        >>> set_random_state(state)
+        >>> set_rng_state(state)
         >>> bool(torch.rand(1) == first)
         True
     """
@@ -115,8 +115,8 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` returned."""
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what `rng_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
@@ -130,13 +130,13 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Put the random numbers' states back when the block ends."""
-    before = random_state()
+    before = rng_state()
     try:
         yield
     finally:
-        set_random_state(before)
+        set_rng_state(before)
 
 
 def generators_of(*holders: Any) -> list[Any]:

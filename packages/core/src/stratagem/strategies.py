@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stratagem.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from stratagem.interfaces.strategy import Optimizers as Optimizers
-    from stratagem.interfaces.strategy import Prepared as Prepared
+    from stratagem.interfaces.strategy import PreparedModel as PreparedModel
     from stratagem.interfaces.strategy import ReduceOp as ReduceOp
     from stratagem.interfaces.strategy import Strategy as Strategy
     from stratagem.interfaces.strategy import make_optimizers as make_optimizers
@@ -37,7 +37,7 @@ else:
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
             "Optimizers": "stratagem.interfaces.strategy",
             "ParallelStrategy": "stratagem.distributed.parallel_strategy",
-            "Prepared": "stratagem.interfaces.strategy",
+            "PreparedModel": "stratagem.interfaces.strategy",
             "ReduceOp": "stratagem.interfaces.strategy",
             "SingleDeviceStrategy": "stratagem.native.strategies.single_device",
             "Strategy": "stratagem.interfaces.strategy",

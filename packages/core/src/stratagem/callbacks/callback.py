@@ -50,7 +50,7 @@ class Callback:
         return states.get(self.state_key)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Told before anything else; `stage` is "fit", "validate", "test" or "predict"."""

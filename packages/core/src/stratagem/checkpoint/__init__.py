@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stratagem.native.checkpoint.single_file import (
         SingleFileCheckpointIO as SingleFileCheckpointIO,
     )
-    from stratagem.state.shards import SavedTensor as SavedTensor
+    from stratagem.state.shards import LazyTensor as LazyTensor
     from stratagem.state.shards import Shards as Shards
 else:
     __getattr__, __dir__ = exporter(
@@ -25,7 +25,7 @@ else:
         {
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
             "consolidate_checkpoint": "stratagem.native.checkpoint.consolidate",
-            "SavedTensor": "stratagem.state.shards",
+            "LazyTensor": "stratagem.state.shards",
             "Shards": "stratagem.state.shards",
         },
     )

@@ -1,6 +1,6 @@
 """`stratagem checkpoint`: what is in a checkpoint, whether it is whole, and others made of it.
 
-The commands that need torch are in files of their own, `torture.py` and `weights.py`.
+The commands that need torch are in files of their own, `durability.py` and `weights.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from stratagem.checkpoint.describe import Description, describe_checkpoint
+from stratagem.cli.durability import durability
 from stratagem.cli.tables import print_table
-from stratagem.cli.torture import torture
 from stratagem.cli.weights import average, convert
 from stratagem.errors import CheckpointError
 
@@ -45,7 +45,7 @@ def checkpoint_app() -> typer.Typer:
     app.command()(consolidate)
     app.command()(convert)
     app.command()(average)
-    app.command()(torture)
+    app.command()(durability)
     return app
 
 

@@ -1,4 +1,4 @@
-"""The order in which an epoch's samples are read: drawn again, passed over, or dealt anew."""
+"""The order in which an epoch's samples are read: drawn again, passed over, or resharded anew."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stratagem.data.sharding import ShardedSampler, deal
+from stratagem.data.sharding import ShardedSampler, shard_indices
 from stratagem.rng import (
     generator_states,
-    random_state,
-    random_state_kept,
+    preserve_rng_state,
+    rng_state,
     set_generator_states,
-    set_random_state,
+    set_rng_state,
 )
-from stratagem.state.plain_data import encode, find_culprit
+from stratagem.state.plain_data import encode, find_offending_value
 
 
 class Indices:
@@ -85,7 +85,7 @@ class Indices:
         epoch: int,
         done: int = 0,
         start: dict[str, Any] | None = None,
-        dealt: Any = None,
+        resharded: Any = None,
         number: int = 0,
     ) -> None:
         """Prepare for the next iteration.
@@ -94,15 +94,15 @@ class Indices:
             epoch: which; workers' seeds change with it.
             done: how many to pass over.
             start: the random numbers to draw from; None: those of that moment.
-            dealt: what to take in place of the sampler.
+            resharded: what to take in place of the sampler.
             number: of its first batch, for workers' seeds.
         """
         self._epoch = epoch
         self._begun = None
-        if dealt is None:
+        if resharded is None:
             self._next = _Draw(self, self.sampler, done, start, number)
         else:
-            self._next = _Draw(self, dealt, done, start, number, draws=False)
+            self._next = _Draw(self, resharded, done, start, number, draws=False)
 
     @property
     def start(self) -> dict[str, Any] | None:
@@ -165,11 +165,11 @@ class _Draw:
             return
         generators = self._owner.generators
         if self._replayed is None:
-            self.start = {**random_state(), "generators": generator_states(generators)}
+            self.start = {**rng_state(), "generators": generator_states(generators)}
         else:
             self.start = self._replayed
             if self._draws:
-                set_random_state(self.start)
+                set_rng_state(self.start)
                 set_generator_states(generators, self.start["generators"])
         indices = iter(self._source)
         # A sampler that is a generator draws at its first index.
@@ -183,7 +183,7 @@ class _Draw:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the sampler's, not what is left of an epoch that was dealt anew."""
+        """Whether it is the sampler's, not what is left of an epoch that was resharded anew."""
         return self._draws
 
     def why_not_drawn_again(self, sampler: Any) -> str:
@@ -192,18 +192,18 @@ class _Draw:
         generators = self._owner.generators
         before = generator_states(generators)
         try:
-            with random_state_kept():
+            with preserve_rng_state():
                 inner = getattr(sampler, "sampler", sampler)
                 if iter(inner) is iter(inner):
                     return "has one iteration only, of which a resumed run would begin another"
-                set_random_state(self.start)
+                set_rng_state(self.start)
                 set_generator_states(generators, self.start["generators"])
                 indices = iter(sampler)
                 if self.first != _checksum(list(islice(indices, 1))):
                     return "draws from what is not in the checkpoint"
-                drawn = encode(random_state())
+                drawn = encode(rng_state())
                 next(indices, None)
-                is_lazy = not torch.equal(drawn, encode(random_state()))
+                is_lazy = not torch.equal(drawn, encode(rng_state()))
         finally:
             set_generator_states(generators, before)
         if is_lazy:
@@ -245,7 +245,7 @@ def _copy(sampler: Any) -> Any:
 
 
 def _checksum(indices: list[Any]) -> int | None:
-    return None if find_culprit(indices) else zlib.crc32(repr(indices).encode())
+    return None if find_offending_value(indices) else zlib.crc32(repr(indices).encode())
 
 
 # ------------------------------------------------------------ the order of all ranks together
@@ -285,8 +285,8 @@ class Order:
             return list(all_of_it)
         if seed is None:
             before = generator_states(generators)
-            with random_state_kept():
-                set_random_state(start)
+            with preserve_rng_state():
+                set_rng_state(start)
                 set_generator_states(generators, start["generators"])
                 order = list(self.sampler)
             set_generator_states(generators, before)
@@ -318,8 +318,8 @@ def order_of(loader: DataLoader[Any], shards: int) -> Order | str:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """The rest of an epoch, dealt anew to ranks that are not as many as began it.
+class Reshard:
+    """The rest of an epoch, resharded anew to ranks that are not as many as began it.
 
     Attributes:
         seed: of the epoch's order; None: it was drawn by one reader.
@@ -342,7 +342,7 @@ class Deal:
         rest = order[self.samples :]
         if getattr(loader.sampler, "drop_last", False):  # DistributedSampler's
             rest = rest[: len(rest) // count * count]
-        mine = deal(rest, index, count, even=True)
+        mine = shard_indices(rest, index, count, even=True)
         batches: Any = loader.batch_sampler
         return (
             mine if batches is None else BatchSampler(mine, batches.batch_size, batches.drop_last)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem.data.epoch_order import Deal, Indices, Order, order_of
-from stratagem.rng import generator_states, generators_of, random_state, set_generator_states
+from stratagem.data.epoch_order import Indices, Order, Reshard, order_of
+from stratagem.rng import generator_states, generators_of, rng_state, set_generator_states
 
 
 class Resumable:
@@ -34,7 +34,7 @@ class Resumable:
     knows nothing of the random numbers in workers.)
 
     Ranks that are not as many as saved, or that take batches of another size, go on after the same
-    samples of the epoch's order: the rest is dealt to them in turn.
+    samples of the epoch's order: the rest is resharded to them in turn.
 
     Args:
         loader: of this rank.
@@ -63,7 +63,7 @@ class Resumable:
         self._indices: Indices | None = None
         self._stateful: Any = None
         """What has a state of its own: the loader, its dataset, or None."""
-        self._deal: Deal | None = None
+        self._reshard: Reshard | None = None
         self._resumed: dict[str, Any] | None = None
         self._told = False
         self._had_workers = False
@@ -159,11 +159,11 @@ class Resumable:
         if own is not None and all(own.get(k) == v for k, v in self._layout().items()):
             self._resumed = own
             return batches
-        before = Deal(**first["deal"]) if first.get("deal") else Deal(first.get("seed"), 0, 0)
+        before = Reshard(**first["deal"]) if first.get("deal") else Reshard(first.get("seed"), 0, 0)
         shards, batch_size = first.get("shards", len(states)), first.get("batch_size", 1)
         samples = before.samples + (batches - before.batches) * batch_size * shards
         converted: int = samples // (self.batch_size * self._shard[1])
-        if reason := self._why_not_dealt(first):
+        if reason := self._why_not_resharded(first):
             self._warn(
                 f"the checkpoint was saved in the middle of an epoch, by {shards} reader(s) of "
                 f"{self._name} with batches of {batch_size}, and now there are {self._shard[1]} "
@@ -173,7 +173,7 @@ class Resumable:
         else:
             self._resumed = {
                 "start": first["start"],
-                "deal": asdict(Deal(before.seed, samples, converted)),
+                "deal": asdict(Reshard(before.seed, samples, converted)),
                 "generators": [] if own is None else own["generators"],
             }
         return converted
@@ -193,7 +193,7 @@ class Resumable:
         if seed is not None:
             sampler.seed = seed  # type: ignore[attr-defined]
 
-    def _why_not_dealt(self, first: dict[str, Any]) -> str:
+    def _why_not_resharded(self, first: dict[str, Any]) -> str:
         if isinstance(self._order, str):
             return self._order
         if (first.get("order") == "distributed") is not (self._order.kind == "distributed"):
@@ -214,26 +214,26 @@ class Resumable:
         if self._indices is None:
             # At the end of an epoch, a state would be that of an iteration that never begins.
             return (iter(()), []) if 0 < of <= done else self._read_over(done, resumed)
-        self.left, self._deal, dealt = math.inf, None, None
+        self.left, self._reshard, resharded = math.inf, None, None
         if resumed is None:
             start = None
             if self._had_workers:
                 # Workers are started again, for which the loader draws a number that the run that
                 # is resumed has not drawn here.
-                start = {**random_state(), "generators": generator_states(self._generators)}
+                start = {**rng_state(), "generators": generator_states(self._generators)}
                 self._had_workers = False
             self._indices.begin(epoch, done, start)
             return iter(self.loader), []
         passed_over, number, start = done, 0, resumed.get("start")
         if resumed.get("deal"):
             assert isinstance(self._order, Order)
-            self._deal = Deal(**resumed["deal"])
-            order = self._order.draw(self._deal.seed, epoch, resumed["start"], self._generators)
-            dealt = self._deal.part(order, self._user_loader, *self._shard)
-            passed_over = done - self._deal.batches
-            self.left = len(dealt) - passed_over
-            number = self._deal.samples
-        self._indices.begin(epoch, passed_over, start, dealt, number)
+            self._reshard = Reshard(**resumed["deal"])
+            order = self._order.draw(self._reshard.seed, epoch, resumed["start"], self._generators)
+            resharded = self._reshard.part(order, self._user_loader, *self._shard)
+            passed_over = done - self._reshard.batches
+            self.left = len(resharded) - passed_over
+            number = self._reshard.samples
+        self._indices.begin(epoch, passed_over, start, resharded, number)
         batches = iter(self.loader)
         # Only now: a loader draws a number of its own before it takes the first index.
         self._indices.prime()
@@ -282,7 +282,7 @@ class Resumable:
             state["seed"] = self._seed()
             state["first"] = self._indices.first
             state["generators"] = generator_states(self._generators)
-            state["deal"] = None if self._deal is None else asdict(self._deal)
+            state["deal"] = None if self._reshard is None else asdict(self._reshard)
             if self._indices.start is not None:
                 state["start"] = self._indices.start
         if self._stateful is not None:

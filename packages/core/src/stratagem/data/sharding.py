@@ -62,10 +62,10 @@ class ShardedSampler(Sampler[Any]):
         return len(range(self.index, total, self.count))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(deal(self.order(), self.index, self.count, even=self.even))
+        return iter(shard_indices(self.order(), self.index, self.count, even=self.even))
 
     def order(self) -> list[Any]:
-        """Return the indices of all ranks, in the order in which they are dealt."""
+        """Return the indices of all ranks, in the order in which they are resharded."""
         generator = getattr(self.sampler, "generator", None)
         seed = (self.seed + self.epoch) % 2**63
         with torch.random.fork_rng(devices=[]), _same_random_numbers(seed):
@@ -75,7 +75,7 @@ class ShardedSampler(Sampler[Any]):
             return list(self.sampler)
 
 
-def deal(indices: list[Any], index: int, count: int, *, even: bool) -> list[Any]:
+def shard_indices(indices: list[Any], index: int, count: int, *, even: bool) -> list[Any]:
     """Return every `count`-th index from the `index`-th on; ranks take them in turn, like cards.
 
     Args:
@@ -84,7 +84,7 @@ def deal(indices: list[Any], index: int, count: int, *, even: bool) -> list[Any]
         even: repeat the first ones until every rank has as many.
 
     Example:
-        >>> [deal([5, 3, 8, 1, 4], rank, 2, even=True) for rank in range(2)]
+        >>> [shard_indices([5, 3, 8, 1, 4], rank, 2, even=True) for rank in range(2)]
         [[5, 8, 4], [3, 1, 5]]
     """
     if even and indices:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stratagem.discovery.capabilities import START_METHODS
-from stratagem.distributed.rank_status import COLLECTIVES, Position, Positions
+from stratagem.distributed.rank_status import COLLECTIVES, RankStatus, RankStatuses
 from stratagem.errors import CommunicationError, ConfigurationError
-from stratagem.interfaces.strategy import Parts, ReduceOp, Strategy
+from stratagem.interfaces.strategy import Components, ReduceOp, Strategy
 from stratagem.launch import network
 from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, record_failure, this_rank
 from stratagem.launch.rank_environment import threads_per_rank
@@ -57,7 +57,7 @@ class ParallelStrategy(Strategy):
             and values logged for the epoch leave it out. Otherwise ranks that do not have as many
             batches are refused: before training where lengths are known, else by an exchange of
             one number before each step. Lite has `Lite.join`.
-        **parts: see `Strategy`.
+        **components: see `Strategy`.
 
     Raises:
         ConfigurationError: the backend is not in this build of torch, or an argument is not what
@@ -71,7 +71,7 @@ class ParallelStrategy(Strategy):
         30.0
     """
 
-    _positions: ClassVar[Positions | None] = None
+    _statuses: ClassVar[RankStatuses | None] = None
     """Of this process: there is one process group, whatever the number of strategies."""
 
     def __init__(
@@ -82,11 +82,11 @@ class ParallelStrategy(Strategy):
         start_method: str | None = None,
         sync_batchnorm: bool = False,
         join_uneven_inputs: bool = False,
-        **parts: Any,
+        **components: Any,
     ) -> None:
         if start_method is not None:
-            parts["launcher"] = _launcher(start_method, parts.get("launcher"))
-        super().__init__(**parts)
+            components["launcher"] = _launcher(start_method, components.get("launcher"))
+        super().__init__(**components)
         if process_group_backend is not None and not (
             isinstance(process_group_backend, str) and _is_there(process_group_backend)
         ):
@@ -123,15 +123,15 @@ class ParallelStrategy(Strategy):
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return len(self.parts.devices) * self.parts.num_nodes
+        return len(self.components.devices) * self.components.num_nodes
 
-    def bind(self, parts: Parts) -> None:
-        """Take the parts of the plan; see `Strategy.bind`.
+    def bind(self, components: Components) -> None:
+        """Take the components of the plan; see `Strategy.bind`.
 
         Raises:
             ConfigurationError: the process group's backend cannot move the accelerator's tensors.
         """
-        super().bind(parts)
+        super().bind(components)
         self._check_backend()
         self._read_ranks()
 
@@ -143,7 +143,7 @@ class ParallelStrategy(Strategy):
     def _check_backend(self) -> None:
         backend = self.communication_backend
         takes = dist.Backend.backend_capability.get(backend)
-        kind = self.accelerator.device(self.parts.devices[0]).type
+        kind = self.accelerator.device(self.components.devices[0]).type
         if takes is not None and kind not in takes:
             raise ConfigurationError(
                 f"process_group_backend={backend!r} communicates tensors on "
@@ -165,7 +165,7 @@ class ParallelStrategy(Strategy):
         self._read_ranks()
         # Every rank of a node shares its cores: with all of them each, two ranks on two cores ran
         # 20 times slower.
-        torch.set_num_threads(int(threads_per_rank(len(self.parts.devices)).partition(",")[0]))
+        torch.set_num_threads(int(threads_per_rank(len(self.components.devices)).partition(",")[0]))
         super().setup_environment()
         if dist.is_initialized():
             self._check_existing_group()
@@ -177,7 +177,7 @@ class ParallelStrategy(Strategy):
         timeout = timedelta(seconds=self.timeout)
         environment = self.cluster_environment
         store: Any
-        if self.parts.num_nodes > 1:
+        if self.components.num_nodes > 1:
             network.choose_gloo_interface(environment.main_address)
         if environment.holds_store:
             # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
@@ -206,15 +206,15 @@ class ParallelStrategy(Strategy):
                 world_size=self.world_size,
                 timeout=timeout,
             )
-        positions = self._tell_positions(store)
+        statuses = self._watch_status(store)
         # Threads of a live process group can abort the interpreter's shutdown.
-        at_end_of_rank(partial(_leave_process_group, positions))
+        at_end_of_rank(partial(_leave_process_group, statuses))
 
-    def _tell_positions(self, store: Any) -> Positions:
-        positions = Positions(store, self.global_rank, self.world_size, timeout=self.timeout)
-        this_rank.explain, this_rank.report = positions.explain, positions.report_failure
-        ParallelStrategy._positions = positions
-        return positions
+    def _watch_status(self, store: Any) -> RankStatuses:
+        statuses = RankStatuses(store, self.global_rank, self.world_size, timeout=self.timeout)
+        this_rank.explain, this_rank.report = statuses.explain, statuses.report_failure
+        ParallelStrategy._statuses = statuses
+        return statuses
 
     def _check_existing_group(self) -> None:
         there = dist.get_world_size(), dist.get_rank()
@@ -224,10 +224,10 @@ class ParallelStrategy(Strategy):
                 f"group, but the plan makes it rank {self.global_rank} of {self.world_size}: use "
                 "as many devices as the first launch in this process did"
             )
-        if ParallelStrategy._positions is None:
+        if ParallelStrategy._statuses is None:
             # The user has made the group, and ends it.
-            positions = self._tell_positions(dist.distributed_c10d._get_default_store())
-            at_end_of_rank(positions.leave)
+            statuses = self._watch_status(dist.distributed_c10d._get_default_store())
+            at_end_of_rank(statuses.leave)
 
     def synchronize_batch_norm(self, module: nn.Module) -> None:
         """Let batch norm layers take their statistics over all ranks; see the base class."""
@@ -289,10 +289,10 @@ class ParallelStrategy(Strategy):
         store: Any = dist.distributed_c10d._get_default_store()
         return dist.PrefixStore("stratagem_threads", store.clone())  # type: ignore[attr-defined]
 
-    def tell_position(self, doing: Callable[[], str]) -> None:
+    def report_status(self, doing: Callable[[], str]) -> None:
         """Let this rank's position in errors say what a front end is doing."""
-        if ParallelStrategy._positions is not None:
-            ParallelStrategy._positions.doing = doing
+        if ParallelStrategy._statuses is not None:
+            ParallelStrategy._statuses.doing = doing
 
 
 def _launcher(start_method: str, launcher: str | None) -> str:
@@ -321,37 +321,37 @@ def _is_there(backend: str) -> bool:
     return backend in dist.Backend.backend_list
 
 
-def _leave_process_group(positions: Positions) -> None:
+def _leave_process_group(statuses: RankStatuses) -> None:
     try:
         if not this_rank.failed:
-            _leave_together(positions)
+            _leave_together(statuses)
     except RuntimeError:
         pass  # the store has gone with the rank that held it: there is nobody to wait for
-    positions.leave()
+    statuses.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
         _wait_for_communication_threads()
 
 
-def _leave_together(positions: Positions) -> None:
+def _leave_together(statuses: RankStatuses) -> None:
     """Say farewell; rank 0 waits for the others, which may need the store that it holds.
 
     A rank that waits in a collective waits for this one, in vain: then the run has failed.
     """
-    positions.say_farewell()
-    if positions.rank != 0:
+    statuses.mark_done()
+    if statuses.rank != 0:
         return
     asked_at = time.monotonic() + _PATIENCE
-    before: dict[int, Position] = {}
+    before: dict[int, RankStatus] = {}
     said = False
-    while staying := [r for r in range(1, positions.world_size) if not positions.has_left(r)]:
+    while staying := [r for r in range(1, statuses.world_size) if not statuses.is_done(r)]:
         if this_rank.lost_peer or this_rank.peers_are_gone():
             return  # whoever has started them tells
         time.sleep(0.002 if time.monotonic() < asked_at - _PATIENCE + 1 else 0.1)
         if time.monotonic() < asked_at:
             continue
         asked_at = time.monotonic() + _PATIENCE
-        now = positions.ask()
+        now = statuses.ask()
         stuck = [r for r in staying if r in now and now[r] == before.get(r)]
         if any(now[r].operation in COLLECTIVES for r in stuck):
             _end_with_error(

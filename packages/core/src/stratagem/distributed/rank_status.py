@@ -1,4 +1,4 @@
-"""Positions: where each rank is, asked for when something hangs or a connection is lost."""
+"""RankStatuses: where each rank is, asked for when something hangs or a connection is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOK = 0.5
 _ANSWER_TIME = 4.0
 """Seconds that the others have to answer."""
 
-_FAREWELLS = 3
+_MARK_ATTEMPTS = 3
 """How often a rank says that it has left, where the store does not answer for a while."""
 COLLECTIVES = frozenset(
     (
@@ -49,7 +49,7 @@ _LIBRARIES = (
 
 
 @dataclass(frozen=True)
-class Position:
+class RankStatus:
     """Where a rank is.
 
     Attributes:
@@ -73,7 +73,7 @@ class Position:
         return f"{text} ({self.doing})" if self.doing else text
 
 
-class Positions:
+class RankStatuses:
     """Lets every rank tell where it is, through the store of the process group.
 
     A thread on each rank looks twice a second whether somebody asks, and answers with the stack of
@@ -94,7 +94,7 @@ class Positions:
         # The store serves one request of a connection at a time: the main thread may be waiting.
         own = store.clone()
         own.set_timeout(timedelta(seconds=_ANSWER_TIME))
-        prefixed = dist.PrefixStore("stratagem_positions", own)  # type: ignore[attr-defined]
+        prefixed = dist.PrefixStore("stratagem_status", own)  # type: ignore[attr-defined]
         self._store = BoundedStore(prefixed, seconds=_ANSWER_TIME)
         self._lock = threading.Lock()
         self._round = 0
@@ -102,7 +102,7 @@ class Positions:
         self._left = threading.Event()
         self._is_over = False
         self._thread = threading.Thread(
-            target=self._answer_questions, name="stratagem-positions", daemon=True
+            target=self._answer_questions, name="stratagem-statuses", daemon=True
         )
         if world_size > 1:
             self._thread.start()
@@ -120,25 +120,25 @@ class Positions:
             except RuntimeError:
                 pass  # the rank that holds the store has gone, or does not answer for now
 
-    def _tell(self, position: Position) -> None:
+    def _tell(self, position: RankStatus) -> None:
         key = f"at/{self._round}/{self.rank}"
         with self._lock:
             # Whoever asks, or has failed, has told it better.
             if not self._store.check([key]):
                 self._store.set(key, json.dumps(asdict(position)))
 
-    def here(self) -> Position:
+    def here(self) -> RankStatus:
         """Return where this rank's main thread is."""
         if self._is_over:
-            return Position(self.rank, THE_END, "")
+            return RankStatus(self.rank, THE_END, "")
         frame = sys._current_frames().get(self._main)
-        return Position(self.rank, _operation(frame), _users_line(frame), self.doing())
+        return RankStatus(self.rank, _operation(frame), _users_line(frame), self.doing())
 
     # -- asking
 
     def ask(
-        self, own: Position | None = None, enough: Callable[[], bool] = bool
-    ) -> dict[int, Position]:
+        self, own: RankStatus | None = None, enough: Callable[[], bool] = bool
+    ) -> dict[int, RankStatus]:
         """Ask every rank; return the answers that come in time, with this rank's own.
 
         Args:
@@ -162,12 +162,12 @@ class Positions:
             pass  # the store is gone or cannot be reached: what is missing tells
         return answers
 
-    def _read(self, current: int, rank: int) -> Position | None:
+    def _read(self, current: int, rank: int) -> RankStatus | None:
         key = f"at/{current}/{rank}"
         with self._lock:
             if not self._store.check([key]):
                 return None
-            return Position(**json.loads(self._store.get(key)))
+            return RankStatus(**json.loads(self._store.get(key)))
 
     def explain(
         self, error: BaseException, enough: Callable[[], bool] = bool
@@ -177,13 +177,13 @@ class Positions:
             return None
         frames = list(traceback.walk_tb(error.__traceback__))
         innermost = frames[-1][0] if frames else None
-        own = Position(self.rank, _operation(innermost), _line_in_traceback(error), self.doing())
+        own = RankStatus(self.rank, _operation(innermost), _line_in_traceback(error), self.doing())
         told = CommunicationError(*self._described(error, self.ask(own, enough)), str(own))
         self._mark("failed")
         return told
 
     def _described(
-        self, error: BaseException, answers: Mapping[int, Position]
+        self, error: BaseException, answers: Mapping[int, RankStatus]
     ) -> tuple[str, tuple[int, ...]]:
         own = answers[self.rank]
         missing = tuple(r for r in range(self.world_size) if r not in answers)
@@ -225,7 +225,7 @@ class Positions:
     def report_failure(self, error: BaseException) -> None:
         """Tell the others what this rank failed with, before its connections close."""
         report = "".join(traceback.format_exception(error))
-        own = Position(self.rank, "its own error", _line_in_traceback(error), failure=report)
+        own = RankStatus(self.rank, "its own error", _line_in_traceback(error), failure=report)
         try:
             current = self._round
             with self._lock:
@@ -240,15 +240,15 @@ class Positions:
         if self._thread.is_alive():
             self._thread.join(_ANSWER_TIME + _LOOK)
 
-    def say_farewell(self) -> None:
+    def mark_done(self) -> None:
         """Tell that this rank's script is over."""
         self._is_over = True
-        for _ in range(_FAREWELLS):
+        for _ in range(_MARK_ATTEMPTS):
             if self._mark("left"):
                 return
             time.sleep(1.0)
 
-    def has_left(self, rank: int) -> bool:
+    def is_done(self, rank: int) -> bool:
         """Whether a rank's script is over, in order or not."""
         return self._is_marked("left", rank) or self._is_marked("failed", rank)
 

@@ -1,4 +1,4 @@
-"""Agreement: ranks with different numbers of batches keep step with one another, or say so."""
+"""UnevenInputs: ranks with different numbers of batches keep step with one another, or say so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stratagem.errors import UserCodeError
 from stratagem.interfaces.strategy import Strategy
 
 
-class Agreement:
+class UnevenInputs:
     """Tells the ranks before each optimizer step whether everybody has batches for it.
 
     One exchange of a number for each step: `benchmarks/ddp_throughput.py` measures what it costs.

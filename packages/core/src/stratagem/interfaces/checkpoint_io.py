@@ -103,7 +103,7 @@ class CheckpointIO(ABC):
         """
 
     def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path` with a `SavedTensor` for each tensor that was sharded.
+        """Return the checkpoint at `path` with a `LazyTensor` for each tensor that was sharded.
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError: as `load_checkpoint` does.

@@ -1,4 +1,4 @@
-"""Precision: which number formats parameters, activations and gradients have."""
+"""Precision: which dtypes parameters, activations and gradients have."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Precision(ABC):
     """Whether `scale_loss`, `unscale_gradients` and `optimizer_step` do something."""
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new tensors have the parameters' number format."""
+        """Return a context in which new tensors have the parameters' dtype."""
         return nullcontext()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -82,13 +82,13 @@ class Precision(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 class EnginePrecision(Precision):
     """A precision that a strategy's engine implements: it converts parameters and scales losses.
 
-    Batches are converted to the number format that the model computes in, and what a model returns
+    Batches are converted to the dtype that the model computes in, and what a model returns
     to Lite is converted back.
 
     Args:
@@ -114,7 +114,7 @@ class EnginePrecision(Precision):
         return lambda batch: convert_floats(batch, self.dtype)
 
     def output_converter(self) -> Callable[[Any], Any] | None:
-        """Return what converts outputs to the default number format."""
+        """Return what converts outputs to the default dtype."""
         return lambda output: convert_floats(output, torch.get_default_dtype())
 
 

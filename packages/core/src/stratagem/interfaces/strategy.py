@@ -28,7 +28,7 @@ Optimizers = Sequence[Optimizer] | Callable[[], Sequence[Optimizer]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """What a strategy is composed of; the plan's choices, built.
 
     Attributes:
@@ -46,7 +46,7 @@ class Parts:
 
 
 @dataclass(eq=False)
-class Prepared:
+class PreparedModel:
     """A model as a strategy runs it.
 
     Attributes:
@@ -83,7 +83,7 @@ class Strategy(ABC):
 
     Call sequence, each on every rank and in this order:
         1. `__init__`, by the user or from a spec: options only; nothing is known of the machine.
-        2. `bind(parts)`: the strategy is complete from here on.
+        2. `bind(components)`: the strategy is complete from here on.
         3. `setup_environment()`: device and communication. Ranks are known from here on.
         4. `setup(trainer)`: a hook for subclasses, under the Trainer only.
         5. `model_context()` around the code that builds a model.
@@ -156,13 +156,13 @@ class Strategy(ABC):
         self.requested: Mapping[str, Any] = {k: v for k, v in requested.items() if v is not None}
         """What was asked for here; resolving reads it."""
 
-    def bind(self, parts: Parts) -> None:
-        """Take the parts of the plan; once before each launch."""
-        self.parts = parts
-        self.accelerator = parts.accelerator
-        self.precision = parts.precision
-        self.checkpoint_io = parts.checkpoint_io
-        self.cluster_environment = parts.cluster_environment
+    def bind(self, components: Components) -> None:
+        """Take the components of the plan; once before each launch."""
+        self.components = components
+        self.accelerator = components.accelerator
+        self.precision = components.precision
+        self.checkpoint_io = components.checkpoint_io
+        self.cluster_environment = components.cluster_environment
 
     @property
     def precision_plugin(self) -> Precision:
@@ -203,11 +203,11 @@ class Strategy(ABC):
 
     def setup_environment(self) -> None:
         """Set up the device (and, in subclasses, communication)."""
-        self.device = self.accelerator.device(self.parts.devices[self.local_rank])
+        self.device = self.accelerator.device(self.components.devices[self.local_rank])
         self.accelerator.setup()
         self.accelerator.setup_device(self.device)
 
-    def tell_position(self, doing: Callable[[], str]) -> None:
+    def report_status(self, doing: Callable[[], str]) -> None:
         """Let errors of communication say what a front end is doing ("fit, epoch 0, step 12").
 
         Called on every rank after `setup_environment`; nothing to do where one process trains.
@@ -276,7 +276,7 @@ class Strategy(ABC):
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
-    ) -> Prepared:
+    ) -> PreparedModel:
         """Return the model as this strategy runs it: converted, moved, wrapped.
 
         Args:
@@ -289,9 +289,9 @@ class Strategy(ABC):
         if move_to_device:
             module = module.to(self.device)
         wrapped = self.wrap(module)
-        return Prepared(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
+        return PreparedModel(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
 
-    def setup_optimizer(self, prepared: Prepared, optimizer: Optimizer) -> Optimizer:
+    def setup_optimizer(self, prepared: PreparedModel, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer of a prepared model that was made afterwards, as it will be stepped.
 
         Only a hand-written loop has one.
@@ -314,7 +314,9 @@ class Strategy(ABC):
 
     # -- a training step
 
-    def train_step(self, prepared: Prepared, step: TrainStep, micro_batches: Sequence[Any]) -> None:
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Sequence[Any]
+    ) -> None:
         """Run one optimizer step over its micro-batches.
 
         The loss of each micro-batch counts equally: it is divided by their number. A step whose
@@ -345,7 +347,9 @@ class Strategy(ABC):
             prepared.clear_gradients[0]()
         step.after_micro_batch(micro_batch)
 
-    def accumulate(self, prepared: Prepared, step: TrainStep, micro_batch: Any, count: int) -> bool:
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
         """Run forward and backward of one of `count` micro-batches; return whether it had a loss.
 
         An engine that owns accumulation overrides this, to hand over the loss undivided and to be
@@ -359,32 +363,32 @@ class Strategy(ABC):
         step.after_backward()
         return True
 
-    def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
+    def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
         """Return a context in which backward communicates nothing, or None: nothing to hold."""
         return None
 
-    def backward_in_forward(self, prepared: Prepared) -> AbstractContextManager[Any]:
+    def backward_in_forward(self, prepared: PreparedModel) -> AbstractContextManager[Any]:
         """Return a context for one forward in which user code calls `backward` itself.
 
         The Trainer enters it for each `training_step` of manual optimization.
         """
         return nullcontext()
 
-    def explain(self, prepared: Prepared, error: RuntimeError) -> StratagemError | None:
+    def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
         """Return a better error for one that came out of forward or backward, or None.
 
         Called by both front ends after a step has failed, so that a good one does not pay for it.
         """
         return None
 
-    def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward from `loss`, a scalar; further arguments are those of `Tensor.backward`."""
         if self.precision.scales_loss:
             loss = self.precision.scale_loss(loss)
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def clip_gradients(
-        self, prepared: Prepared, optimizer: Optimizer, clip: GradientClip
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
     ) -> Tensor | None:
         """Clip the gradients of the optimizer's parameters; return their norm if there is one."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -399,7 +403,10 @@ class Strategy(ABC):
         )
 
     def optimizer_step(
-        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
     ) -> Any:
         """Step one optimizer; return what its `step` does.
 
@@ -418,7 +425,7 @@ class Strategy(ABC):
         """Return a function that clears an optimizer's gradients, for a hand-written loop."""
         return gradient_clearer(optimizer)
 
-    def before_evaluation(self, prepared: Prepared) -> None:
+    def before_evaluation(self, prepared: PreparedModel) -> None:
         """Make what ranks hold alike before they evaluate; buffers may differ by rank."""
 
     # -- collectives
@@ -463,7 +470,7 @@ class Strategy(ABC):
 
     # -- state
 
-    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Return parameters and buffers by their canonical names.
 
         They alias the live ones: write or copy them before the next step. A strategy with sharded
@@ -473,7 +480,7 @@ class Strategy(ABC):
         return prepared.original.state_dict()
 
     def load_model_state(
-        self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
     ) -> None:
         """Load what `model_state` returned, under this strategy or another one.
 
@@ -487,12 +494,12 @@ class Strategy(ABC):
         """
         load_weights(prepared.original, state, strict=strict)
 
-    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state with parameter names in the place of indices."""
         return named_state(optimizer, prepared.original)
 
     def load_optimizer_state(
-        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load what `optimizer_state` returned.
 
@@ -511,7 +518,7 @@ class Strategy(ABC):
         """Return the checkpoint at `path`; every rank reads it.
 
         A strategy whose ranks each need a part of the state calls `open_checkpoint` of the
-        `checkpoint_io`, and finds a `SavedTensor` where a tensor was saved in shards.
+        `checkpoint_io`, and finds a `LazyTensor` where a tensor was saved in shards.
         """
         self.finish_saves()
         return self.checkpoint_io.load_checkpoint(path)

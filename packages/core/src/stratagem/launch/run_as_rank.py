@@ -39,7 +39,7 @@ def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> R
     try:
         return function(*args, **kwargs)
     except BaseException as error:
-        told = _settled(error)
+        told = _resolved(error)
         if Watch.current is None:
             rank.record_failure(told)
         # With a watch: the caller may handle it, on every rank alike; if nobody does, the hook
@@ -49,10 +49,10 @@ def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> R
         raise told from (None if isinstance(told, RankFailedError) else error)
 
 
-def _settled(error: BaseException) -> BaseException:
+def _resolved(error: BaseException) -> BaseException:
     """Return what is raised in the place of an error that ends this rank, once that is known."""
     watch = Watch.current
-    return rank.explained(error) if watch is None else watch.settle(error)
+    return rank.explained(error) if watch is None else watch.resolve_cause(error)
 
 
 class Watch:
@@ -88,7 +88,7 @@ class Watch:
         # Last in, first out: what is registered later (leaving the process group) comes before.
         atexit.register(self._finish)
 
-    def settle(self, error: BaseException) -> BaseException:
+    def resolve_cause(self, error: BaseException) -> BaseException:
         """Return the failure of a peer that an error here results from, or the error, explained."""
         self._noticed.set()
         began = time.time()
@@ -179,7 +179,7 @@ def prepare_this_rank() -> None:
         this_rank.failed = True
         watch = Watch.current
         if watch is not None:
-            told = watch.settle(error)
+            told = watch.resolve_cause(error)
             if isinstance(told, RankFailedError):
                 print(told, file=sys.stderr, flush=True)
             else:

@@ -11,7 +11,7 @@ import torch
 from stratagem.data.pytree import move_to_device
 from stratagem.data.resumable import Resumable
 from stratagem.data.sharding import length_of, set_epoch
-from stratagem.rng import random_state, set_random_state
+from stratagem.rng import rng_state, set_rng_state
 
 
 class LiteDataLoader:
@@ -70,7 +70,7 @@ class LiteDataLoader:
         batches, _ = self._data.begin(self._present_epoch(), self._done, length_of(self.loader))
         if self._random is not None:
             # Last, since the loader has drawn numbers of its own.
-            set_random_state(self._random)
+            set_rng_state(self._random)
             self._random = None
         # What a DataLoader has passed over, it has counted.
         self._done -= getattr(batches, "_num_yielded", 0)
@@ -101,7 +101,7 @@ class LiteDataLoader:
         return {
             "epoch": self._present_epoch() if batches else self._epoch,
             "batches": batches,
-            "random": random_state(),
+            "random": rng_state(),
             "loader": self._data.state(),
         }
 
@@ -120,7 +120,7 @@ class LiteDataLoader:
         self._done = self._data.resume([state["loader"] for state in states], batches)
         if self._rank < len(states):
             # Once more when the iteration begins, if that is to draw what was drawn before.
-            set_random_state(states[self._rank]["random"])
+            set_rng_state(states[self._rank]["random"])
             self._random = states[self._rank]["random"] if batches else None
 
     def __getattr__(self, name: str) -> Any:

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.registry import get_registry
-from stratagem.distributed.uneven_inputs import Agreement
+from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.step_module import StepModule
-from stratagem.interfaces.strategy import Parts, Prepared, ReduceOp, Strategy
+from stratagem.interfaces.strategy import Components, PreparedModel, ReduceOp, Strategy
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.launch.rank import at_end_of_rank
 from stratagem.launch.rank_environment import environment_of_request
@@ -131,7 +131,7 @@ class Lite:
         self.strategy: Strategy = plan.strategy.build()
         """The strategy; its ranks and device are there once processes are launched."""
         self.strategy.bind(
-            Parts(
+            Components(
                 accelerator=plan.accelerator.build(),
                 precision=plan.precision.build(),
                 checkpoint_io=plan.checkpoint_io.build(),
@@ -142,7 +142,7 @@ class Lite:
         )
         self._launched = False
         self._in_run = False
-        self._prepared: list[Prepared] = []
+        self._prepared: list[PreparedModel] = []
         self._weight = 1.0
         """What the present batch counts; see `join`."""
         self._raise_errors: Callable[[], None] | None = None
@@ -305,7 +305,7 @@ class Lite:
             wrapped.append(wrap_optimizer(optimizer, prepared, self.strategy))
         return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
-    def _prepared_of(self, optimizer: Optimizer) -> Prepared:
+    def _prepared_of(self, optimizer: Optimizer) -> PreparedModel:
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for prepared in self._prepared:
             if any(id(p) in wanted for p in prepared.original.parameters()):
@@ -352,13 +352,13 @@ class Lite:
     def init_module(self) -> AbstractContextManager[None]:
         """Return a context in which to build a model.
 
-        Its parameters are made on the device, in the right number format and, under a sharding
+        Its parameters are made on the device, in the right dtype and, under a sharding
         strategy, sharded.
         """
         return self._init_context(self._launched_strategy().model_context())
 
     def init_tensor(self) -> AbstractContextManager[None]:
-        """Return a context in which new tensors are on the device, in the right number format."""
+        """Return a context in which new tensors are on the device, in the right dtype."""
         return self._init_context(nullcontext())
 
     @contextmanager
@@ -399,7 +399,7 @@ class Lite:
                 raise
             raise explained from error
 
-    def _only_prepared(self) -> Prepared:
+    def _only_prepared(self) -> PreparedModel:
         if not self._prepared:
             raise ConfigurationError("backward() needs a model that was set up: call setup() first")
         return self._prepared[-1]
@@ -487,11 +487,11 @@ class Lite:
         if strategy.world_size == 1:
             yield from loader
             return
-        agreement = Agreement("the data loader handed to join()", strategy, joins=True)
+        uneven_inputs = UnevenInputs("the data loader handed to join()", strategy, joins=True)
         batches = iter(loader)
         try:
             while True:
-                step, weights = agreement.next_step(list(islice(batches, 1)), 0)
+                step, weights = uneven_inputs.next_step(list(islice(batches, 1)), 0)
                 if not step:
                     return
                 self._weight = 1.0 if weights is None else weights[0]

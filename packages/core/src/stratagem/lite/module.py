@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.interfaces.strategy import Prepared, Strategy
+from stratagem.interfaces.strategy import PreparedModel, Strategy
 
 
 class LiteModule(nn.Module):
@@ -18,7 +18,7 @@ class LiteModule(nn.Module):
     the strategy's wrapper and the precision's context. The state dict has the model's own names.
     """
 
-    def __init__(self, module: nn.Module, prepared: Prepared, strategy: Strategy) -> None:
+    def __init__(self, module: nn.Module, prepared: PreparedModel, strategy: Strategy) -> None:
         super().__init__()
         precision = strategy.precision
         # The model's own tables, so that what nn.Module does with them (buffers, children, to) it
@@ -50,7 +50,7 @@ class LiteModule(nn.Module):
         return self._call("forward", *args, **kwargs)
 
     def _module_to_call(self) -> nn.Module:
-        prepared: Prepared = self.__dict__["prepared"]
+        prepared: PreparedModel = self.__dict__["prepared"]
         return prepared.module if torch.is_grad_enabled() else prepared.evaluation_module
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from stratagem.interfaces.strategy import Prepared, Strategy
+from stratagem.interfaces.strategy import PreparedModel, Strategy
 
 _SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
 
@@ -19,7 +19,7 @@ class LiteOptimizer:
     """
 
     optimizer: Optimizer
-    prepared: Prepared
+    prepared: PreparedModel
     strategy: Strategy
     _clear_gradients: Callable[[], None]
 
@@ -58,7 +58,7 @@ class LiteOptimizer:
         self.strategy.load_optimizer_state(self.prepared, self.optimizer, state)
 
 
-def wrap_optimizer(optimizer: Optimizer, prepared: Prepared, strategy: Strategy) -> Any:
+def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Strategy) -> Any:
     """Return a `LiteOptimizer` that stands for the user's optimizer."""
     kind = type(f"Lite{type(optimizer).__name__}", (LiteOptimizer, type(optimizer)), {})
     wrapped: Any = object.__new__(kind)

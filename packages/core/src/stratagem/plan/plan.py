@@ -51,7 +51,7 @@ class RunRequest:
 
 
 @dataclass(frozen=True)
-class Selected:
+class Selection:
     """A component of a plan: what it is, who provides it, and why it was chosen."""
 
     kind: str
@@ -76,18 +76,18 @@ class RunPlan:
     """What will run, and why. Made by `resolve`; nothing changes it."""
 
     request: RunRequest
-    accelerator: Selected
+    accelerator: Selection
     devices: tuple[int, ...]
     """Device indices on this node, one for each local process or virtual device."""
     devices_why: str
-    strategy: Selected
+    strategy: Selection
     capabilities: Capabilities
-    precision: Selected
-    cluster_environment: Selected
-    launcher: Selected
-    checkpoint_io: Selected
+    precision: Selection
+    cluster_environment: Selection
+    launcher: Selection
+    checkpoint_io: Selection
     num_nodes: int
-    environments_passed_over: tuple[Selected, ...] = ()
+    environments_passed_over: tuple[Selection, ...] = ()
     """The cluster environments that were looked for and not taken, with the reason of each."""
 
     @property

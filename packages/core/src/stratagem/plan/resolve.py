@@ -23,7 +23,7 @@ from stratagem.discovery.specs import (
 )
 from stratagem.errors import ConfigurationError, UnknownNameError
 from stratagem.plan.devices import is_index, is_zero, parse_devices
-from stratagem.plan.plan import RunPlan, RunRequest, Selected
+from stratagem.plan.plan import RunPlan, RunRequest, Selection
 
 CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 """Names the cluster environment; "none" switches detection off."""
@@ -63,7 +63,7 @@ class _Resolver:
         self.request = request
         self.registry = registry
         self.probe = probe
-        self.environments_passed_over: tuple[Selected, ...] = ()
+        self.environments_passed_over: tuple[Selection, ...] = ()
         self.not_started_by = ""
         """Why the environment that was chosen, by name, has not started this process."""
 
@@ -103,7 +103,7 @@ class _Resolver:
 
     # -- strategy
 
-    def _named_strategy(self) -> Selected | None:
+    def _named_strategy(self) -> Selection | None:
         wanted = self.request.strategy
         if wanted is None or wanted == "auto":
             return None
@@ -116,15 +116,15 @@ class _Resolver:
                 "stratagem.strategies.Strategy with the class attribute capabilities"
                 + (", received a class: call it" if isinstance(wanted, type) else "")
             )
-        return Selected("strategy", type(wanted).__name__, _GIVEN, "you passed it", wanted)
+        return Selection("strategy", type(wanted).__name__, _GIVEN, "you passed it", wanted)
 
     def _auto_strategy(
         self,
-        accelerator: Selected,
+        accelerator: Selection,
         devices: tuple[int, ...],
-        environment: Selected,
+        environment: Selection,
         external: bool,
-    ) -> Selected:
+    ) -> Selection:
         request = self.request
         several = len(devices) > 1 or request.num_nodes > 1
         if external and (self._number(environment, "world_size") or 1) > 1:
@@ -162,9 +162,9 @@ class _Resolver:
 
     def _check_strategy(
         self,
-        strategy: Selected,
+        strategy: Selection,
         capabilities: Capabilities,
-        accelerator: Selected,
+        accelerator: Selection,
         devices: tuple[int, ...],
         num_nodes: int,
     ) -> None:
@@ -188,7 +188,7 @@ class _Resolver:
 
     # -- accelerator and devices
 
-    def _accelerator(self, wanted: Capabilities | None) -> tuple[Selected, Availability]:
+    def _accelerator(self, wanted: Capabilities | None) -> tuple[Selection, Availability]:
         asked = self._asked("accelerator", "auto")
         if not isinstance(asked, str):
             name = getattr(asked, "name", None)
@@ -197,7 +197,7 @@ class _Resolver:
                     f"accelerator={asked!r}: expected a name or an instance of "
                     "stratagem.accelerators.Accelerator"
                 )
-            selected = Selected("accelerator", name, _GIVEN, "you passed it", asked)
+            selected = Selection("accelerator", name, _GIVEN, "you passed it", asked)
             return selected, self._available(selected)
         if asked != "auto":
             selected = self._find("accelerator", asked, "you named it")
@@ -207,7 +207,7 @@ class _Resolver:
             return selected, self._available(selected)
         return self._best_accelerator(wanted)
 
-    def _best_accelerator(self, wanted: Capabilities | None) -> tuple[Selected, Availability]:
+    def _best_accelerator(self, wanted: Capabilities | None) -> tuple[Selection, Availability]:
         accelerators = [
             candidate
             for candidate in self.registry.candidates("accelerator")
@@ -216,14 +216,14 @@ class _Resolver:
         accelerators.sort(key=lambda c: getattr(c.spec, "priority", 0), reverse=True)
         refused = []
         for candidate in accelerators:
-            selected = _selected(candidate, "")
+            selected = _selection(candidate, "")
             if wanted is not None and not _takes(wanted.accelerators, selected):
                 refused.append(f"{candidate.spec.name} (not for this strategy)")
                 continue
             found = self.probe(candidate.spec)
             if found.count:
                 why = f"the best that is available here ({found.reason})"
-                return _selected(candidate, why), found
+                return _selection(candidate, why), found
             refused.append(f"{candidate.spec.name} ({found.reason})")
         raise ConfigurationError(
             "no accelerator is available for this request: "
@@ -231,7 +231,7 @@ class _Resolver:
             + ". Name another strategy, or run where there is one (`stratagem doctor` lists them)"
         )
 
-    def _available(self, selected: Selected) -> Availability:
+    def _available(self, selected: Selection) -> Availability:
         found = self.probe(selected.source)
         if not found.count:
             raise ConfigurationError(
@@ -242,10 +242,10 @@ class _Resolver:
 
     def _devices(
         self,
-        accelerator: Selected,
+        accelerator: Selection,
         found: Availability,
         wanted: Capabilities | None,
-        environment: Selected,
+        environment: Selection,
         external: bool,
     ) -> tuple[tuple[int, ...], str]:
         asked = self.request.devices
@@ -275,7 +275,7 @@ class _Resolver:
 
     # -- cluster and nodes
 
-    def _cluster_environment(self) -> tuple[Selected, bool]:
+    def _cluster_environment(self) -> tuple[Selection, bool]:
         """Return the environment, and whether it has started this process as one of its ranks."""
         environ = self.request.environ
         asked = self._asked("cluster_environment", None)
@@ -288,7 +288,7 @@ class _Resolver:
             )
             external = bool(asked.creates_processes_externally)
             name = type(asked).__name__
-            return Selected("cluster_environment", name, _GIVEN, "you passed it", asked), external
+            return Selection("cluster_environment", name, _GIVEN, "you passed it", asked), external
         if asked is not None:
             selected = self._find("cluster_environment", asked, "you named it")
             return selected, self._is_external(selected)
@@ -304,7 +304,7 @@ class _Resolver:
             return selected, self._is_external(selected)
         return self._detected_environment()
 
-    def _detected_environment(self) -> tuple[Selected, bool]:
+    def _detected_environment(self) -> tuple[Selection, bool]:
         """Return the detected environment, and keep why each of the others was passed over."""
         detected: Candidate | None = None
         candidates = [
@@ -320,7 +320,7 @@ class _Resolver:
             if not why_not and detected is not None:
                 why_not = f"{detected.spec.name} goes before it"
             if why_not:
-                passed_over.append(_selected(candidate, why_not))
+                passed_over.append(_selection(candidate, why_not))
             else:
                 detected = candidate
         self.environments_passed_over = tuple(passed_over)
@@ -330,17 +330,17 @@ class _Resolver:
         assert isinstance(detected.spec, ClusterEnvironmentSpec)
         variables = detected.spec.variables
         verb = "is" if len(variables) == 1 else "are"
-        selected = _selected(detected, f"{', '.join(variables)} {verb} set")
+        selected = _selection(detected, f"{', '.join(variables)} {verb} set")
         return selected, self._is_external(selected)
 
-    def _is_external(self, selected: Selected) -> bool:
+    def _is_external(self, selected: Selection) -> bool:
         """Whether an environment has started this process as one of its ranks."""
         spec, environ = selected.spec, self.request.environ
         assert isinstance(spec, ClusterEnvironmentSpec)
         self.not_started_by = spec.why_not(environ)
         return not self.not_started_by and spec.local_rank_variable in environ
 
-    def _number(self, environment: Selected, what: str) -> int | None:
+    def _number(self, environment: Selection, what: str) -> int | None:
         """Return the environment's world_size, local_world_size or rank, if it says one."""
         spec = environment.spec
         if not isinstance(spec, ClusterEnvironmentSpec):
@@ -361,7 +361,7 @@ class _Resolver:
         return int(text)
 
     def _num_nodes(
-        self, local: int, environment: Selected, external: bool, capabilities: Capabilities
+        self, local: int, environment: Selection, external: bool, capabilities: Capabilities
     ) -> int:
         asked = self.request.num_nodes
         if not is_index(asked) or asked < 1:
@@ -386,11 +386,11 @@ class _Resolver:
 
     def _check_world(
         self,
-        strategy: Selected,
+        strategy: Selection,
         capabilities: Capabilities,
         devices: tuple[int, ...],
         num_nodes: int,
-        environment: Selected,
+        environment: Selection,
         external: bool,
     ) -> None:
         if not external:
@@ -430,7 +430,7 @@ class _Resolver:
                 "devices='auto' and num_nodes=1"
             )
 
-    def _said_by(self, environment: Selected, *what: str) -> str:
+    def _said_by(self, environment: Selection, *what: str) -> str:
         """Return the variables that hold these numbers, as they are, in parentheses."""
         names = (getattr(environment.spec, f"{each}_variable", "") for each in what)
         environ = self.request.environ
@@ -441,11 +441,11 @@ class _Resolver:
 
     def _launcher(
         self,
-        strategy: Selected,
+        strategy: Selection,
         capabilities: Capabilities,
-        environment: Selected,
+        environment: Selection,
         external: bool,
-    ) -> Selected:
+    ) -> Selection:
         if capabilities.one_process:
             return self._find("launcher", "in_process", "the strategy needs one process")
         if external:
@@ -477,15 +477,15 @@ class _Resolver:
         return selected
 
     def _precision(
-        self, strategy: Selected, capabilities: Capabilities, accelerator: Selected
-    ) -> Selected:
+        self, strategy: Selection, capabilities: Capabilities, accelerator: Selection
+    ) -> Selection:
         asked = self._asked("precision", "32-true")
         if isinstance(asked, (str, int)):
             why = "the default" if asked == "32-true" else "you named it"
             of_engine = _of_engine(str(asked), capabilities)
             if of_engine is not None:
                 why += f"; {strategy.name} does it itself"
-                selected = Selected("precision", of_engine.name, strategy.provider, why, of_engine)
+                selected = Selection("precision", of_engine.name, strategy.provider, why, of_engine)
             else:
                 selected = self._find("precision", str(asked), why)
         else:
@@ -495,7 +495,7 @@ class _Resolver:
                     f"precision={asked!r}: expected a name, 64, 32, 16, 'bf16', or an instance of "
                     "stratagem.precision.Precision"
                 )
-            selected = Selected("precision", name, _GIVEN, "you passed it", asked)
+            selected = Selection("precision", name, _GIVEN, "you passed it", asked)
         if (
             capabilities.precisions is not None
             and selected.spec is not None
@@ -514,7 +514,7 @@ class _Resolver:
             )
         return selected
 
-    def _checkpoint_io(self, capabilities: Capabilities) -> Selected:
+    def _checkpoint_io(self, capabilities: Capabilities) -> Selection:
         asked = self._asked("checkpoint_io", None)
         if asked is None:
             return self._find("checkpoint_io", capabilities.checkpoint_io, "the default")
@@ -524,9 +524,9 @@ class _Resolver:
             "checkpoint_io", asked, "save_checkpoint", "stratagem.checkpoint.CheckpointIO"
         )
         name = type(asked).__name__
-        return Selected("checkpoint_io", name, _GIVEN, "you passed it", asked)
+        return Selection("checkpoint_io", name, _GIVEN, "you passed it", asked)
 
-    def _written_behind(self, selected: Selected) -> Selected:
+    def _written_behind(self, selected: Selection) -> Selection:
         """Return a checkpoint format as `async_save` has it: itself, or the asynchronous one."""
         if not self.request.async_save or selected.name == ASYNC:
             return selected
@@ -548,8 +548,8 @@ class _Resolver:
             )
         return in_request
 
-    def _find(self, kind: str, name: str, why: str) -> Selected:
-        return _selected(self.registry.find(kind, name), why)
+    def _find(self, kind: str, name: str, why: str) -> Selection:
+        return _selection(self.registry.find(kind, name), why)
 
 
 def _check_object(part: str, given: Any, method: str, base: str) -> None:
@@ -561,12 +561,12 @@ def _check_object(part: str, given: Any, method: str, base: str) -> None:
         )
 
 
-def _selected(candidate: Candidate, why: str) -> Selected:
+def _selection(candidate: Candidate, why: str) -> Selection:
     provider = f"{candidate.distribution} {candidate.version}"
-    return Selected(candidate.spec.kind, candidate.spec.name, provider, why, candidate.spec)
+    return Selection(candidate.spec.kind, candidate.spec.name, provider, why, candidate.spec)
 
 
-def _capabilities(strategy: Selected) -> Capabilities:
+def _capabilities(strategy: Selection) -> Capabilities:
     spec = strategy.spec
     if isinstance(spec, StrategySpec):
         return spec.capabilities
@@ -588,7 +588,7 @@ def _of_engine(asked: str, capabilities: Capabilities) -> PrecisionSpec | None:
     )
 
 
-def _preset_parts(strategy: Selected) -> dict[str, Any]:
+def _preset_parts(strategy: Selection) -> dict[str, Any]:
     """Return the parts that a strategy was given when it was made or registered."""
     if strategy.spec is None:
         return dict(strategy.source.requested)
@@ -622,7 +622,7 @@ def probe_accelerator(accelerator: Any) -> Availability:
     return found
 
 
-def _takes(accepted: tuple[str, ...] | None, accelerator: Selected) -> bool:
+def _takes(accepted: tuple[str, ...] | None, accelerator: Selection) -> bool:
     """Whether a list of accelerator names holds this one, under its name or an alias."""
     if accepted is None:
         return True

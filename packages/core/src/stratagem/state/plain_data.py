@@ -25,30 +25,30 @@ _TORCH = (torch.Size, torch.dtype, torch.device)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def find_culprit(data: Any, path: str = "") -> str | None:
+def find_offending_value(data: Any, path: str = "") -> str | None:
     """Return where in `data` something is not plain data, and what it is; None if all of it is."""
     try:
-        return _find_culprit(data, path)
+        return _find_offending_value(data, path)
     except RecursionError:
         return f"{path or 'it'} contains itself or is nested too deeply"
 
 
-def _find_culprit(data: Any, path: str) -> str | None:
+def _find_offending_value(data: Any, path: str) -> str | None:
     kind = type(data)
     if kind in _LEAVES or kind in _TORCH or kind in _TENSORS:
         return None
     if kind in (dict, OrderedDict, Counter):
         for key, value in data.items():
-            culprit = _find_culprit(key, f"{path} (a key)") or _find_culprit(
+            offending = _find_offending_value(key, f"{path} (a key)") or _find_offending_value(
                 value, f"{path}[{key!r}]"
             )
-            if culprit:
-                return culprit
+            if offending:
+                return offending
         return None
     if kind in (list, tuple, set):
         for index, value in enumerate(data):
-            if culprit := _find_culprit(value, f"{path}[{index}]"):
-                return culprit
+            if offending := _find_offending_value(value, f"{path}[{index}]"):
+                return offending
         return None
     # A tensor of another class can be read where its class was registered as safe, as that of
     # torch.distributed.tensor is.
@@ -88,10 +88,10 @@ def encode(data: Any) -> torch.Tensor:
     Raises:
         TypeError: something in it is not plain data; says where.
     """
-    if culprit := find_culprit(data):
+    if offending := find_offending_value(data):
         raise TypeError(
             f"only plain data (numbers, strings, tensors, and dicts, lists, tuples and sets of "
-            f"them) can be sent to other ranks: {culprit}"
+            f"them) can be sent to other ranks: {offending}"
         )
     buffer = io.BytesIO()
     torch.save(data, buffer)
@@ -112,9 +112,9 @@ def why_refused(contents: Any) -> str:
     Returns:
         Where it is, and what to store in its place; "": all of it may be saved.
     """
-    if culprit := find_culprit(contents, "checkpoint"):
+    if offending := find_offending_value(contents, "checkpoint"):
         return (
-            f"{culprit}, which could not be loaded without executing code. "
+            f"{offending}, which could not be loaded without executing code. "
             "Store numbers, strings, tensors, and dicts, lists, tuples and sets of them"
         )
     if oversized := find_oversized(contents, "checkpoint"):

@@ -1,4 +1,4 @@
-"""Shards, a tensor that is spread over ranks; SavedTensor, one that still lies in a checkpoint."""
+"""Shards, a tensor that is spread over ranks; LazyTensor, one that still lies in a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Shards:
 
     Attributes:
         shape: of the whole tensor.
-        dtype: its number format.
+        dtype: its dtype.
         parts: where each box begins, one number for each dim, and the box; on any device. They may
             alias live tensors. A rank may hold none.
 
@@ -96,23 +96,23 @@ class Shards:
         raise KeyError(f"{index}: this rank holds {[offsets for offsets, _ in self.parts]}")
 
 
-class SavedTensor(ABC):
+class LazyTensor(ABC):
     """A tensor in a checkpoint of which each rank reads the part that it needs.
 
     Attributes:
         shape: of the whole tensor.
-        dtype: its number format.
+        dtype: its dtype.
 
     Example:
         >>> import tempfile, torch
         >>> from stratagem import Lite
-        >>> from stratagem.checkpoint import DirectoryCheckpointIO, SavedTensor, Shards
+        >>> from stratagem.checkpoint import DirectoryCheckpointIO, LazyTensor, Shards
         >>> lite = Lite(accelerator="cpu", plugins="directory")
         >>> lite.launch()
         >>> path = f"{tempfile.mkdtemp()}/step=1"
         >>> lite.save(path, {"w": Shards.of_flat((2, 3), torch.arange(6.0), start=0)})
         >>> saved = DirectoryCheckpointIO().open_checkpoint(path)["w"]
-        >>> isinstance(saved, SavedTensor), saved.shape
+        >>> isinstance(saved, LazyTensor), saved.shape
         (True, (2, 3))
         >>> last = torch.zeros(2)
         >>> saved.read_into(Shards.of_flat((2, 3), last, start=4))
@@ -144,12 +144,12 @@ Data = TypeVar("Data")
 
 
 def read_whole(data: Data) -> Data:
-    """Return plain data with every `SavedTensor` in it read whole."""
+    """Return plain data with every `LazyTensor` in it read whole."""
     return cast("Data", _read_whole(data))
 
 
 def _read_whole(data: Any) -> Any:
-    if isinstance(data, SavedTensor):
+    if isinstance(data, LazyTensor):
         return data.whole()
     if isinstance(data, dict):
         return {name: _read_whole(value) for name, value in data.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import CheckpointMismatchError
-from stratagem.state.shards import SavedTensor
+from stratagem.state.shards import LazyTensor
 
 # Group options that not every version of an optimizer has, nor every implementation (DeepSpeed's
 # Adam lacks some of torch's): where the checkpoint has none, the optimizer keeps its own.
@@ -155,7 +155,7 @@ def check_weights(
     differing = [
         f"{name} {tuple(state[name].shape)} (the model has {shape})"
         for name, shape in shapes.items()
-        if isinstance(state.get(name), (Tensor, SavedTensor)) and state[name].shape != shape
+        if isinstance(state.get(name), (Tensor, LazyTensor)) and state[name].shape != shape
     ]
     problems = []
     if strict and missing:

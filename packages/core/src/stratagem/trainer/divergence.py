@@ -50,7 +50,7 @@ class DivergenceCheck:
         if step % self._every:
             return
         hashes = torch.stack([_hash(p) for _, p in self._parameters]) if self._parameters else None
-        # Position counts: the same numbers in another parameter are something else.
+        # RankStatus counts: the same numbers in another parameter are something else.
         together = 0 if hashes is None else int((hashes * _weights(len(hashes))).sum())
         own = torch.tensor([step, int(has_loss), together], dtype=torch.int64)
         of_all = self._strategy.all_gather(own)

@@ -10,14 +10,14 @@ import torch
 
 from stratagem.errors import UserCodeError
 from stratagem.trainer.fit_loop import takes_batch_idx
-from stratagem.trainer.metrics import LoggedValues
+from stratagem.trainer.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from stratagem.interfaces.strategy import Prepared
+    from stratagem.interfaces.strategy import PreparedModel
     from stratagem.trainer.loaders import LimitedLoader
     from stratagem.trainer.run import Run
 
@@ -25,7 +25,7 @@ _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "pred
 
 
 def evaluate(
-    run: Run, prepared: Prepared, loaders: list[LimitedLoader], what: str
+    run: Run, prepared: PreparedModel, loaders: list[LimitedLoader], what: str
 ) -> dict[str, Tensor]:
     """Run validation or testing over all loaders; return the values of the epoch.
 
@@ -35,58 +35,58 @@ def evaluate(
         loaders: of this rank.
         what: "validation" or "test".
     """
-    events, module, trainer = run.events, run.module, run.trainer
+    hooks, module, trainer = run.hooks, run.module, run.trainer
     loggers = () if run.sanity_checking else trainer.loggers_of_this_rank
-    logged = LoggedValues(run.strategy, loggers)
+    logged = Metrics(run.strategy, loggers)
     before = module.__dict__["_logged"]
     module.__dict__["_logged"] = logged
-    events.tell(f"on_{what}_start")
+    hooks.call(f"on_{what}_start")
     try:
         with _Evaluating(run, prepared):
-            events.tell(f"on_{what}_epoch_start")
+            hooks.call(f"on_{what}_epoch_start")
             for _ in _run_batches(run, prepared, loaders, what, logged):
                 pass
-            events.tell(f"on_{what}_epoch_end")
+            hooks.call(f"on_{what}_epoch_end")
         values, for_loggers = logged.end_epoch()
         run.take_values(values, logged)
         # At the last optimizer step, as the values of a training epoch.
         last_step = max(0, run.progress.global_step - 1)
         logged.write({"epoch": run.progress.epoch, **for_loggers}, last_step)
-        events.tell(f"on_{what}_end")
+        hooks.call(f"on_{what}_end")
     finally:
         module.__dict__["_logged"] = before
     return values
 
 
-def predict(run: Run, prepared: Prepared, loaders: list[LimitedLoader]) -> list[list[Any]]:
+def predict(run: Run, prepared: PreparedModel, loaders: list[LimitedLoader]) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader."""
-    events = run.events
-    logged = LoggedValues(run.strategy, ())
+    hooks = run.hooks
+    logged = Metrics(run.strategy, ())
     predictions: list[list[Any]] = [[] for _ in loaders]
-    events.tell("on_predict_start")
+    hooks.call("on_predict_start")
     with _Evaluating(run, prepared):
-        events.tell("on_predict_epoch_start")
+        hooks.call("on_predict_epoch_start")
         for loader_idx, output in _run_batches(run, prepared, loaders, "predict", logged):
             predictions[loader_idx].append(output)
-        events.tell("on_predict_epoch_end")
-    events.tell("on_predict_end")
+        hooks.call("on_predict_epoch_end")
+    hooks.call("on_predict_end")
     return predictions
 
 
 def _run_batches(
     run: Run,
-    prepared: Prepared,
+    prepared: PreparedModel,
     loaders: list[LimitedLoader],
     what: str,
-    logged: LoggedValues,
+    logged: Metrics,
 ) -> Iterator[tuple[int, Any]]:
     """Yield (loader index, what the step returned) for every batch."""
     method = _STEPS[what]
     takes = _extra_arguments(getattr(run.module, method), several=len(loaders) > 1)
     convert = run.strategy.input_converter()
     context = run.strategy.precision.forward_context()
-    on_start = run.events.of(f"on_{what}_batch_start")
-    on_end = run.events.of(f"on_{what}_batch_end")
+    on_start = run.hooks.of(f"on_{what}_batch_start")
+    on_end = run.hooks.of(f"on_{what}_batch_end")
     call = prepared.evaluation_module
     for loader_idx, loader in enumerate(loaders):
         logged.dataloader_idx = loader_idx if len(loaders) > 1 else None
@@ -96,16 +96,16 @@ def _run_batches(
             if convert is not None:
                 batch = convert(batch)
             logged.batch = batch
-            for listener in on_start:
-                listener(batch, batch_idx, loader_idx)
+            for hook in on_start:
+                hook(batch, batch_idx, loader_idx)
             arguments = (batch, batch_idx, loader_idx)[:takes]
             if context is None:
                 output = call(method, *arguments)
             else:
                 with context:
                     output = call(method, *arguments)
-            for listener in on_end:
-                listener(output, batch, batch_idx, loader_idx)
+            for hook in on_end:
+                hook(output, batch, batch_idx, loader_idx)
             if logged.row:
                 logged.end_step(run.evaluated_batches)
             run.evaluated_batches += 1
@@ -125,7 +125,7 @@ def _extra_arguments(method: Any, *, several: bool) -> int:
 class _Evaluating(AbstractContextManager[None]):
     """Evaluation mode without gradients; every submodule gets its own mode back afterwards."""
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
+    def __init__(self, run: Run, prepared: PreparedModel) -> None:
         self._modes = [(part, part.training) for part in run.module.modules()]
         self._run = run
         self._prepared = prepared

@@ -15,8 +15,8 @@ from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.train_step import TrainStep
 
 if TYPE_CHECKING:
-    from stratagem.distributed.uneven_inputs import Agreement
-    from stratagem.interfaces.strategy import Prepared
+    from stratagem.distributed.uneven_inputs import UnevenInputs
+    from stratagem.interfaces.strategy import PreparedModel
     from stratagem.trainer.loaders import LimitedLoader
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.resume.rank_state import RankState
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 def fit(
     run: Run,
-    prepared: Prepared,
+    prepared: PreparedModel,
     loader: LimitedLoader,
     rank_state: RankState,
-    agreement: Agreement | None = None,
+    uneven_inputs: UnevenInputs | None = None,
 ) -> None:
     """Train until a limit is reached or `Trainer.should_stop` is set.
 
@@ -37,9 +37,9 @@ def fit(
         prepared: the model.
         loader: this rank's training batches.
         rank_state: where in them this rank begins.
-        agreement: what ranks ask before each step, where their numbers of batches may differ.
+        uneven_inputs: what ranks ask before each step, where their numbers of batches may differ.
     """
-    trainer, module, progress, events = run.trainer, run.module, run.progress, run.events
+    trainer, module, progress, hooks = run.trainer, run.module, run.progress, run.hooks
     step = run.step = Step(run, prepared)
     one_step = run.strategy.train_step if module.automatic_optimization else step.manual
     look = run.look()
@@ -50,7 +50,7 @@ def fit(
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
         module.train()
-    events.tell("on_train_start")
+    hooks.call("on_train_start")
     rank_state.begin_training()
     try:
         # No batch at all was asked for with limit_train_batches=0.
@@ -60,14 +60,14 @@ def fit(
             accumulate = trainer.accumulation(epoch)
             validates = run.validates_in(epoch)
             validate_every = run.validate_every(loader.batches) if validates else math.inf
-            events.tell("on_train_epoch_start")
+            hooks.call("on_train_epoch_start")
             run.train_values.in_step = True
 
             batches, passed_over, most = rank_state.begin_epoch(
                 epoch, progress.batches, loader.batches
             )
-            if agreement is not None:
-                agreement.remember(passed_over)
+            if uneven_inputs is not None:
+                uneven_inputs.remember(passed_over)
             left = min(loader.batches - progress.batches, most)
             # Resumed from a checkpoint that was saved before the validation of its step.
             validation_is_due = (
@@ -81,8 +81,10 @@ def fit(
                 wanted = int(min(accumulate, left))
                 micro_batches = list(islice(batches, wanted))
                 weights = None
-                if agreement is not None:
-                    micro_batches, weights = agreement.next_step(micro_batches, progress.batches)
+                if uneven_inputs is not None:
+                    micro_batches, weights = uneven_inputs.next_step(
+                        micro_batches, progress.batches
+                    )
                 elif len(micro_batches) < wanted and ranks > 1:
                     raise UserCodeError(_broken_promise(loader, progress, len(micro_batches)))
                 if not micro_batches:
@@ -129,7 +131,7 @@ def fit(
         if explained is None:
             raise
         raise explained from error
-    events.tell("on_train_end")
+    hooks.call("on_train_end")
 
 
 def _is_finished(run: Run) -> bool:
@@ -152,8 +154,8 @@ def _broken_promise(loader: LimitedLoader, progress: Progress, more: int) -> str
 class Step(TrainStep):
     """One optimizer step of a Module: what happens for each micro-batch, and who is told."""
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        module, strategy, events = run.module, run.strategy, run.events
+    def __init__(self, run: Run, prepared: PreparedModel) -> None:
+        module, strategy, hooks = run.module, run.strategy, run.hooks
         self.clip = run.trainer.gradient_clip
         self.batch_idx = 0
         self._micro_batches = 0
@@ -170,12 +172,12 @@ class Step(TrainStep):
         self._detect = run.trainer.detect_anomaly
         self._stepped = False
         self._outputs: Any = None
-        self._on_batch_start = events.of("on_train_batch_start")
-        self._on_batch_end = events.of("on_train_batch_end")
-        self._on_before_backward = events.of("on_before_backward")
-        self._on_after_backward = events.of("on_after_backward")
-        self._on_before_optimizer_step = events.of("on_before_optimizer_step")
-        self._on_before_zero_grad = events.of("on_before_zero_grad")
+        self._on_batch_start = hooks.of("on_train_batch_start")
+        self._on_batch_end = hooks.of("on_train_batch_end")
+        self._on_before_backward = hooks.of("on_before_backward")
+        self._on_after_backward = hooks.of("on_after_backward")
+        self._on_before_optimizer_step = hooks.of("on_before_optimizer_step")
+        self._on_before_zero_grad = hooks.of("on_before_zero_grad")
 
     def begin(self, micro_batches: int, weights: list[float] | None = None) -> None:
         """Begin a step over so many batches, each with a weight; None: all count 1."""
@@ -203,8 +205,8 @@ class Step(TrainStep):
             # A batch that is repeated to keep step with other ranks was counted before.
             self._logged.counts = weight != 0.0
         self._logged.batch = batch
-        for listener in self._on_batch_start:
-            listener(batch, self.batch_idx)
+        for hook in self._on_batch_start:
+            hook(batch, self.batch_idx)
         arguments = (batch, self.batch_idx) if self._takes_index else (batch,)
         if self._context is None:
             outputs = self._call("training_step", *arguments)
@@ -219,22 +221,22 @@ class Step(TrainStep):
         return loss if weight is None or loss is None else loss * weight
 
     def before_backward(self, loss: Tensor) -> None:
-        """Tell the listeners."""
-        for listener in self._on_before_backward:
-            listener(loss)
+        """Tell the hooks."""
+        for hook in self._on_before_backward:
+            hook(loss)
 
     def after_backward(self) -> None:
-        """Tell the listeners."""
-        for listener in self._on_after_backward:
-            listener()
+        """Tell the hooks."""
+        for hook in self._on_after_backward:
+            hook()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Tell the listeners."""
-        for listener in self._on_before_optimizer_step:
-            listener(optimizer)
+        """Tell the hooks."""
+        for hook in self._on_before_optimizer_step:
+            hook(optimizer)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Count the step, let schedulers step, and tell the listeners.
+        """Count the step, let schedulers step, and tell the hooks.
 
         Batches count as trained on once their step is taken, all together: a checkpoint saved
         between two micro-batches resumes with the first of them.
@@ -244,24 +246,24 @@ class Step(TrainStep):
         self._stepped = True
         if self._run.schedulers:
             self._run.step_schedulers("step", self._progress.global_step)
-        for listener in self._on_before_zero_grad:
-            listener(optimizer)
+        for hook in self._on_before_zero_grad:
+            hook(optimizer)
 
     def after_micro_batch(self, micro_batch: Any) -> None:
-        """Tell the listeners, then hand the step's values on."""
+        """Tell the hooks, then hand the step's values on."""
         if self._on_batch_end:
             outputs = self._outputs
             if not isinstance(outputs, dict):
                 outputs = {"loss": None if self.loss is None else self.loss.detach()}
-            for listener in self._on_batch_end:
-                listener(outputs, self._logged.batch, self.batch_idx)
+            for hook in self._on_batch_end:
+                hook(outputs, self._logged.batch, self.batch_idx)
         self.batch_idx += 1
         if self._stepped:
             self._stepped = False
             if self._logged.row:
                 self._logged.end_step(self._progress.global_step - 1)
 
-    def manual(self, prepared: Prepared, step: TrainStep, micro_batches: list[Any]) -> None:
+    def manual(self, prepared: PreparedModel, step: TrainStep, micro_batches: list[Any]) -> None:
         """Take the place of `Strategy.train_step` where `training_step` steps the optimizers."""
         for micro_batch in micro_batches:
             before = self._progress.global_step

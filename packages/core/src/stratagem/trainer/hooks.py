@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from stratagem.module import Module
     from stratagem.trainer import Trainer
 
-Listener = Callable[..., Any]
+Hook = Callable[..., Any]
 
 # Not events of a run: they are called by name, in their own places.
 _OTHERS = {"state_dict", "load_state_dict", "own_state", "state_key", "monitors"}
-EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in _OTHERS)
+HOOKS = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in _OTHERS)
 
 
-class Events:
-    """The listeners of a run: callbacks in their order, then the module, then those that monitor.
+class Hooks:
+    """The hooks of a run: callbacks in their order, then the module, then those that monitor.
 
     Args:
         trainer, module: handed to every callback.
@@ -27,11 +27,11 @@ class Events:
     """
 
     def __init__(self, trainer: Trainer, module: Module, callbacks: Sequence[Callback]) -> None:
-        self._listeners: dict[str, tuple[Listener, ...]] = {}
-        self._monitors: dict[str, tuple[Listener, ...]] = {}
-        for event in EVENTS:
-            early: list[Listener] = []
-            late: list[Listener] = []
+        self._hooks: dict[str, tuple[Hook, ...]] = {}
+        self._monitors: dict[str, tuple[Hook, ...]] = {}
+        for event in HOOKS:
+            early: list[Hook] = []
+            late: list[Hook] = []
             for callback in callbacks:
                 if _overrides(callback, event, Callback):
                     bound = _bind(getattr(callback, event), trainer, module)
@@ -41,27 +41,27 @@ class Events:
             called_elsewhere = event in ("on_save_checkpoint", "on_load_checkpoint")
             if own is not None and not called_elsewhere and _is_users(module, event):
                 early.append(own)
-            self._listeners[event] = tuple(early)
+            self._hooks[event] = tuple(early)
             self._monitors[event] = tuple(late)
 
-    def of(self, event: str) -> tuple[Listener, ...]:
-        """Return all listeners of an event; each takes the event's own arguments."""
-        return self._listeners[event] + self._monitors[event]
+    def of(self, event: str) -> tuple[Hook, ...]:
+        """Return all hooks of an event; each takes the event's own arguments."""
+        return self._hooks[event] + self._monitors[event]
 
-    def tell(self, event: str, *args: Any) -> None:
+    def call(self, event: str, *args: Any) -> None:
         """Tell everyone of an event."""
-        for listener in self.of(event):
-            listener(*args)
+        for hook in self.of(event):
+            hook(*args)
 
-    def tell_all_but_monitors(self, event: str, *args: Any) -> None:
+    def call_all_but_monitors(self, event: str, *args: Any) -> None:
         """Tell those that do not read an epoch's values."""
-        for listener in self._listeners[event]:
-            listener(*args)
+        for hook in self._hooks[event]:
+            hook(*args)
 
-    def tell_monitors(self, event: str, *args: Any) -> None:
+    def call_monitors(self, event: str, *args: Any) -> None:
         """Tell those that read an epoch's values."""
-        for listener in self._monitors[event]:
-            listener(*args)
+        for hook in self._monitors[event]:
+            hook(*args)
 
 
 def _overrides(thing: object, name: str, base: type) -> bool:
@@ -76,8 +76,8 @@ def _is_users(module: object, event: str) -> bool:
     return event in vars(module)
 
 
-def _bind(method: Callable[..., Any], trainer: Trainer, module: Module) -> Listener:
-    def listener(*args: Any) -> None:
+def _bind(method: Callable[..., Any], trainer: Trainer, module: Module) -> Hook:
+    def hook(*args: Any) -> None:
         method(trainer, module, *args)
 
-    return listener
+    return hook

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.data.sharding import UNKNOWN, length_of, shard_loader
-from stratagem.distributed.uneven_inputs import Agreement, remedy_for
+from stratagem.distributed.uneven_inputs import UnevenInputs, remedy_for
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
 
@@ -155,7 +155,7 @@ def _why_empty(source: Any, loader: Any, world_size: int) -> str:
     )
 
 
-def agree(loader: LimitedLoader, strategy: Strategy) -> tuple[LimitedLoader, Agreement | None]:
+def agree(loader: LimitedLoader, strategy: Strategy) -> tuple[LimitedLoader, UnevenInputs | None]:
     """Compare the ranks' training loaders, once before training; called on every rank.
 
     Returns:
@@ -183,4 +183,4 @@ def agree(loader: LimitedLoader, strategy: Strategy) -> tuple[LimitedLoader, Agr
         )
     if alike and all(rank[2] for rank in ranks):
         return loader, None
-    return replace(loader, batches=max(batches)), Agreement(loader.name, strategy, joins=joins)
+    return replace(loader, batches=max(batches)), UnevenInputs(loader.name, strategy, joins=joins)

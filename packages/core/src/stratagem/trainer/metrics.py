@@ -124,7 +124,7 @@ def _merge(fx: str, one: float, other: float) -> float:
     return other if better else one
 
 
-class LoggedValues:
+class Metrics:
     """The values logged in one stage of a run ("train", "validate", ...).
 
     Args:

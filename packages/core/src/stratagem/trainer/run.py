@@ -18,15 +18,15 @@ from stratagem.data.sharding import UNKNOWN, set_epoch
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.step_module import StepModule
-from stratagem.interfaces.strategy import Prepared
+from stratagem.interfaces.strategy import PreparedModel
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.module import Module
 from stratagem.trainer import evaluation, fit_loop, loaders, options
 from stratagem.trainer.divergence import DivergenceCheck
-from stratagem.trainer.hooks import Events
+from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import LimitedLoader
-from stratagem.trainer.metrics import LoggedValues
+from stratagem.trainer.metrics import Metrics
 from stratagem.trainer.optimizers import SchedulerConfig, configure
 from stratagem.trainer.progress import Progress
 from stratagem.trainer.resume.checkpoint import (
@@ -70,14 +70,16 @@ class Run:
         self.strategy = trainer.strategy
         self.progress: Progress = trainer.progress
         same = before is not None and before.module is module
-        self.prepared: Prepared | None = before.prepared if before is not None and same else None
+        self.prepared: PreparedModel | None = (
+            before.prepared if before is not None and same else None
+        )
         self.optimizers: list[Any] = before.optimizers if before is not None and same else []
         """The optimizers as user code sees them: their steps go through the strategy."""
         self.schedulers: list[SchedulerConfig] = (
             before.schedulers if before is not None and same else []
         )
-        self.events = Events(trainer, module, trainer.callbacks)
-        self.train_values = LoggedValues(
+        self.hooks = Hooks(trainer, module, trainer.callbacks)
+        self.train_values = Metrics(
             self.strategy,
             trainer.loggers_of_this_rank if stage == "fit" else (),
             every_n_steps=trainer.log_every_n_steps,
@@ -119,7 +121,7 @@ class Run:
         }
         restore_modes = options.set_determinism(trainer.deterministic, trainer.benchmark)
         status = "failed"
-        self.strategy.tell_position(self._position)
+        self.strategy.report_status(self._position)
         try:
             if datamodule is not None:
                 if self.strategy.local_rank == 0:
@@ -127,19 +129,19 @@ class Run:
                 self.strategy.barrier("prepare_data")
                 datamodule.setup(stage)
             self.strategy.setup(trainer)
-            self.events.tell("setup", stage)
+            self.hooks.call("setup", stage)
             with trainer.lite.init_module():
                 module.configure_model()
             with fit_loop.anomaly_detection(trainer.detect_anomaly):
                 result = stages[stage](*args)
-            self.events.tell("teardown", stage)
+            self.hooks.call("teardown", stage)
             if datamodule is not None:
                 datamodule.teardown(stage)
             status = "success"
             return result
         except BaseException as error:
             self.has_failed = True
-            self.events.tell("on_exception", error)
+            self.hooks.call("on_exception", error)
             self._let_saves_finish()
             raise
         finally:
@@ -174,7 +176,7 @@ class Run:
         self.restarts = Restarts(self.strategy, trainer.default_root_dir)
         ckpt_path = self.restarts.begin(ckpt_path)
         checkpoint, path = self._read(ckpt_path)
-        train_loader, agreement = loaders.agree(self._training_loader(train), self.strategy)
+        train_loader, uneven_inputs = loaders.agree(self._training_loader(train), self.strategy)
         data = Resumable(
             train_loader.loader,
             train_loader.name,
@@ -203,12 +205,12 @@ class Run:
             for logger in trainer.loggers_of_this_rank:
                 logger.log_hyperparams(module.hyper_parameters)
 
-        self.events.tell("on_fit_start")
+        self.hooks.call("on_fit_start")
         if checkpoint is None:
             self._check_sanity()
         with self.interruption, closing(self.rank_state):
-            fit_loop.fit(self, prepared, train_loader, self.rank_state, agreement)
-        self.events.tell("on_fit_end")
+            fit_loop.fit(self, prepared, train_loader, self.rank_state, uneven_inputs)
+        self.hooks.call("on_fit_end")
         self.strategy.checkpoint_io.wait()
 
     def _make_optimizers(self) -> list[Optimizer]:
@@ -246,7 +248,7 @@ class Run:
         ready = self._evaluation_loaders(source, "predict")
         return evaluation.predict(self, self._prepare_to_evaluate(ckpt_path), ready)
 
-    def _prepare_to_evaluate(self, ckpt_path: str | Path | None) -> Prepared:
+    def _prepare_to_evaluate(self, ckpt_path: str | Path | None) -> PreparedModel:
         checkpoint, path = self._read(ckpt_path)
         if self.prepared is None:
             self.prepared = self.strategy.prepare(StepModule(self.module))
@@ -381,7 +383,7 @@ class Run:
 
         return look_at_saves_too
 
-    def divergence_check(self, prepared: Prepared) -> DivergenceCheck | None:
+    def divergence_check(self, prepared: PreparedModel) -> DivergenceCheck | None:
         """Return what compares the ranks every few steps, if that was asked for."""
         every = self.trainer.detect_divergence
         if not every or self.strategy.world_size == 1:
@@ -437,15 +439,15 @@ class Run:
         """Tell of the epoch's end, and reduce what was logged in it."""
         values, progress = self.train_values, self.progress
         values.in_step = False
-        self.events.tell_all_but_monitors("on_train_epoch_end")
+        self.hooks.call_all_but_monitors("on_train_epoch_end")
         epoch_values, for_loggers = values.end_epoch()
         self.take_values(epoch_values, values)
         # The epoch's values stand at its last step, with the epoch's number.
         values.write({"epoch": progress.epoch, **for_loggers}, max(0, progress.global_step - 1))
         self._step_monitored_schedulers(after_validation=False)
-        self.events.tell_monitors("on_train_epoch_end")
+        self.hooks.call_monitors("on_train_epoch_end")
 
-    def validate_during_fit(self, prepared: Prepared) -> None:
+    def validate_during_fit(self, prepared: PreparedModel) -> None:
         """Run validation between two training steps or after the last of an epoch."""
         self.train_values.flush()
         self.validated_epoch = self.progress.epoch
@@ -463,7 +465,7 @@ class Run:
             LimitedLoader(one.loader, min(one.batches, limit), one.name) for one in self.val_loaders
         ]
         self.sanity_checking = True
-        self.events.tell("on_sanity_check_start")
+        self.hooks.call("on_sanity_check_start")
         try:
             # Training draws the same random numbers, with this check and without it.
             with torch.random.fork_rng(devices=[]):
@@ -471,11 +473,11 @@ class Run:
         finally:
             self.sanity_checking = False
             self.evaluated_batches = 0
-        self.events.tell("on_sanity_check_end")
+        self.hooks.call("on_sanity_check_end")
 
     # -- logged values
 
-    def take_values(self, values: dict[str, Tensor], logged: LoggedValues) -> None:
+    def take_values(self, values: dict[str, Tensor], logged: Metrics) -> None:
         """Make logged values known to callbacks, schedulers and the progress bar."""
         if self.sanity_checking:
             return

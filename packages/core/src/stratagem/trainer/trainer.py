@@ -16,14 +16,14 @@ from torch import Tensor
 from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.strategy import Prepared, Strategy
+from stratagem.interfaces.strategy import PreparedModel, Strategy
 from stratagem.lite.lite import Lite
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths
 from stratagem.trainer import options
-from stratagem.trainer.metrics import LoggedValues
+from stratagem.trainer.metrics import Metrics
 from stratagem.trainer.optimizers import SchedulerConfig
 from stratagem.trainer.progress import Progress
 from stratagem.trainer.resume.checkpoint import (
@@ -432,7 +432,7 @@ class Trainer:
         return self.run
 
     @property
-    def _prepared(self) -> Prepared:
+    def _prepared(self) -> PreparedModel:
         prepared = self.last_run.prepared
         if prepared is None:
             raise ConfigurationError(
@@ -651,7 +651,7 @@ class Trainer:
             )
         return value
 
-    def take_values(self, logged: LoggedValues, of_epoch: Mapping[str, Tensor]) -> None:
+    def take_values(self, logged: Metrics, of_epoch: Mapping[str, Tensor]) -> None:
         """Keep the latest values, of steps and of an epoch, for callbacks."""
         of_step = logged.take_step_values()
         self._callback_metrics.update({k: torch.as_tensor(v) for k, v in of_step.items()})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.strategies import ParallelStrategy, Prepared
+from stratagem.strategies import ParallelStrategy, PreparedModel
 from stratagem_local_sgd.plugin import LOCAL_SGD
 
 
@@ -26,7 +26,7 @@ class LocalSGDStrategy(ParallelStrategy):
 
     Args:
         every: optimizer steps between two averages.
-        **parts: see `ParallelStrategy`.
+        **components: see `ParallelStrategy`.
 
     Raises:
         ValueError: `every` is not a whole number of at least 1.
@@ -34,8 +34,8 @@ class LocalSGDStrategy(ParallelStrategy):
 
     capabilities = LOCAL_SGD
 
-    def __init__(self, *, every: int = 4, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, *, every: int = 4, **components: Any) -> None:
+        super().__init__(**components)
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every={every!r}: expected a whole number of steps, at least 1")
         self.every = every
@@ -48,7 +48,10 @@ class LocalSGDStrategy(ParallelStrategy):
         return module
 
     def optimizer_step(
-        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
     ) -> Any:
         """Step on this rank; after every `every`-th step, average the parameters."""
         result = super().optimizer_step(prepared, optimizer, closure)
@@ -57,16 +60,16 @@ class LocalSGDStrategy(ParallelStrategy):
             self._average(p for group in optimizer.param_groups for p in group["params"])
         return result
 
-    def before_evaluation(self, prepared: Prepared) -> None:
+    def before_evaluation(self, prepared: PreparedModel) -> None:
         """Let every rank evaluate the same model."""
         self._average(_tensors_of(prepared.original))
 
-    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Average the model and return its state, the same on every rank."""
         self._average(_tensors_of(prepared.original))
         return super().model_state(prepared)
 
-    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
         """Average the optimizer's state (momentum and the like) and return it."""
         for state in optimizer.state.values():
             self._average(value for value in state.values() if isinstance(value, Tensor))

@@ -136,9 +136,9 @@ class _Save:
             raise
 
     def _begin(self) -> Record:
-        record: Record = {"temporary": "", "error": "", "errno": None, "culprit": False}
+        record: Record = {"temporary": "", "error": "", "errno": None, "offending": False}
         if why := why_refused(self._rest):
-            return {**record, "error": why, "culprit": True}
+            return {**record, "error": why, "offending": True}
         if self._rank == 0:
             try:
                 self._directory = DurableDirectory(self._path, may_replace=is_directory_checkpoint)
@@ -259,7 +259,7 @@ def _raise_first(records: list[Record], path: Path) -> None:
             continue
         where = f"rank {rank}: " if len(records) > 1 else ""
         message = f"cannot save {str(path)!r}: {where}{record['error']}"
-        if record.get("culprit"):
+        if record.get("offending"):
             raise CheckpointContentError(message)
         state = "what was there before is unchanged" if path.exists() else "nothing is there"
         raise CheckpointSaveError(f"{message}; {state}", errno=record["errno"])

@@ -14,7 +14,7 @@ from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO
 
 
 def open_directory(path: Path, *, verify: bool, ranks: Ranks | None) -> dict[str, Any]:
-    """Return the checkpoint in a directory, with a `SavedTensor` for each tensor in its layout.
+    """Return the checkpoint in a directory, with a `LazyTensor` for each tensor in its layout.
 
     Called on every rank of `ranks`: each compares some of the files with their checksums, before
     anything is loaded.

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from stratagem.errors import CheckpointCorruptError
-from stratagem.state.shards import SavedTensor, Shards
+from stratagem.state.shards import LazyTensor, Shards
 
 
 class ShardReader:
@@ -153,7 +153,7 @@ class ShardReader:
         )
 
 
-class _Saved(SavedTensor):
+class _Saved(LazyTensor):
     """A tensor in a directory."""
 
     def __init__(self, reader: ShardReader, name: str, entry: TensorStorageMetadata) -> None:
@@ -164,7 +164,7 @@ class _Saved(SavedTensor):
         self._name = name
 
     def __repr__(self) -> str:
-        return f"SavedTensor({self._name!r}, shape={self.shape}, dtype={self.dtype})"
+        return f"LazyTensor({self._name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def read_into(self, target: Tensor | Shards) -> None:
         if tuple(target.shape) != self.shape:

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
 
 from stratagem.state.shards import Shards
 
-Parts = Mapping[str, Tensor | Shards]
+Components = Mapping[str, Tensor | Shards]
 """By name, whole tensors (alike on every rank) or the parts that this rank holds."""
 
 
@@ -52,7 +52,7 @@ class ShardWriter:
         parts: what this rank holds.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         self._planner = _SavePlanner()
         self._planner.set_up_planner(dict(parts), is_coordinator=True)
 

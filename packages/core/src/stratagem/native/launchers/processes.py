@@ -269,10 +269,10 @@ def _run_call(call: _Call, folder: Path) -> None:
 
 
 def _write(path: Path, result: Any) -> None:
-    if culprit := plain_data.find_culprit(result):
+    if offending := plain_data.find_offending_value(result):
         raise ConfigurationError(
             f"what the launched function returns comes back from another process, as plain data "
-            f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but {culprit}"
+            f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but {offending}"
             ": return model.state_dict() in the place of a model, or save a checkpoint"
         )
     torch.save(result, path)

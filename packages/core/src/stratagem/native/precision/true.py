@@ -1,4 +1,4 @@
-"""TruePrecision: one number format throughout."""
+"""TruePrecision: one dtype throughout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = {
 
 
 class TruePrecision(Precision):
-    """Parameters, activations, gradients and floating-point inputs all have one number format.
+    """Parameters, activations, gradients and floating-point inputs all have one dtype.
 
     Args:
         name: "64-true", "32-true", "16-true" or "bf16-true".
@@ -43,7 +43,7 @@ class TruePrecision(Precision):
         self.dtype = _DTYPES[name]
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new tensors have this number format."""
+        """Return a context in which new tensors have this dtype."""
         return default_dtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -57,7 +57,7 @@ class TruePrecision(Precision):
         return lambda batch: convert_floats(batch, self.dtype)
 
     def output_converter(self) -> Callable[[Any], Any] | None:
-        """Return what converts outputs to the default number format, or None."""
+        """Return what converts outputs to the default dtype, or None."""
         if self.dtype is torch.float32:
             return None
         return lambda output: convert_floats(output, torch.get_default_dtype())

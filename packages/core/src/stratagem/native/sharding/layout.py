@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from stratagem.state.shards import SavedTensor, Shards
+from stratagem.state.shards import LazyTensor, Shards
 
 
-def distribute_like(pattern: Tensor, whole: Tensor | SavedTensor) -> Tensor:
+def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:
     """Return this rank's part of a tensor, laid out as `pattern` is.
 
     Nothing is communicated, and the part is a copy: neither the whole tensor nor the file that it
@@ -25,7 +25,7 @@ def distribute_like(pattern: Tensor, whole: Tensor | SavedTensor) -> Tensor:
         whole: of the same shape; every rank has it, or reads what it needs of it.
     """
     if not isinstance(pattern, DTensor):
-        return whole.whole() if isinstance(whole, SavedTensor) else whole
+        return whole.whole() if isinstance(whole, LazyTensor) else whole
     if isinstance(whole, DTensor):
         return whole
     shape, offset = compute_local_shape_and_global_offset(
@@ -34,7 +34,7 @@ def distribute_like(pattern: Tensor, whole: Tensor | SavedTensor) -> Tensor:
     part = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
     local = pattern.to_local()
     mine = torch.empty_like(local, dtype=whole.dtype)
-    if isinstance(whole, SavedTensor):
+    if isinstance(whole, LazyTensor):
         whole.read_into(Shards(whole.shape, whole.dtype, [(tuple(offset), mine)]))
     elif mine.numel():
         mine.copy_(whole[part])

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
 from stratagem.native.sharding.layout import distribute_like
-from stratagem.state.shards import SavedTensor, read_whole
+from stratagem.state.shards import LazyTensor, read_whole
 
 
 class Rebinding:
@@ -55,7 +55,7 @@ def distribute_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, A
     like_parameter = {
         name
         for name, value in state.items()
-        if isinstance(value, (Tensor, SavedTensor)) and value.shape == parameter.shape != ()
+        if isinstance(value, (Tensor, LazyTensor)) and value.shape == parameter.shape != ()
     }
     return {
         name: distribute_like(parameter, value) if name in like_parameter else read_whole(value)

@@ -83,7 +83,7 @@ class CommunicationHook:
         return not stateless and not callable(self.state)
 
     def check_backend(self, backend: str) -> None:
-        """Refuse a hook whose number format the process group's backend cannot reduce.
+        """Refuse a hook whose dtype the process group's backend cannot reduce.
 
         Raises:
             ConfigurationError: it is one of torch's bf16 hooks, and the backend is not NCCL's.

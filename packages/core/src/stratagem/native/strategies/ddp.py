@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.interfaces.strategy import Parts, Prepared
+from stratagem.interfaces.strategy import Components, PreparedModel
 from stratagem.native.strategies.communication_hooks import CommunicationHook, Hook, Wrapper
 from stratagem.native.strategies.ddp_errors import explain
 from stratagem.native.strategy_specs import DDP
@@ -56,7 +56,7 @@ class DDPStrategy(ParallelStrategy):
         model_averaging_period: for `post_localSGD_hook`: average the weights of all ranks every so
             many optimizer steps. Between two averagings ranks differ, and rank 0's weights and
             optimizer state are those that are saved.
-        **parts: see `ParallelStrategy`.
+        **components: see `ParallelStrategy`.
 
     Raises:
         ConfigurationError: arguments do not fit together, or (when it is bound) the hook does not
@@ -87,9 +87,9 @@ class DDPStrategy(ParallelStrategy):
         ddp_comm_state: Any = None,
         ddp_comm_wrapper: Wrapper | None = None,
         model_averaging_period: int | None = None,
-        **parts: Any,
+        **components: Any,
     ) -> None:
-        super().__init__(**parts)
+        super().__init__(**components)
         if static_graph and find_unused_parameters:
             raise ConfigurationError(
                 "static_graph=True and find_unused_parameters=True: a static graph finds its "
@@ -117,9 +117,9 @@ class DDPStrategy(ParallelStrategy):
         # Made on use: a strategy is pickled on its way to a spawned process, and this cannot be.
         self._averagers: WeakKeyDictionary[Optimizer, PeriodicModelAverager] | None = None
 
-    def bind(self, parts: Parts) -> None:
-        """Take the parts of the plan; see `ParallelStrategy.bind`."""
-        super().bind(parts)
+    def bind(self, components: Components) -> None:
+        """Take the components of the plan; see `ParallelStrategy.bind`."""
+        super().bind(components)
         self.communication_hook.check_backend(self.communication_backend)
 
     # -- the model
@@ -183,20 +183,20 @@ class DDPStrategy(ParallelStrategy):
             )
         return whole + 1
 
-    def before_evaluation(self, prepared: Prepared) -> None:
+    def before_evaluation(self, prepared: PreparedModel) -> None:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
         for buffer in prepared.original.buffers():
             dist.broadcast(buffer, 0)
 
     # -- a step
 
-    def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
+    def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
         """Return DDP's context without gradient communication."""
         model = prepared.module
         return model.no_sync() if isinstance(model, DistributedDataParallel) else None
 
     @contextmanager
-    def backward_in_forward(self, prepared: Prepared) -> Iterator[None]:
+    def backward_in_forward(self, prepared: PreparedModel) -> Iterator[None]:
         """Let each backward within DDP's forward reduce its gradients.
 
         DDP gets ready for a backward at the end of its forward, which is too late here: it would
@@ -216,7 +216,7 @@ class DDPStrategy(ParallelStrategy):
             # Of the next forward, which broadcasts buffers.
             model.require_forward_param_sync = True
 
-    def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward; see `Strategy.backward`."""
         model = self._within_forward_of
         if model is not None:
@@ -225,13 +225,16 @@ class DDPStrategy(ParallelStrategy):
             model.reducer.prepare_for_backward(outputs)
         super().backward(prepared, loss, *args, **kwargs)
 
-    def explain(self, prepared: Prepared, error: RuntimeError) -> StratagemError | None:
+    def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
         """Return DDP's own errors with the names of parameters; see `Strategy.explain`."""
         model = prepared.module
         return explain(error, model) if isinstance(model, DistributedDataParallel) else None
 
     def optimizer_step(
-        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
     ) -> Any:
         """Step one optimizer; in post-local SGD, average the ranks' weights when it is time."""
         result = super().optimizer_step(prepared, optimizer, closure)
@@ -253,14 +256,14 @@ class DDPStrategy(ParallelStrategy):
 
     # -- state
 
-    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by names; in post-local SGD, with the steps so far."""
         state = super().optimizer_state(prepared, optimizer)
         averager = self._averager_of(optimizer)
         return state if averager is None else {**state, _AVERAGING_STEP: averager.step}
 
     def load_optimizer_state(
-        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load what `optimizer_state` returned."""
         super().load_optimizer_state(prepared, optimizer, state)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.strategy import Optimizers, Prepared, make_optimizers
+from stratagem.interfaces.strategy import Optimizers, PreparedModel, make_optimizers
 from stratagem.native.strategies.ddp import DDPStrategy
 from stratagem.state.state_dict import load_named_state, named_state
 
@@ -56,7 +56,7 @@ class DDPShardedStrategy(DDPStrategy):
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
-    ) -> Prepared:
+    ) -> PreparedModel:
         """Return the model in DDP, with sharded optimizers; see `Strategy.prepare`."""
 
         def sharded() -> list[Optimizer]:
@@ -64,7 +64,7 @@ class DDPShardedStrategy(DDPStrategy):
 
         return super().prepare(module, sharded, move_to_device=move_to_device)
 
-    def setup_optimizer(self, prepared: Prepared, optimizer: Optimizer) -> Optimizer:
+    def setup_optimizer(self, prepared: PreparedModel, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer sharded; see `Strategy.setup_optimizer`."""
         return self.shard(optimizer)
 
@@ -74,7 +74,7 @@ class DDPShardedStrategy(DDPStrategy):
             return optimizer
         return ShardedOptimizer(optimizer, parameters_as_bucket_view=self.parameters_as_bucket_view)
 
-    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by names: all of it on rank 0, this rank's part elsewhere."""
         if not isinstance(optimizer, ShardedOptimizer):
             return super().optimizer_state(prepared, optimizer)
@@ -83,7 +83,7 @@ class DDPShardedStrategy(DDPStrategy):
         return {**groups, "state": self._gather_on_rank_0(own)}
 
     def load_optimizer_state(
-        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load a whole optimizer state; this rank keeps its part."""
         if not isinstance(optimizer, ShardedOptimizer):
@@ -158,7 +158,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     Raises:
         ConfigurationError: it is LBFGS, whose step needs all parameters together, or it has
-            parameters of several number formats.
+            parameters of several dtypes.
     """
 
     def __init__(self, source: Optimizer, *, parameters_as_bucket_view: bool = False) -> None:

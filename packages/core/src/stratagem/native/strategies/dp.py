@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.strategy import Parts
+from stratagem.interfaces.strategy import Components
 from stratagem.native.strategies.single_device import SingleDeviceStrategy
 from stratagem.native.strategy_specs import DP
 
@@ -22,7 +22,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
     averaged. Several devices were never tried on hardware.
 
     Args:
-        **parts: see `Strategy`.
+        **components: see `Strategy`.
 
     Raises:
         ConfigurationError: several devices were asked for that are no GPUs.
@@ -39,8 +39,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     capabilities = DP
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, **components: Any) -> None:
+        super().__init__(**components)
         warnings.warn(
             "strategy='dp' (DataParallel) is deprecated: it copies the model at every step. Use "
             "strategy='ddp', which trains alike with one process a device",
@@ -48,25 +48,25 @@ class DataParallelStrategy(SingleDeviceStrategy):
             stacklevel=2,
         )
 
-    def bind(self, parts: Parts) -> None:
-        """Take the parts of the plan; see `Strategy.bind`."""
-        super().bind(parts)
-        kind = parts.accelerator.device(parts.devices[0]).type
-        if len(parts.devices) > 1 and kind != "cuda":
+    def bind(self, components: Components) -> None:
+        """Take the components of the plan; see `Strategy.bind`."""
+        super().bind(components)
+        kind = components.accelerator.device(components.devices[0]).type
+        if len(components.devices) > 1 and kind != "cuda":
             raise ConfigurationError(
-                f"strategy='dp' splits a batch over GPUs, received {len(parts.devices)} devices of "
-                f"the accelerator {parts.accelerator.name!r}: use strategy='ddp', or devices=1"
+                f"strategy='dp' splits a batch over GPUs, received {len(components.devices)} devices of "
+                f"the accelerator {components.accelerator.name!r}: use strategy='ddp', or devices=1"
             )
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in DataParallel, if there are several devices."""
-        if len(self.parts.devices) == 1:
+        if len(self.components.devices) == 1:
             return module
-        return _DataParallel(module, device_ids=list(self.parts.devices))
+        return _DataParallel(module, device_ids=list(self.components.devices))
 
     def synchronize_batch_norm(self, module: nn.Module) -> None:
         """Refuse several devices: DataParallel takes statistics on each."""
-        if len(self.parts.devices) > 1:
+        if len(self.components.devices) > 1:
             raise ConfigurationError(
                 "sync_batchnorm=True with strategy='dp': DataParallel takes batch statistics on "
                 "each device alone; use strategy='ddp'"

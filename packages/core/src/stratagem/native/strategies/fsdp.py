@@ -23,7 +23,7 @@ from stratagem.distributed.activation_checkpointing import (
     check_choice,
 )
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.strategy import Parts
+from stratagem.interfaces.strategy import Components
 from stratagem.native.sharding.replicated import find_replicated
 from stratagem.native.sharding.shard_model import shard_model
 from stratagem.native.sharding.usage_check import CheckedReduceScatter
@@ -89,7 +89,7 @@ class FSDPStrategy(ShardedStrategy):
             nothing to lift; only True is accepted.
         find_unused_parameters: let ranks use different parameters of a group; a parameter that
             is not used gets a gradient of zero.
-        **parts: see `ShardedStrategy` and `ParallelStrategy`.
+        **components: see `ShardedStrategy` and `ParallelStrategy`.
 
     Raises:
         ConfigurationError: an option is not one of the above, or they exclude each other.
@@ -119,9 +119,9 @@ class FSDPStrategy(ShardedStrategy):
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
         find_unused_parameters: bool = False,
-        **parts: Any,
+        **components: Any,
     ) -> None:
-        super().__init__(**parts)
+        super().__init__(**components)
         self.sharding_strategy = _name("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
         self.replicas_and_shards = _checked_mesh(device_mesh, self.sharding_strategy)
         self.cpu_offload = cpu_offload
@@ -151,17 +151,17 @@ class FSDPStrategy(ShardedStrategy):
 
     # -- the mesh
 
-    def bind(self, parts: Parts) -> None:
-        """Take the parts of the plan, and check the mesh and the number formats against them."""
-        super().bind(parts)
-        precision = parts.precision
+    def bind(self, components: Components) -> None:
+        """Take the components of the plan, and check the mesh and the dtypes against them."""
+        super().bind(components)
+        precision = components.precision
         if self.mixed_precision is not None and (
             precision.forward_context() is not None or precision.input_converter() is not None
         ):
             raise ConfigurationError(
                 f"mixed_precision={self.mixed_precision!r} was passed to the strategy and "
                 f"precision={precision.name!r} as well: give one of the two. precision='32-true' "
-                "leaves the number formats to mixed_precision"
+                "leaves the dtypes to mixed_precision"
             )
         shards = self.mesh_shape()[0][-1]
         reshard = self.reshard_after_forward
@@ -191,7 +191,10 @@ class FSDPStrategy(ShardedStrategy):
                 "needs several ranks, received 1: pass devices=2 or more, or another "
                 "sharding_strategy"
             )
-        sizes = self.replicas_and_shards or (self.parts.num_nodes, len(self.parts.devices))
+        sizes = self.replicas_and_shards or (
+            self.components.num_nodes,
+            len(self.components.devices),
+        )
         if sizes[0] * sizes[1] != world_size:
             raise ConfigurationError(
                 f"device_mesh={sizes!r} is for {sizes[0]} x {sizes[1]} = {sizes[0] * sizes[1]} "

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.step_module import StepModule
-from stratagem.interfaces.strategy import Prepared
+from stratagem.interfaces.strategy import PreparedModel
 from stratagem.interfaces.train_step import TrainStep
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.replicated import find_replicated
@@ -47,7 +47,7 @@ class ModelParallelStrategy(ShardedStrategy):
             and `device_mesh["data_parallel"]` are the mesh's dimensions.
         auto_wrap_policy: what is sharded as a group of its own; see `FSDPStrategy`.
         reshard_after_forward: see `FSDPStrategy`.
-        **parts: see `ShardedStrategy` and `ParallelStrategy`.
+        **components: see `ShardedStrategy` and `ParallelStrategy`.
 
     Raises:
         ConfigurationError: a size is not a number of ranks, or their product not the world size.
@@ -73,9 +73,9 @@ class ModelParallelStrategy(ShardedStrategy):
         parallelize_fn: Parallelize | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
         reshard_after_forward: bool | int | None = None,
-        **parts: Any,
+        **components: Any,
     ) -> None:
-        super().__init__(**parts)
+        super().__init__(**components)
         self.data_parallel_size = _checked("data_parallel_size", data_parallel_size)
         self.tensor_parallel_size = _checked("tensor_parallel_size", tensor_parallel_size)
         if parallelize_fn is not None and not callable(parallelize_fn):
@@ -96,7 +96,7 @@ class ModelParallelStrategy(ShardedStrategy):
             self.world_size,
         )
         if data == "auto" and tensor == "auto":
-            sizes = self.parts.num_nodes, len(self.parts.devices)
+            sizes = self.components.num_nodes, len(self.components.devices)
         elif data == "auto":
             assert tensor != "auto"
             sizes = max(1, world_size // tensor), tensor
@@ -106,7 +106,7 @@ class ModelParallelStrategy(ShardedStrategy):
             raise ConfigurationError(
                 f"data_parallel_size={data!r} and tensor_parallel_size={tensor!r} are for "
                 f"{sizes[0]} x {sizes[1]} = {sizes[0] * sizes[1]} ranks, received {world_size} "
-                f"({len(self.parts.devices)} device(s), {self.parts.num_nodes} node(s)): expected "
+                f"({len(self.components.devices)} device(s), {self.components.num_nodes} node(s)): expected "
                 "sizes whose product is the number of ranks"
             )
         return sizes, ("data_parallel", "tensor_parallel")
@@ -117,7 +117,9 @@ class ModelParallelStrategy(ShardedStrategy):
         (groups, ranks), _ = self.mesh_shape()
         return self.global_rank // ranks, groups
 
-    def train_step(self, prepared: Prepared, step: TrainStep, micro_batches: Sequence[Any]) -> None:
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Sequence[Any]
+    ) -> None:
         """Run one optimizer step; before the first, see that ranks have the batches they should."""
         if not self._compared_batches:
             self._compared_batches = True

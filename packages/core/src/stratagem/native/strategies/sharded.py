@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_memory
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.strategy import Optimizers, Parts, Prepared, make_optimizers
+from stratagem.interfaces.strategy import Components, Optimizers, PreparedModel, make_optimizers
 from stratagem.interfaces.train_step import GradientClip
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
@@ -30,7 +30,7 @@ from stratagem.native.sharding.replicated import (
     broadcast_from_first,
     find_replicated,
 )
-from stratagem.state.shards import SavedTensor
+from stratagem.state.shards import LazyTensor
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
 STATE_DICT_TYPES = ("full", "sharded")
@@ -39,7 +39,7 @@ _ROOT = "_stratagem_sharded_root"
 
 
 @dataclass(eq=False)
-class ShardedPrepared(Prepared):
+class ShardedPrepared(PreparedModel):
     """A sharded model as a strategy runs it.
 
     Attributes:
@@ -70,7 +70,7 @@ class ShardedStrategy(ParallelStrategy):
     Args:
         state_dict_type: "full" gathers a checkpoint on rank 0, which writes one file; "sharded"
             lets every rank write its part into a directory, as `checkpoint_io="directory"` does.
-        **parts: see `ParallelStrategy`.
+        **components: see `ParallelStrategy`.
 
     Raises:
         ConfigurationError: `state_dict_type` is something else.
@@ -79,15 +79,15 @@ class ShardedStrategy(ParallelStrategy):
     device_mesh: DeviceMesh
     """How the ranks are arranged; there once processes are launched."""
 
-    def __init__(self, *, state_dict_type: str = "full", **parts: Any) -> None:
+    def __init__(self, *, state_dict_type: str = "full", **components: Any) -> None:
         if state_dict_type not in STATE_DICT_TYPES:
             raise ConfigurationError(
                 f"state_dict_type={state_dict_type!r}: expected one of "
                 f"{', '.join(map(repr, STATE_DICT_TYPES))}"
             )
-        if state_dict_type == "sharded" and parts.get("checkpoint_io") is None:
-            parts["checkpoint_io"] = "directory"
-        super().__init__(**parts)
+        if state_dict_type == "sharded" and components.get("checkpoint_io") is None:
+            components["checkpoint_io"] = "directory"
+        super().__init__(**components)
         self._replicated: list[nn.Parameter] = []
         self._holds_gradients = False
 
@@ -99,11 +99,11 @@ class ShardedStrategy(ParallelStrategy):
     def shard(self, module: nn.Module) -> None:
         """Shard a model in place, and make `module` the root of it."""
 
-    def bind(self, parts: Parts) -> None:
-        """Take the parts of the plan, and check that the ranks can be arranged."""
-        super().bind(parts)
+    def bind(self, components: Components) -> None:
+        """Take the components of the plan, and check that the ranks can be arranged."""
+        super().bind(components)
         self.mesh_shape()
-        if parts.accelerator.device(parts.devices[0]).type == "cpu":
+        if components.accelerator.device(components.devices[0]).type == "cpu":
             ask_for_huge_pages()
 
     def setup_environment(self) -> None:
@@ -125,7 +125,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
-    ) -> Prepared:
+    ) -> PreparedModel:
         """Return the model, sharded, with optimizers of its shards.
 
         A model that was sharded before is used as it is. Parameters and buffers become those of
@@ -155,19 +155,19 @@ class ShardedStrategy(ParallelStrategy):
 
     # -- a training step
 
-    def no_sync(self, prepared: Prepared) -> AbstractContextManager[Any] | None:
+    def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
         """Return a context in which gradients stay on their rank, whole, until a later backward."""
         root = prepared.module
         return _Held(self, root) if isinstance(root, FSDPModule) else None
 
-    def backward(self, prepared: Prepared, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward; gradients are reduced to shards in it."""
         super().backward(prepared, loss, *args, **kwargs)
         if self._replicated and not self._holds_gradients:
             average_gradients(self._replicated)
 
     def clip_gradients(
-        self, prepared: Prepared, optimizer: Optimizer, clip: GradientClip
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
     ) -> Tensor | None:
         """Clip by the norm over all ranks, whatever is sharded and whatever is whole."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -182,21 +182,24 @@ class ShardedStrategy(ParallelStrategy):
         )
 
     def optimizer_step(
-        self, prepared: Prepared, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
     ) -> Any:
         """Step the shards."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         return super().optimizer_step(prepared, optimizer, closure)
 
-    def before_evaluation(self, prepared: Prepared) -> None:
+    def before_evaluation(self, prepared: PreparedModel) -> None:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
         buffers = prepared.original.buffers()
         broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
 
     # -- state
 
-    def model_state(self, prepared: Prepared) -> dict[str, Any]:
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Return parameters and buffers: shards on every rank, where checkpoints take those.
 
         Otherwise they are whole, on rank 0, on the CPU, copied, gathered one at a time; and {} on
@@ -207,7 +210,7 @@ class ShardedStrategy(ParallelStrategy):
         return self._to_save(prepared.original.state_dict())
 
     def load_model_state(
-        self, prepared: Prepared, state: Mapping[str, Any], *, strict: bool = True
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
     ) -> None:
         """Load parameters; each rank takes, or reads, its shards of them."""
         assert isinstance(prepared, ShardedPrepared)
@@ -219,7 +222,7 @@ class ShardedStrategy(ParallelStrategy):
         }
         load_weights(prepared.original, shards, strict=strict)
 
-    def optimizer_state(self, prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state by parameter names; of its tensors what `model_state` says."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
@@ -234,7 +237,7 @@ class ShardedStrategy(ParallelStrategy):
         return self.checkpoint_io.open_checkpoint(path)
 
     def load_optimizer_state(
-        self, prepared: Prepared, optimizer: Optimizer, state: Mapping[str, Any]
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load state; each rank takes, or reads, its shards of it."""
         assert isinstance(prepared, ShardedPrepared)
@@ -319,7 +322,7 @@ def _check_still_sharded(root: nn.Module) -> None:
 
 
 def _fits(own: Any, value: Any) -> bool:
-    kinds = Tensor, SavedTensor
+    kinds = Tensor, LazyTensor
     return isinstance(own, Tensor) and isinstance(value, kinds) and own.shape == value.shape
 
 

@@ -1,4 +1,4 @@
-"""The harness: which torments, how often, of which formats."""
+"""The harness: which scenarios, how often, of which formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from stratagem.discovery.registry import get_registry
 from stratagem.testing.durability.saver import Subject
-from stratagem.testing.durability.torments import Row, Torments
+from stratagem.testing.durability.scenarios import Row, Scenarios
 
 _ELSEWHERE = ("/dev/shm", "/tmp", "/var/tmp")
 
@@ -22,7 +22,7 @@ class Outcome:
     """What came of it.
 
     Attributes:
-        rows: one for each torment of each subject.
+        rows: one for each scenario of each subject.
         temporary: TMPDIR of the processes that saved.
         is_elsewhere: whether that is on another file system than the checkpoints.
         log: what the processes printed at the end.
@@ -70,30 +70,30 @@ def run(
     share = -(-kills // len(subjects))
     elsewhere = _other_file_system(directory)
     environ = {} if elsewhere is None else {"TMPDIR": str(elsewhere)}
-    torments = Torments(directory, environ, seed)
+    scenarios = Scenarios(directory, environ, seed)
     rows: list[Row] = []
     for subject in subjects:
-        for torment in (
-            lambda s: torments.kill(s, -(-share // 2)),
-            lambda s: torments.kill(s, share // 2, slow=True),
-            lambda s: torments.lose_rank(s, max(1, share // 10)),
-            lambda s: torments.fill_disk(s, max(2, share // 10)),
-            torments.fail_syncs,
-            torments.forbid_writing,
+        for scenario in (
+            lambda s: scenarios.kill(s, -(-share // 2)),
+            lambda s: scenarios.kill(s, share // 2, slow=True),
+            lambda s: scenarios.lose_rank(s, max(1, share // 10)),
+            lambda s: scenarios.fill_disk(s, max(2, share // 10)),
+            scenarios.fail_syncs,
+            scenarios.forbid_writing,
         ):
-            row = torment(subject)
+            row = scenario(subject)
             if row.runs == 0:
-                continue  # few kills are not enough for every torment
+                continue  # few kills are not enough for every scenario
             rows.append(row)
             how = "in the background" if subject.asynchronous else "waited for"
             verdict = f"{len(row.wrong)} WRONG" if row.wrong else "good"
             print(
-                f"{subject.format}, {how}: {row.torment}, {row.runs} runs: {verdict}",
+                f"{subject.format}, {how}: {row.scenario}, {row.runs} runs: {verdict}",
                 file=sys.stderr,
                 flush=True,
             )
     temporary = str(elsewhere or tempfile.gettempdir())
-    return Outcome(rows, temporary, elsewhere is not None, torments.log())
+    return Outcome(rows, temporary, elsewhere is not None, scenarios.log())
 
 
 def _other_file_system(directory: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""Judge: what runs in the process that looks at what a torment has left."""
+"""Judge: what runs in the process that looks at what a scenario has left."""
 
 from __future__ import annotations
 

@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Any
 from stratagem._version import __version__
 from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
-from stratagem.state.plain_data import find_culprit
+from stratagem.state.plain_data import find_offending_value
 from stratagem.trainer.resume.rank_state import state_of_rank
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.strategy import Prepared, Strategy
+    from stratagem.interfaces.strategy import PreparedModel, Strategy
     from stratagem.trainer.run import Run
 
 
-def collect_checkpoint(run: Run, prepared: Prepared, *, weights_only: bool) -> dict[str, Any]:
+def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool) -> dict[str, Any]:
     """Return a checkpoint of the run as it is; called on every rank.
 
     Tensors in it alias the live ones.
@@ -96,7 +96,7 @@ def read_checkpoint(strategy: Strategy, path: str | Path) -> dict[str, Any]:
 
 
 def restore_model(
-    run: Run, prepared: Prepared, checkpoint: dict[str, Any], path: str | Path
+    run: Run, prepared: PreparedModel, checkpoint: dict[str, Any], path: str | Path
 ) -> None:
     """Load the weights; called on every rank.
 
@@ -112,7 +112,7 @@ def restore_model(
 
 
 def restore_training(
-    run: Run, prepared: Prepared, checkpoint: dict[str, Any], path: str | Path
+    run: Run, prepared: PreparedModel, checkpoint: dict[str, Any], path: str | Path
 ) -> None:
     """Load everything but the weights; called on every rank.
 
@@ -154,9 +154,9 @@ def restore_training(
 
 
 def _require_plain(data: Any, whose: str) -> None:
-    if culprit := find_culprit(data):
+    if offending := find_offending_value(data):
         raise CheckpointContentError(
-            f"{whose} cannot be saved: {culprit}, which could not be loaded without executing "
+            f"{whose} cannot be saved: {offending}, which could not be loaded without executing "
             "code. Keep numbers, strings, tensors, and dicts, lists, tuples and sets of them; for "
             "hyperparameters, save_hyperparameters(ignore=[...]) leaves one out"
         )

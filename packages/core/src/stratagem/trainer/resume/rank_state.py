@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from stratagem.data.resumable import generators_of_loader, has_persistent_workers
 from stratagem.rng import (
     generator_states,
-    random_state,
-    random_state_kept,
+    preserve_rng_state,
+    rng_state,
     set_generator_states,
-    set_random_state,
+    set_rng_state,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def state_of_rank(run: Run) -> dict[str, Any]:
     """Return what this rank saves for itself; after an evaluation it has no place in the data."""
     if run.rank_state is None:
-        return {"random": random_state(), "loader": {}}
+        return {"random": rng_state(), "loader": {}}
     return run.rank_state.state()
 
 
@@ -53,7 +53,7 @@ class RankState:
     def state(self) -> dict[str, Any]:
         """Return what differs between the ranks: random numbers and the loader's position."""
         return {
-            "random": random_state(),
+            "random": rng_state(),
             "loader": self._data.state(),
             "validation": [
                 [has_persistent_workers(loader), *generator_states(generators_of_loader(loader))]
@@ -81,7 +81,7 @@ class RankState:
         for loader, (had_workers, *generators) in zip(self._validation, states, strict=False):
             if had_workers:
                 # To start them a loader draws a number, which that run had drawn before.
-                with random_state_kept():
+                with preserve_rng_state():
                     iter(loader)
             set_generator_states(generators_of_loader(loader), generators)
 
@@ -109,5 +109,5 @@ class RankState:
 
     def _restore_random_state(self) -> None:
         if self._random is not None:
-            set_random_state(self._random)
+            set_rng_state(self._random)
             self._random = None

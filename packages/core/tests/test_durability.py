@@ -1,4 +1,4 @@
-"""`stratagem checkpoint torture`: our formats stand it, and careless ones are found out."""
+"""`stratagem checkpoint durability`: our formats stand it, and careless ones are found out."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ CARELESS = """
 """
 
 
-def torture(
+def durability(
     folder: Path, *arguments: str, code: int, into: str = "saved"
 ) -> subprocess.CompletedProcess[str]:
     (folder / "saved").mkdir()
     finished = subprocess.run(
-        [sys.executable, "-m", "stratagem.cli", "checkpoint", "torture", into, *arguments],
+        [sys.executable, "-m", "stratagem.cli", "checkpoint", "durability", into, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "error"},
         capture_output=True,
@@ -89,7 +89,7 @@ def careless(tmp_path: Path) -> Path:
 
 
 def test_our_formats_survive_twenty_kills_and_every_kind_of_bad_disk(tmp_path: Path) -> None:
-    finished = torture(tmp_path, "--kills", "20", "--size", "8", code=0)
+    finished = durability(tmp_path, "--kills", "20", "--size", "8", code=0)
     told = rows(finished.stdout)
     formats = {row[0] for row in told}
     assert "single_file" in formats
@@ -103,7 +103,7 @@ def test_our_formats_survive_twenty_kills_and_every_kind_of_bad_disk(tmp_path: P
 
 
 def test_careless_formats_are_found_out(careless: Path) -> None:
-    finished = torture(
+    finished = durability(
         careless,
         *("--format", "in_place", "--format", "careless", "--no-async"),
         *("--kills", "12", "--size", "8", "--seed", "1"),
@@ -117,13 +117,13 @@ def test_careless_formats_are_found_out(careless: Path) -> None:
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    said = torture(tmp_path, "--format", "in_place", code=2).stderr
+    said = durability(tmp_path, "--format", "in_place", code=2).stderr
     assert said.startswith("--format 'in_place': there is no such checkpoint format; there are ")
     assert "single_file" in said
 
 
 def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
-    assert torture(tmp_path, into="no/where", code=2).stderr == (
+    assert durability(tmp_path, into="no/where", code=2).stderr == (
         "'no/where' is not a directory: expected one that is there, on the file system in "
         "question; make it first\n"
     )
@@ -134,15 +134,15 @@ BACKGROUND = """
     from pathlib import Path
     from stratagem.checkpoint import SingleFileCheckpointIO
     from stratagem.testing.durability.saver import NAME, Model, Subject
-    from stratagem.testing.durability.torments import Row, Torments
+    from stratagem.testing.durability.scenarios import Row, Scenarios
 
-    torments, subject = Torments(Path(), {}, 0), Subject("single_file", True, 0.1)
+    scenarios, subject = Scenarios(Path(), {}, 0), Subject("single_file", True, 0.1)
     model, row, folder = Model(0.1), Row(subject, "kill -9"), Path("saved")
     for number in (2, 3, 4):
         model.train(number)
         checkpoint = model.checkpoint(number, shards=False)
         SingleFileCheckpointIO().save_checkpoint(checkpoint, folder / NAME)
-        torments._judge(row, folder, [{"begun": 4}], 2)
+        scenarios._judge(row, folder, [{"begun": 4}], 2)
         print(row.new, row.old, row.wrong)
 """
 
@@ -163,7 +163,7 @@ def test_of_two_saves_that_are_under_way_in_the_background_either_is_the_new_one
 
 
 def test_what_ran_no_time_has_no_row(tmp_path: Path) -> None:
-    finished = torture(
+    finished = durability(
         tmp_path,
         *("--format", "single_file", "--no-async", "--kills", "1", "--size", "8"),
         code=0,

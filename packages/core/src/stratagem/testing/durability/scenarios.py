@@ -1,4 +1,4 @@
-"""Torments: each breaks something while a child saves, and has judged what is left."""
+"""Scenarios: each breaks something while a child saves, and has judged what is left."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from stratagem.testing.durability.saver import Subject, save_for_ever, save_on_t
 
 @dataclass
 class Row:
-    """What came of a torment.
+    """What came of a scenario.
 
     Attributes:
         subject: what was tormented.
-        torment: how.
+        scenario: how.
         runs: how often.
         in_a_save: how many of them met a save that was begun and not durable.
         new, old: how often the checkpoint was one that was begun and not durable (or the last one,
             where no save was under way), and how often the one that was durable last.
         wrong: what was wrong, each in a line.
-        note: how the torment was done, if there are several ways.
+        note: how the scenario was done, if there are several ways.
     """
 
     subject: Subject
-    torment: str
+    scenario: str
     runs: int = 0
     in_a_save: int = 0
     new: int = 0
@@ -47,7 +47,7 @@ class Row:
     note: str = ""
 
 
-class Torments:
+class Scenarios:
     """What can be done to a subject.
 
     Args:
@@ -189,7 +189,7 @@ class Torments:
     def _folder(self) -> Iterator[Path]:
         """Make a folder; it goes afterwards, with what is in it."""
         self._folders += 1
-        with tempfile.TemporaryDirectory(prefix="torture-", dir=self._directory) as folder:
+        with tempfile.TemporaryDirectory(prefix="durability-", dir=self._directory) as folder:
             # Where a user who is not root may come too; see `faults.lose_right_to_write`.
             Path(folder).chmod(0o755)
             yield Path(folder)

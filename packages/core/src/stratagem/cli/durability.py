@@ -1,4 +1,4 @@
-"""`stratagem checkpoint torture`: whether checkpoints survive on a file system."""
+"""`stratagem checkpoint durability`: whether checkpoints survive on a file system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratagem.cli.tables import print_table
 from stratagem.discovery.specs import load_target
 
 
-def torture(
+def durability(
     directory: Annotated[
         Path, typer.Argument(help="Where to save; on the file system in question.")
     ],
@@ -69,7 +69,7 @@ def torture(
         seed=seed,
     )
     print_table(
-        ("format", "saves", "torment", "runs", "in a save", "holds the new", "the old", "wrong"),
+        ("format", "saves", "scenario", "runs", "in a save", "holds the new", "the old", "wrong"),
         [_cells(row) for row in outcome.rows],
     )
     print(
@@ -78,18 +78,18 @@ def torture(
     )
     wrong = [(row, what) for row in outcome.rows for what in row.wrong]
     for row, what in wrong:
-        print(f"{row.subject.format}, {row.torment}: {what}", file=sys.stderr)
+        print(f"{row.subject.format}, {row.scenario}: {what}", file=sys.stderr)
     if wrong:
         print(f"\nWhat the processes printed:\n{outcome.log}", file=sys.stderr)
         raise typer.Exit(1)
 
 
 def _cells(row: Any) -> tuple[str, ...]:
-    torment = f"{row.torment} ({row.note})" if row.note else row.torment
+    scenario = f"{row.scenario} ({row.note})" if row.note else row.scenario
     return (
         row.subject.format,
         "async" if row.subject.asynchronous else "sync",
-        torment,
+        scenario,
         str(row.runs),
         str(row.in_a_save),
         str(row.new),
