@@ -225,7 +225,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     # -- what is known of the run
 
     def bind(self, components: Components) -> None:
-        """Take the components of the plan; check what they say, and build the ops that are needed."""
+        """Take the plan's components; check what they say, and build the ops that are needed."""
         super().bind(components)
         kind = components.accelerator.device(components.devices[0]).type
         self.facts = replace(
@@ -239,8 +239,8 @@ class DeepSpeedStrategy(ParallelStrategy):
             ask_for_huge_pages()
         if config.get("fp16", {}).get("enabled") and kind == "cpu" and not _cpu_has_float16():
             raise ConfigurationError(
-                f"precision={components.precision.name!r}: this processor has no float16 arithmetic, "
-                "and DeepSpeed refuses to emulate it: pass precision='bf16-mixed'"
+                f"precision={components.precision.name!r}: this processor has no float16 "
+                "arithmetic, and DeepSpeed refuses to emulate it: pass precision='bf16-mixed'"
             )
         for what in ("offload_optimizer", "offload_param"):
             if offload_device(config, what) == "nvme":

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from stratagem.launch.rank import (
-    LAUNCH_VARIABLE,
-)
+from stratagem.launch.rank import LAUNCH_VARIABLE
 
 
 def _present_folder() -> str | None:

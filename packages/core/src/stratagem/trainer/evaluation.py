@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.errors import UserCodeError
-from stratagem.trainer.fit_loop import takes_batch_idx
 from stratagem.trainer.metrics import Metrics
+from stratagem.trainer.step import takes_batch_idx
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

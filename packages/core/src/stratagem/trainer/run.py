@@ -29,11 +29,7 @@ from stratagem.trainer.loaders import LimitedLoader
 from stratagem.trainer.metrics import Metrics
 from stratagem.trainer.optimizers import SchedulerConfig, configure
 from stratagem.trainer.progress import Progress
-from stratagem.trainer.resume.checkpoint import (
-    read_checkpoint,
-    restore_model,
-    restore_training,
-)
+from stratagem.trainer.resume.checkpoint import read_checkpoint, restore_model, restore_training
 from stratagem.trainer.resume.find import find_checkpoint
 from stratagem.trainer.resume.rank_state import RankState
 from stratagem.trainer.resume.restarts import Restarts

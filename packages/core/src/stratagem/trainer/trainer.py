@@ -26,9 +26,7 @@ from stratagem.trainer import options
 from stratagem.trainer.metrics import Metrics
 from stratagem.trainer.optimizers import SchedulerConfig
 from stratagem.trainer.progress import Progress
-from stratagem.trainer.resume.checkpoint import (
-    collect_checkpoint,
-)
+from stratagem.trainer.resume.checkpoint import collect_checkpoint
 from stratagem.trainer.run import Run
 
 Devices = int | str | list[int] | tuple[int, ...] | None

@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.checkpoint import catalog
-from stratagem.checkpoint.archive import (
-    check_entries,
-    read_archive,
-    verify_checksum,
-)
+from stratagem.checkpoint.archive import check_entries, read_archive, verify_checksum
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.native.checkpoint.archive_io import load_archive, manifest_of, write_archive

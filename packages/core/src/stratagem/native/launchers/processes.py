@@ -272,8 +272,8 @@ def _write(path: Path, result: Any) -> None:
     if offending := plain_data.find_offending_value(result):
         raise ConfigurationError(
             f"what the launched function returns comes back from another process, as plain data "
-            f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but {offending}"
-            ": return model.state_dict() in the place of a model, or save a checkpoint"
+            f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but "
+            f"{offending}: return model.state_dict() in the place of a model, or save a checkpoint"
         )
     torch.save(result, path)
 

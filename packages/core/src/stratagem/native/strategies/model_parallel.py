@@ -106,8 +106,8 @@ class ModelParallelStrategy(ShardedStrategy):
             raise ConfigurationError(
                 f"data_parallel_size={data!r} and tensor_parallel_size={tensor!r} are for "
                 f"{sizes[0]} x {sizes[1]} = {sizes[0] * sizes[1]} ranks, received {world_size} "
-                f"({len(self.components.devices)} device(s), {self.components.num_nodes} node(s)): expected "
-                "sizes whose product is the number of ranks"
+                f"({len(self.components.devices)} device(s), {self.components.num_nodes} node(s)): "
+                "expected sizes whose product is the number of ranks"
             )
         return sizes, ("data_parallel", "tensor_parallel")
 

@@ -4,6 +4,6 @@ Processes save and are killed; the disk is full, slow, read-only, or fails to sy
 is lost. After each of these a process of its own looks at what is there. It has to be a whole
 checkpoint: the one that was durable last, or one that was begun after it.
 
-`harness.py` is the list of scenarios, `scenarios.py` does each of them, `saver.py` and `judge.py` run
-in the processes that save and that look, which `child.py` makes; `faults.py` breaks the disk.
+`harness.py` lists the scenarios, `scenarios.py` does each of them, `saver.py` and `judge.py` run in
+the processes that save and that look, which `child.py` makes; `faults.py` breaks the disk.
 """
