@@ -33,6 +33,7 @@ from stratagem.trainer.resume.checkpoint import read_checkpoint, restore_model, 
 from stratagem.trainer.resume.find import find_checkpoint
 from stratagem.trainer.resume.rank_state import RankState
 from stratagem.trainer.resume.restarts import Restarts
+from stratagem.trainer.step import Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +95,7 @@ class Run:
         self._names_of_validation: set[str] = set()
         self.rank_state: RankState | None = before.rank_state if before and same else None
         """After the beginning of a fit: what this rank saves for itself and goes on with."""
-        self.step: fit_loop.Step | None = None
+        self.step: Step | None = None
         """In a fit: the optimizer step, which may be under way."""
         self.saves_due: list[str | Path] = []
         """Checkpoints that were asked for within the present step, to be saved after it."""

@@ -54,8 +54,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
         kind = components.accelerator.device(components.devices[0]).type
         if len(components.devices) > 1 and kind != "cuda":
             raise ConfigurationError(
-                f"strategy='dp' splits a batch over GPUs, received {len(components.devices)} devices "
-                f"of the accelerator {components.accelerator.name!r}: use strategy='ddp', or devices=1"
+                f"strategy='dp' splits a batch over GPUs, received {len(components.devices)} "
+                f"devices of the accelerator {components.accelerator.name!r}: use strategy='ddp', "
+                "or devices=1"
             )
 
     def wrap(self, module: nn.Module) -> nn.Module:
