@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from torch import Tensor
 
-from stratagem.checkpoint import catalog
 from stratagem.checkpoint.archive import Manifest
+from stratagem.checkpoint.checksum import Checksum
 from stratagem.checkpoint.directory import (
     LAYOUT,
     MANIFEST,
@@ -25,8 +24,8 @@ from stratagem.checkpoint.directory import (
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.native.checkpoint.archive_io import manifest_of, write_archive
-from stratagem.native.checkpoint.directory_reading import open_directory
 from stratagem.native.checkpoint.exchange import Exchange, Record, StoreExchange, exchange_alone
+from stratagem.native.checkpoint.reader import CheckpointReader
 from stratagem.native.checkpoint.shard_writer import ShardWriter
 from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO
 from stratagem.state.plain_data import why_refused
@@ -63,6 +62,7 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def __init__(self, *, verify: bool = True) -> None:
         self.verify = verify
+        self._reader = CheckpointReader(verify=verify)
         self._exchange: StoreExchange | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -86,17 +86,15 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
-        if not paths.is_url(path) and Path(path).is_dir():
-            return open_directory(Path(path), verify=self.verify, ranks=self.ranks)
-        return SingleFileCheckpointIO(verify=self.verify).load_checkpoint(path)
+        return self._reader.open(path, ranks=self.ranks)
 
     def verify_checkpoint(self, path: str | Path) -> None:
         """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
-        catalog.verify(path)
+        self._reader.verify(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at `path`."""
-        SingleFileCheckpointIO().remove_checkpoint(path)
+        paths.remove(path)
 
     def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
         """Make `path` a symbolic link to `target`; see `CheckpointIO.link_checkpoint`."""
@@ -108,6 +106,7 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait for no other rank any more."""
+        self._reader.forget()
         if self._exchange is not None:
             self._exchange.stop()
             self._exchange = None
@@ -276,7 +275,7 @@ class _HashedFile:
     def __init__(self, files: dict[str, SavedFile], path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._file: StreamedFile | None = StreamedFile(os.open(path, flags, 0o666))
-        self._hash = xxhash.xxh3_128()
+        self._checksum = Checksum()
         self._files = files
         self._name = path.name
         self._size = 0
@@ -284,9 +283,10 @@ class _HashedFile:
     def write(self, data: Any) -> int:
         with memoryview(data) as view:
             assert self._file is not None
-            self._hash.update(view)
-            self._size += view.nbytes
-            return self._file.write(view.cast("B"))
+            data = view.cast("B")
+            self._checksum.update(data)
+            self._size += len(data)
+            return self._file.write(data)
 
     def tell(self) -> int:
         return self._size
@@ -301,4 +301,4 @@ class _HashedFile:
                 file.sync()
             finally:
                 file.close()
-            self._files[self._name] = SavedFile(self._size, self._hash.hexdigest())
+            self._files[self._name] = SavedFile(self._size, self._checksum.hexdigest())
