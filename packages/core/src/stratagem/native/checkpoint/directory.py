@@ -1,4 +1,4 @@
-"""DirectoryCheckpointIO: a directory that all ranks write together, each its own part."""
+"""DirectoryCheckpointIO: a directory that all ranks write together, each its own chunks."""
 
 from __future__ import annotations
 
@@ -119,25 +119,25 @@ class _Save:
         ranks = io.ranks
         self._path = path
         self._rank = 0 if ranks is None else ranks.global_rank
-        self._rest, parts, self._paths = _split(checkpoint)
-        self._writer = ShardWriter(parts)
+        self._rest, chunks, self._paths = _split(checkpoint)
+        self._writer = ShardWriter(chunks)
         self._manifest: Manifest = manifest_of(checkpoint, io)
         self._directory: DurableDirectory | None = None
         # A rank that fails says so in what it tells, so that none of the others waits for it.
-        own = {"parts": self._writer.describe(), **self._begin()}
+        own = {"chunks": self._writer.describe(), **self._begin()}
         told = [own] if ranks is None else ranks.gather_plain(own)
         self._temporary = Path(told[0]["temporary"])
         try:
             _raise_first(told, path)
-            self._agree([of_rank["parts"] for of_rank in told])
+            self._agree([of_rank["chunks"] for of_rank in told])
         except BaseException:
             self._close()
             raise
 
     def _begin(self) -> Record:
-        record: Record = {"temporary": "", "error": "", "errno": None, "offending": False}
+        record: Record = {"temporary": "", "error": "", "errno": None, "is_content": False}
         if why := why_refused(self._rest):
-            return {**record, "error": why, "offending": True}
+            return {**record, "error": why, "is_content": True}
         if self._rank == 0:
             try:
                 self._directory = DurableDirectory(self._path, may_replace=is_directory_checkpoint)
@@ -146,9 +146,9 @@ class _Save:
             record["temporary"] = str(self._directory.temporary)
         return record
 
-    def _agree(self, parts: list[Any]) -> None:
+    def _agree(self, chunks: list[Any]) -> None:
         try:
-            self._writer.agree(parts, self._rank)
+            self._writer.agree(chunks, self._rank)
         except ValueError as error:
             raise CheckpointContentError(
                 f"cannot save {str(self._path)!r}: the ranks' shards do not make whole tensors: "
@@ -156,9 +156,9 @@ class _Save:
             ) from error
 
     def write(self, exchange: Exchange) -> None:
-        """Write this rank's part; on rank 0, put the checkpoint in its place when all have."""
+        """Write this rank's chunks; on rank 0, put the checkpoint in its place when all have."""
         try:
-            written = exchange(self._write_part())
+            written = exchange(self._write_share())
             _raise_first(written, self._path)
             done: Record = {"error": "", "errno": None}
             if self._directory is not None:
@@ -167,7 +167,7 @@ class _Save:
         finally:
             self._close()
 
-    def _write_part(self) -> Record:
+    def _write_share(self) -> Record:
         files: dict[str, SavedFile] = {}
         try:
             create = partial(_HashedFile, files)
@@ -221,15 +221,15 @@ def _split(
     Returns:
         What is left, with None in their places; they, by names; and where each of them was.
     """
-    parts: dict[str, Tensor | Shards] = {}
+    chunks: dict[str, Tensor | Shards] = {}
     places: dict[str, tuple[Any, ...]] = {}
 
     def take(data: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(data, (Tensor, Shards)):
             name = ".".join(map(str, path))
-            if name in parts:  # {"a": {"b.c": ...}} and {"a.b": {"c": ...}}
+            if name in chunks:  # {"a": {"b.c": ...}} and {"a.b": {"c": ...}}
                 name = repr(path)
-            parts[name], places[name] = data, path
+            chunks[name], places[name] = data, path
             return None
         if isinstance(data, dict):
             return {key: take(value, (*path, key)) for key, value in data.items()}
@@ -241,7 +241,7 @@ def _split(
         name: take(entry, (name,)) if has_shards(entry) else entry
         for name, entry in checkpoint.items()
     }
-    return rest, parts, places
+    return rest, chunks, places
 
 
 def _told(error: Exception) -> Record:
@@ -258,7 +258,7 @@ def _raise_first(records: list[Record], path: Path) -> None:
             continue
         where = f"rank {rank}: " if len(records) > 1 else ""
         message = f"cannot save {str(path)!r}: {where}{record['error']}"
-        if record.get("offending"):
+        if record.get("is_content"):
             raise CheckpointContentError(message)
         state = "what was there before is unchanged" if path.exists() else "nothing is there"
         raise CheckpointSaveError(f"{message}; {state}", errno=record["errno"])
