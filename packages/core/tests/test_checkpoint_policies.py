@@ -547,6 +547,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoint import SingleFileCheckpointIO
+from stratagem.distributed.process_group import ProcessGroupRanks
 from stratagem.trainer import interruption
 
 class Net(Module):
@@ -594,13 +595,14 @@ def trainer(steps):
         strategy="ddp", devices=2, accelerator="cpu", logger=False, enable_progress_bar=False,
         max_steps=steps, callbacks=[saver, counts], plugins=Noting(),
     )
-    broadcast = made.strategy.ranks.broadcast
-    def counting(*args, **kwargs):
-        global sends
-        sends += 1
-        return broadcast(*args, **kwargs)
-    made.strategy.ranks.broadcast = counting
     return made, saver, counts
+
+broadcast = ProcessGroupRanks.broadcast
+def counting(*args, **kwargs):
+    global sends
+    sends += 1
+    return broadcast(*args, **kwargs)
+ProcessGroupRanks.broadcast = counting
 
 data = DataLoader(TensorDataset(torch.ones(400, 2)), batch_size=1)
 with warnings.catch_warnings(record=True) as told:
