@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stratagem.interfaces.strategy import PreparedModel
+    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.loaders import LimitedLoader
     from stratagem.trainer.run import Run
 
@@ -37,7 +37,7 @@ def evaluate(
     """
     hooks, module, trainer = run.hooks, run.module, run.trainer
     loggers = () if run.sanity_checking else trainer.loggers_of_this_rank
-    logged = Metrics(run.strategy, loggers)
+    logged = Metrics(run.strategy.ranks, loggers)
     before = module.__dict__["_logged"]
     module.__dict__["_logged"] = logged
     hooks.call(f"on_{what}_start")
@@ -61,7 +61,7 @@ def evaluate(
 def predict(run: Run, prepared: PreparedModel, loaders: list[LimitedLoader]) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader."""
     hooks = run.hooks
-    logged = Metrics(run.strategy, ())
+    logged = Metrics(run.strategy.ranks, ())
     predictions: list[list[Any]] = [[] for _ in loaders]
     hooks.call("on_predict_start")
     with _Evaluating(run, prepared):

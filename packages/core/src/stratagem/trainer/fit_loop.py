@@ -12,7 +12,7 @@ from stratagem.trainer.step import Step
 
 if TYPE_CHECKING:
     from stratagem.distributed.uneven_inputs import UnevenInputs
-    from stratagem.interfaces.strategy import PreparedModel
+    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.loaders import LimitedLoader
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.resume.rank_state import RankState
@@ -41,7 +41,7 @@ def fit(
     look = run.look()
     check = run.divergence_check(prepared)
     steps_schedulers = module.automatic_optimization
-    ranks = run.strategy.data_shard[1]
+    ranks = run.strategy.ranks.data_shard[1]
 
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:

@@ -53,7 +53,7 @@ def attach(
         )
     loader = source
     if use_distributed_sampler:
-        index, count = strategy.data_shard
+        index, count = strategy.ranks.data_shard
         # Ranks must run as many steps in training, and in evaluation where forward communicates.
         even = training or not strategy.capabilities.uneven_evaluation
         loader = shard_loader(source, index, count, even=even, name=name)
@@ -63,7 +63,7 @@ def attach(
     if length == 0 and limit != 0 and not nothing_for_this_rank:
         raise UserCodeError(
             f"{name} is empty: expected at least one batch"
-            + _why_empty(source, loader, strategy.world_size)
+            + _why_empty(source, loader, strategy.ranks.world_size)
         )
     if isinstance(limit, int) or limit == 0.0:
         batches = min(float(limit), length)
@@ -166,21 +166,22 @@ def agree(loader: LimitedLoader, strategy: Strategy) -> tuple[LimitedLoader, Une
     Raises:
         UserCodeError: lengths are known and differ, and the strategy does not join ranks.
     """
-    if strategy.world_size == 1:
+    if strategy.ranks.world_size == 1:
         return loader, None
     dataset = getattr(loader.loader, "dataset", None)
     known = length_of(loader.loader) != UNKNOWN
     relied_on = known and not isinstance(dataset, IterableDataset)
-    ranks = strategy.gather_plain((loader.batches, known, relied_on))
+    ranks = strategy.ranks.gather_plain((loader.batches, known, relied_on))
     batches = [rank[0] for rank in ranks]
     alike = min(batches) == max(batches)
-    joins = strategy.join_uneven_inputs
+    joins, kind = strategy.join_uneven_inputs, type(strategy).__name__
     if not alike and not joins and all(rank[1] for rank in ranks):
         listed = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(batches))
         raise UserCodeError(
             f"{loader.name} has different numbers of batches on the ranks ({listed}), and every "
-            f"optimizer step needs one from each: {remedy_for(int(min(batches)), strategy)}"
+            f"optimizer step needs one from each: {remedy_for(int(min(batches)), kind)}"
         )
     if alike and all(rank[2] for rank in ranks):
         return loader, None
-    return replace(loader, batches=max(batches)), UnevenInputs(loader.name, strategy, joins=joins)
+    uneven_inputs = UnevenInputs(loader.name, strategy.ranks, strategy=kind, joins=joins)
+    return replace(loader, batches=max(batches)), uneven_inputs

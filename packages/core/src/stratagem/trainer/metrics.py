@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.strategy import ReduceOp, Strategy
+from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.loggers.logger import Logger
 
 Options = tuple[Any, ...]
@@ -128,19 +128,19 @@ class Metrics:
     """The values logged in one stage of a run ("train", "validate", ...).
 
     Args:
-        strategy: reduces over ranks.
+        ranks: those that values are reduced over.
         loggers: receive rows; empty on ranks other than 0.
         every_n_steps: hand every n-th step's values to the loggers.
     """
 
     def __init__(
         self,
-        strategy: Strategy,
+        ranks: Ranks,
         loggers: Sequence[Logger],
         *,
         every_n_steps: int = 1,
     ) -> None:
-        self.strategy = strategy
+        self.ranks = ranks
         self.loggers = loggers
         self.every_n_steps = every_n_steps
         self.in_step = False
@@ -157,7 +157,7 @@ class Metrics:
         """The latest values of steps that nobody has taken yet."""
         self.bar: dict[str, Any] = {}
         """The latest values for the progress bar."""
-        self._ranks_of_a_shard = strategy.world_size // strategy.data_shard[1]
+        self._ranks_of_a_shard = ranks.world_size // ranks.data_shard[1]
         self._entries: dict[tuple[str, int | None], _Entry] = {}
         self._rows: list[tuple[int, dict[str, Any]]] = []
         self._due = monotonic() + _HOLD_SECONDS
@@ -200,7 +200,7 @@ class Metrics:
 
     def _reduced(self, entry: _Entry, value: Any) -> Any:
         op: ReduceOp = entry.fx if isinstance(entry.fx, str) else "mean"  # type: ignore[assignment]
-        reduced = self.strategy.all_reduce(torch.as_tensor(value, dtype=torch.float32), op)
+        reduced = self.ranks.all_reduce(torch.as_tensor(value, dtype=torch.float32), op)
         if op == "sum":
             reduced = reduced / self._ranks_of_a_shard
         return self._read(entry.name, reduced)
@@ -292,11 +292,11 @@ class Metrics:
         entries = [entry for entry in self._entries.values() if entry.on_epoch]
         # Several loaders may log under one name (add_dataloader_idx=False).
         summaries = _merged({e.name: e.summary()} for e in entries if e.metric is None)
-        if self.strategy.world_size > 1:
+        if self.ranks.world_size > 1:
             shared = {e.name for e in entries if e.sync is not False}
             own = {name: summary for name, summary in summaries.items() if name in shared}
             # Neighbouring ranks that share a part of the data log the same: one of them counts.
-            summaries.update(_merged(self.strategy.gather_plain(own)[:: self._ranks_of_a_shard]))
+            summaries.update(_merged(self.ranks.gather_plain(own)[:: self._ranks_of_a_shard]))
         values: dict[str, Tensor] = {}
         for_loggers: dict[str, Tensor] = {}
 

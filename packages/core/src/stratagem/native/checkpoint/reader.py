@@ -12,7 +12,7 @@ from stratagem.checkpoint import catalog
 from stratagem.checkpoint.archive import check_entries, read_archive, verify_checksum
 from stratagem.checkpoint.directory import LAYOUT, STATE, read_directory, verify_files
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
-from stratagem.interfaces.checkpoint_io import Ranks
+from stratagem.interfaces.ranks import Ranks
 from stratagem.native.checkpoint.archive_io import load_archive
 from stratagem.state.plain_data import find_oversized
 from stratagem.storage import paths
