@@ -24,8 +24,9 @@ class Capabilities:
     engine_precisions: tuple[str, ...] = ()
     """Names of those that its engine implements itself, so that no other component is looked for
     (`stratagem.precision.EnginePrecision` takes its place)."""
-    launchers: tuple[str, ...] = ("in_process",)
-    """Launchers that it can be started by, the default first."""
+    launchers: tuple[str, ...] | None = ("in_process",)
+    """Names of the launchers that it can be started by, the default first; None: any that calls a
+    function on each rank, "script" by default."""
     one_process: bool = True
     """One process drives all devices (single device, XLA SPMD); False: one process a device."""
     many_devices: bool = False

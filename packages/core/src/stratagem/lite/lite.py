@@ -23,6 +23,7 @@ from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.components import Components
+from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.ranks import Ranks, ReduceOp
@@ -55,7 +56,7 @@ class Lite:
         devices: how many, which, -1 for all, or "auto".
         num_nodes: machines taking part.
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
-        plugins: CheckpointIO, ClusterEnvironment or Precision objects, or names of them.
+        plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
         callbacks: objects whose methods `call` finds.
         loggers: where `log` writes.
         gpus: shorthand for `accelerator="gpu", devices=gpus`.
@@ -763,7 +764,7 @@ def _sort_plugins(plugins: Any, precision: Any) -> dict[str, Any]:
     for plugin in _as_list(plugins):
         if isinstance(plugin, str):
             registry = get_registry()
-            kinds = ("cluster_environment", "checkpoint_io", "precision")
+            kinds = ("cluster_environment", "checkpoint_io", "precision", "launcher")
             kind = next(
                 (k for k in kinds for c in registry.candidates(k) if _is_called(c.spec, plugin)),
                 None,
@@ -774,12 +775,14 @@ def _sort_plugins(plugins: Any, precision: Any) -> dict[str, Any]:
             kind = "cluster_environment"
         elif isinstance(plugin, CheckpointIO):
             kind = "checkpoint_io"
+        elif isinstance(plugin, Launcher):
+            kind = "launcher"
         else:
             kind = None
         if kind is None:
             raise ConfigurationError(
-                f"plugins has {plugin!r}; expected a CheckpointIO, a ClusterEnvironment or a "
-                "Precision, or the name of one (`stratagem doctor` lists them)"
+                f"plugins has {plugin!r}; expected a CheckpointIO, a ClusterEnvironment, a "
+                "Launcher or a Precision, or the name of one (`stratagem doctor` lists them)"
             )
         if kind in parts and parts[kind] != "32-true":
             raise ConfigurationError(

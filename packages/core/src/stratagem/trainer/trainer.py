@@ -58,7 +58,7 @@ class Trainer:
         devices: how many, which, -1 for all, or "auto".
         num_nodes: machines taking part.
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
-        plugins: CheckpointIO, ClusterEnvironment or Precision objects, or names of them.
+        plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
         logger: a Logger, several, False for none, or True for a CSVLogger.
         callbacks: a Callback or several.
         max_epochs: epochs to train; -1: no limit; None: 1000, unless max_steps or max_time is set.
