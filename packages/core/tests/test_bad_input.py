@@ -23,7 +23,7 @@ from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.discovery import Capabilities
 from stratagem.environments import PlainEnvironment, TorchElasticEnvironment
 from stratagem.errors import ConfigurationError, NonFiniteLossError, StratagemError, UserCodeError
-from stratagem.interfaces.strategy import Components
+from stratagem.interfaces.components import Components
 from stratagem.precision import MixedPrecision, TruePrecision
 from stratagem.rng import chosen_seed
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy

@@ -594,12 +594,12 @@ def trainer(steps):
         strategy="ddp", devices=2, accelerator="cpu", logger=False, enable_progress_bar=False,
         max_steps=steps, callbacks=[saver, counts], plugins=Noting(),
     )
-    broadcast = made.strategy.broadcast
+    broadcast = made.strategy.ranks.broadcast
     def counting(*args, **kwargs):
         global sends
         sends += 1
         return broadcast(*args, **kwargs)
-    made.strategy.broadcast = counting
+    made.strategy.ranks.broadcast = counting
     return made, saver, counts
 
 data = DataLoader(TensorDataset(torch.ones(400, 2)), batch_size=1)
@@ -612,7 +612,7 @@ steps = sorted(int(Path(p).stem.removeprefix("step=")) for p in saver.best_k_mod
 newest = Path("saved", f"step={steps[-1]}.ckpt")
 if first.is_global_zero:
     newest.write_bytes(newest.read_bytes()[:-10])
-first.strategy.barrier()
+first.strategy.ranks.barrier()
 verified.clear()
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

@@ -118,7 +118,7 @@ out["equal"] = {
     "allreduce_hook": distance(DDPStrategy(ddp_comm_hook=default.allreduce_hook)),
 }
 net, _ = fit(DDPStrategy(broadcast_buffers=False))
-rows = lite.strategy.all_gather(net.net[1].running_mean)
+rows = lite.strategy.ranks.all_gather(net.net[1].running_mean)
 out["buffers differ"] = not torch.equal(rows[0], rows[1])
 
 # -- compressed
@@ -164,7 +164,7 @@ def post_local():
 
 
 def spread(net):
-    rows = lite.strategy.all_gather(weights(net))
+    rows = lite.strategy.ranks.all_gather(weights(net))
     return float((rows[0] - rows[1]).abs().max())
 
 

@@ -276,7 +276,7 @@ class EngineState:
         """Return what `_kinds_of` does where some ranks have no part of a group, on every rank."""
         shared: dict[int, dict[str, Tensor]] = {}
         keys: list[str] = []
-        for of_rank, names in self._strategy.gather_plain(_kinds_of(inner, self._flats())):
+        for of_rank, names in self._strategy.ranks.gather_plain(_kinds_of(inner, self._flats())):
             shared = {**of_rank, **shared}
             keys = keys or names
         return shared, keys

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -25,9 +24,10 @@ from stratagem.distributed.activation_checkpointing import (
 from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_memory
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.components import Components
 from stratagem.interfaces.precision import EnginePrecision, Precision
-from stratagem.interfaces.strategy import Components, Optimizers, PreparedModel, make_optimizers
-from stratagem.interfaces.train_step import GradientClip
+from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
+from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem_deepspeed import ops
 from stratagem_deepspeed.config import (
     Facts,
@@ -231,8 +231,9 @@ class DeepSpeedStrategy(ParallelStrategy):
         self.facts = replace(
             self.facts,
             precision=components.precision.name,
-            world_size=self.world_size,
+            world_size=components.device_count,
             device_type=kind,
+            **_of_steps(components.step),
         )
         config = self._config()
         if kind == "cpu":
@@ -248,23 +249,6 @@ class DeepSpeedStrategy(ParallelStrategy):
                 ops.build("async_io", kind)
         if wants_cpu_adam(config):
             ops.build("cpu_adam", kind)
-
-    def take_step_options(
-        self, *, clip: GradientClip | None, accumulation: Mapping[int, int]
-    ) -> None:
-        """Take the Trainer's clipping and accumulation; see `Strategy.take_step_options`."""
-        if clip is not None and (clip.algorithm != "norm" or clip.norm_type != 2.0):
-            raise ConfigurationError(
-                f"gradient_clip_algorithm={clip.algorithm!r}: DeepSpeed's engine clips by the "
-                "Euclidean norm only: pass gradient_clip_algorithm='norm', or strategy='fsdp'"
-            )
-        self.facts = replace(
-            self.facts,
-            loop="Trainer",
-            clip=None if clip is None else clip.value,
-            accumulation=max(accumulation.values()),
-        )
-        self._config()
 
     def take_batch_size(self, batch_size: int | None) -> None:
         """Take the training loader's batch size; see `Strategy.take_batch_size`."""
@@ -282,7 +266,8 @@ class DeepSpeedStrategy(ParallelStrategy):
             self._deepspeed.init_distributed(dist_backend=self.communication_backend, verbose=False)
 
     def _quiet(self) -> AbstractContextManager[None]:
-        return quiet_rank(self.global_rank, self.local_rank, self.world_size)
+        ranks = self.ranks
+        return quiet_rank(ranks.global_rank, ranks.local_rank, ranks.world_size)
 
     def setup(self, trainer: Any) -> None:
         """Free the engines of Trainers that have ended: a process trains one model after another.
@@ -486,10 +471,6 @@ class DeepSpeedStrategy(ParallelStrategy):
             )
         self._state(prepared).load_optimizer(state)
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`; of sharded tensors, each rank will read its part."""
-        return self.checkpoint_io.open_checkpoint(path)
-
     def _state(self, prepared: PreparedModel) -> EngineState:
         assert isinstance(prepared.module, EngineModule)
         return EngineState(prepared.module, self)
@@ -506,6 +487,23 @@ class EnginePrepared(PreparedModel):
 
     def __post_init__(self) -> None:
         self.clear_gradients = [_nothing for _ in self.optimizers]
+
+
+def _of_steps(step: StepOptions | None) -> dict[str, Any]:
+    """Return what the engine's config has to say of the Trainer's steps; {} under Lite."""
+    if step is None:
+        return {}
+    clip = step.clip
+    if clip is not None and (clip.algorithm != "norm" or clip.norm_type != 2.0):
+        raise ConfigurationError(
+            f"gradient_clip_algorithm={clip.algorithm!r}: DeepSpeed's engine clips by the "
+            "Euclidean norm only: pass gradient_clip_algorithm='norm', or strategy='fsdp'"
+        )
+    return {
+        "loop": "Trainer",
+        "clip": None if clip is None else clip.value,
+        "accumulation": step.most_micro_batches,
+    }
 
 
 def _nothing() -> None:

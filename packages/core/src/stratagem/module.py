@@ -213,9 +213,9 @@ class Module(nn.Module):
 
     def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
         """Return every rank's tensors: each of shape (world_size, *shape)."""
-        strategy = self.trainer.strategy
+        ranks = self.trainer.ranks
         return map_tensors(
-            lambda tensor: strategy.all_gather(tensor, sync_grads=sync_grads),
+            lambda tensor: ranks.all_gather(tensor, sync_grads=sync_grads),
             torch.tensor(data) if isinstance(data, (int, float)) else data,
         )
 

@@ -252,7 +252,7 @@ class ModelCheckpoint(Callback):
                 self._spared = str(paths.target_of(self.last_model_path))
                 self.last_model_path = ""
             seen = [self.best_k_models, self._kept.latest, self.last_model_path]
-        self._kept.best, self._kept.latest, self.last_model_path = trainer.strategy.broadcast(seen)
+        self._kept.best, self._kept.latest, self.last_model_path = trainer.ranks.broadcast(seen)
 
     # -- when to save
 
@@ -261,7 +261,7 @@ class ModelCheckpoint(Callback):
         if stage == "fit":
             if self.dirpath is None:
                 self.dirpath = paths.join(trainer.checkpoint_root, "checkpoints")
-            self.dirpath = paths.at(trainer.strategy.broadcast(str(self.dirpath)))
+            self.dirpath = paths.at(trainer.ranks.broadcast(str(self.dirpath)))
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Look at what of the checkpoints of a run that is resumed is still there."""
@@ -363,11 +363,11 @@ class ModelCheckpoint(Callback):
         if value is None and not (self.keep_latest_k or self.save_last):
             return
         assert self.dirpath is not None
-        strategy, last = trainer.strategy, self.last_model_path
+        ranks, last = trainer.ranks, self.last_model_path
         before = self._kept.copy(), last
-        path = self._names.choose(strategy, self.dirpath, self.format_checkpoint_name(trainer))
-        if self.save_last and not (last and self._names.may_move(strategy, last)):
-            last = self.last_model_path = self._names.choose(strategy, self.dirpath, "last")
+        path = self._names.choose(ranks, self.dirpath, self.format_checkpoint_name(trainer))
+        if self.save_last and not (last and self._names.may_move(ranks, last)):
+            last = self.last_model_path = self._names.choose(ranks, self.dirpath, "last")
         # All of it is told to the state first, so that the checkpoint knows of itself.
         dropped = self._kept.add(path, value)
         try:
@@ -376,11 +376,11 @@ class ModelCheckpoint(Callback):
             self._kept, self.last_model_path = before
             raise
         # `last` moves once its new target is durable, and the old target goes after that.
-        if self.save_last and not strategy.link_checkpoint(path, last):
+        if self.save_last and not trainer.checkpoint_writer.link(path, last):
             trainer.save_checkpoint(last, weights_only=self.save_weights_only)
         for old in dropped:
             if old != self._spared:
-                strategy.remove_checkpoint(old)
+                trainer.checkpoint_writer.remove(old)
         self._names.release()
 
     def save_to_resume_from(self, trainer: Trainer, why: str) -> str:
@@ -390,7 +390,7 @@ class ModelCheckpoint(Callback):
         """
         assert self.dirpath is not None
         name = f"{why}-step={trainer.global_step}"
-        path = self._names.choose(trainer.strategy, self.dirpath, name)
+        path = self._names.choose(trainer.ranks, self.dirpath, name)
         if not self.save_weights_only:
             self._kept.add_to_resume_from(path)
         trainer.save_checkpoint(path)

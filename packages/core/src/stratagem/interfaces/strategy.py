@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,66 +16,21 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.interfaces.components import Components
 from stratagem.interfaces.precision import Precision
-from stratagem.interfaces.train_step import GradientClip, TrainStep
+from stratagem.interfaces.prepared_model import (
+    Optimizers,
+    PreparedModel,
+    gradient_clearer,
+    make_optimizers,
+)
+from stratagem.interfaces.ranks import Ranks
+from stratagem.interfaces.train_step import TrainStep
+from stratagem.plan.step_options import GradientClip
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
-ReduceOp = Literal["mean", "sum", "max", "min"]
-Optimizers = Sequence[Optimizer] | Callable[[], Sequence[Optimizer]]
 
-
-@dataclass(frozen=True)
-class Components:
-    """What a strategy is composed of; the plan's choices, built.
-
-    Attributes:
-        devices: device indices of this node, one for each local process (or all of them, for a
-            strategy that drives several devices from one process).
-        num_nodes: machines taking part.
-    """
-
-    accelerator: Accelerator
-    precision: Precision
-    checkpoint_io: CheckpointIO
-    cluster_environment: ClusterEnvironment
-    devices: tuple[int, ...]
-    num_nodes: int = 1
-
-
-@dataclass(eq=False)
-class PreparedModel:
-    """A model as a strategy runs it.
-
-    Attributes:
-        module: what to call; a wrapper (DDP), an engine (DeepSpeed), or the module itself.
-        original: the module that was handed to `prepare`; its parameter names are the canonical
-            ones.
-        optimizers: bound to the parameters as they are after wrapping and sharding.
-        evaluation_module: what to call where no gradient is wanted; differs from `module` if the
-            wrapper communicates in forward and ranks may run different numbers of batches.
-        clear_gradients: sets the gradients of each optimizer's parameters to None.
-
-    Example:
-        >>> from torch import nn
-        >>> from stratagem import Lite
-        >>> lite = Lite(accelerator="cpu")
-        >>> lite.launch()
-        >>> prepared = lite.strategy.prepare(nn.Linear(2, 1))
-        >>> prepared.module is prepared.original
-        True
-    """
-
-    module: nn.Module
-    original: nn.Module
-    optimizers: list[Optimizer]
-    evaluation_module: nn.Module
-    clear_gradients: list[Callable[[], None]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.clear_gradients = [gradient_clearer(optimizer) for optimizer in self.optimizers]
-
-
-class Strategy(ABC):
+class Strategy:
     """How a model is trained over devices and processes.
 
     Call sequence, each on every rank and in this order:
@@ -124,10 +76,6 @@ class Strategy(ABC):
 
     capabilities: ClassVar[Capabilities]
 
-    sync_batchnorm: bool = False
-    """Whether batch norm layers shall take their statistics over all ranks; front ends then call
-    `synchronize_batch_norm` before `prepare`."""
-
     join_uneven_inputs: bool = False
     """Whether the Trainer lets a rank without batches keep step with those that have some."""
 
@@ -135,6 +83,7 @@ class Strategy(ABC):
     precision: Precision
     checkpoint_io: CheckpointIO
     cluster_environment: ClusterEnvironment
+    ranks: Ranks
     device: torch.device
 
     def __init__(
@@ -163,6 +112,16 @@ class Strategy(ABC):
         self.precision = components.precision
         self.checkpoint_io = components.checkpoint_io
         self.cluster_environment = components.cluster_environment
+        self.ranks = self.make_ranks()
+
+    @property
+    def sync_batchnorm(self) -> bool:
+        """Whether batch norm layers are to take their statistics over all ranks.
+
+        Front ends then call `synchronize_batch_norm` before `prepare`.
+        """
+        step = self.components.step
+        return step is not None and step.sync_batchnorm
 
     @property
     def precision_plugin(self) -> Precision:
@@ -171,64 +130,23 @@ class Strategy(ABC):
 
     # -- environment
 
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all."""
-        return 0
+    def make_ranks(self) -> Ranks:
+        """Return the processes that train together; by default this one alone.
 
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return 0
-
-    @property
-    def node_rank(self) -> int:
-        """The rank of this process's node."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return 1
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.global_rank == 0
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """This rank's part of the data, (index, count); tensor-parallel ranks share one."""
-        return self.global_rank, self.world_size
+        Called by `bind`, and again by `setup_environment`, since a launcher may have made this
+        process another rank.
+        """
+        return Ranks()
 
     def setup_environment(self) -> None:
         """Set up the device (and, in subclasses, communication)."""
-        self.device = self.accelerator.device(self.components.devices[self.local_rank])
+        self.ranks = self.make_ranks()
+        self.device = self.accelerator.device(self.components.devices[self.ranks.local_rank])
+        self.ranks.device = self.device
         self.accelerator.setup()
         self.accelerator.setup_device(self.device)
 
-    def report_status(self, doing: Callable[[], str]) -> None:
-        """Let errors of communication say what a front end is doing ("fit, epoch 0, step 12").
-
-        Called on every rank after `setup_environment`; nothing to do where one process trains.
-        """
-
     # -- what a front end is going to do
-
-    def take_step_options(
-        self, *, clip: GradientClip | None, accumulation: Mapping[int, int]
-    ) -> None:
-        """Learn how the Trainer takes its steps, when it is made; refuse what cannot be done.
-
-        For engines that clip and accumulate by a config of their own.
-
-        Args:
-            clip: how gradients are clipped; None: not at all.
-            accumulation: micro-batches in a step, by first epoch.
-
-        Raises:
-            ConfigurationError: this strategy cannot, or was told otherwise.
-        """
 
     def take_batch_size(self, batch_size: int | None) -> None:
         """Learn this rank's batch size, from the Trainer's loader, before `prepare`.
@@ -268,7 +186,7 @@ class Strategy(ABC):
         Raises:
             ConfigurationError: this strategy has several ranks, and no way to do it.
         """
-        if self.world_size > 1:
+        if self.ranks.world_size > 1:
             raise ConfigurationError(
                 f"sync_batchnorm=True: {type(self).__name__} has no way to take batch statistics "
                 "over all ranks; leave it out, or use strategy='ddp'"
@@ -315,16 +233,24 @@ class Strategy(ABC):
     # -- a training step
 
     def train_step(
-        self, prepared: PreparedModel, step: TrainStep, micro_batches: Sequence[Any]
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
     ) -> None:
         """Run one optimizer step over its micro-batches.
 
         The loss of each micro-batch counts equally: it is divided by their number. A step whose
         micro-batches were all skipped (no loss) is not taken.
+
+        Args:
+            prepared: the model.
+            step: what the front end does for each of them.
+            micro_batches: may be read from the loader as this goes through them: their number is
+                known before, they come once, and none is kept.
         """
         count = len(micro_batches)
-        backwards = 0
-        for position, micro_batch in enumerate(micro_batches, 1):
+        backwards = position = 0
+        # No `enumerate`, whose tuple would keep a batch while the next one is read.
+        for micro_batch in micro_batches:
+            position += 1  # noqa: SIM113
             # Gradients are communicated once, in the last micro-batch's backward.
             held = None if position == count else self.no_sync(prepared)
             if held is None:
@@ -334,6 +260,7 @@ class Strategy(ABC):
                     backwards += self.accumulate(prepared, step, micro_batch, count)
             if position < count:
                 step.after_micro_batch(micro_batch)
+                del micro_batch
         if backwards:
             optimizer = prepared.optimizers[0]
             # Unscaled before anyone sees the gradients; clipped after user code may change them.
@@ -428,46 +355,6 @@ class Strategy(ABC):
     def before_evaluation(self, prepared: PreparedModel) -> None:
         """Make what ranks hold alike before they evaluate; buffers may differ by rank."""
 
-    # -- collectives
-
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        """Return the element-wise reduction over ranks, on every rank; same shape as `tensor`."""
-
-    @abstractmethod
-    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
-        """Return every rank's tensor stacked along a new first dim: (world_size, *tensor.shape).
-
-        Args:
-            tensor: of the same shape and dtype on every rank.
-            sync_grads: let gradients flow through it.
-        """
-
-    @abstractmethod
-    def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return rank `src`'s data on every rank; plain data: nothing received is executed."""
-
-    @abstractmethod
-    def gather_plain(self, data: Any) -> list[Any]:
-        """Return every rank's plain data, in the order of ranks, on every rank."""
-
-    @abstractmethod
-    def barrier(self, name: str = "") -> None:
-        """Wait until every rank is here; `name` stands in the error if one does not come."""
-
-    def store(self) -> Any:
-        """Return a `torch.distributed` store of the ranks, over a connection of its own.
-
-        For threads beside training, which must not use its collectives.
-
-        Raises:
-            ConfigurationError: this strategy has none.
-        """
-        raise ConfigurationError(
-            f"{type(self).__name__} has no store by which its ranks could tell each other how a "
-            "save in the background goes: save sharded checkpoints synchronously"
-        )
-
     # -- state
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
@@ -507,67 +394,3 @@ class Strategy(ABC):
             CheckpointMismatchError: it belongs to other parameters; lists them.
         """
         load_named_state(optimizer, prepared.original, state)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Save; every rank returns once the checkpoint is durable, or copied to be written."""
-        if self.is_global_zero or self.checkpoint_io.takes_shards:
-            self.checkpoint_io.save_checkpoint(checkpoint, path)
-        self.barrier("save_checkpoint")
-
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`; every rank reads it.
-
-        A strategy whose ranks each need a part of the state calls `open_checkpoint` of the
-        `checkpoint_io`, and finds a `LazyTensor` where a tensor was saved in shards.
-        """
-        self.finish_saves()
-        return self.checkpoint_io.load_checkpoint(path)
-
-    def finish_saves(self) -> None:
-        """Return once everything that any rank has saved is durable; called by every rank."""
-        if self.checkpoint_io.asynchronous:
-            self.checkpoint_io.wait()
-            self.barrier("finish_saves")
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, on rank 0."""
-        if self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(path)
-
-    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
-        """Let `path` name the checkpoint at `target` too, once that is durable.
-
-        Every rank calls it, and is told whether the format can; where it cannot, save again.
-        """
-        linked = self.is_global_zero and self.checkpoint_io.link_checkpoint(target, path)
-        return bool(self.broadcast(linked))
-
-
-def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
-    """Return the optimizers, made now if a function was given.
-
-    Example:
-        >>> import torch
-        >>> from stratagem.strategies import make_optimizers
-        >>> weights = torch.ones(2, requires_grad=True)
-        >>> len(make_optimizers(lambda: [torch.optim.SGD([weights], lr=0.1)]))
-        1
-    """
-    return list(optimizers() if callable(optimizers) else optimizers)
-
-
-def gradient_clearer(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that sets the optimizer's gradients to None.
-
-    `Optimizer.zero_grad` costs 6 us of profiler range and bookkeeping a call, this loop 0.1 us; it
-    stands in only where the optimizer's class has not overridden it.
-    """
-    if type(optimizer).zero_grad is not Optimizer.zero_grad:
-        return optimizer.zero_grad
-
-    def clear() -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    return clear

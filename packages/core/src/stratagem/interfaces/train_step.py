@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-
-@dataclass(frozen=True)
-class GradientClip:
-    """How gradients are clipped before an optimizer step.
-
-    Attributes:
-        value: the largest norm, or the largest absolute value of an element.
-        algorithm: "norm" or "value".
-        norm_type: which norm; 2.0: Euclidean.
-        error_if_nonfinite: raise if the norm is NaN or infinite.
-    """
-
-    value: float
-    algorithm: Literal["norm", "value"] = "norm"
-    norm_type: float = 2.0
-    error_if_nonfinite: bool = False
+from stratagem.plan.step_options import GradientClip
 
 
 class TrainStep:

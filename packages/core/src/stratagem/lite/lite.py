@@ -17,14 +17,17 @@ from torch.optim import Optimizer
 from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.registry import get_registry
+from stratagem.distributed.checkpoint_writer import CheckpointWriter
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.interfaces.components import Components
 from stratagem.interfaces.precision import Precision
+from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.interfaces.step_module import StepModule
-from stratagem.interfaces.strategy import Components, PreparedModel, ReduceOp, Strategy
-from stratagem.interfaces.train_step import GradientClip
+from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import at_end_of_rank
 from stratagem.launch.rank_environment import environment_of_request
 from stratagem.lite.dataloader import LiteDataLoader
@@ -32,6 +35,7 @@ from stratagem.lite.module import LiteModule
 from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
+from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
@@ -57,6 +61,8 @@ class Lite:
         gpus: shorthand for `accelerator="gpu", devices=gpus`.
         tpu_cores: shorthand for `accelerator="tpu", devices=tpu_cores`.
         async_save: write checkpoints while training goes on, in whatever format.
+        step_options: how a front end that is made of this one takes its steps, as the Trainer's
+            are; None: your own loop clips and accumulates.
 
     Raises:
         ConfigurationError: the request cannot be met; nothing has been started.
@@ -102,6 +108,7 @@ class Lite:
         gpus: int | str | list[int] | None = None,
         tpu_cores: int | str | list[int] | None = None,
         async_save: bool = False,
+        step_options: StepOptions | None = None,
     ) -> None:
         for shorthand, name, value in (("gpus", "gpu", gpus), ("tpu_cores", "tpu", tpu_cores)):
             if value:  # 0 of them means the CPU, as devices=0 does
@@ -123,6 +130,7 @@ class Lite:
                 environ=environment_of_request(ordinal),
                 ordinal=ordinal,
                 async_save=async_save,
+                step_options=step_options,
                 **parts,
             ),
             get_registry(),
@@ -138,6 +146,7 @@ class Lite:
                 cluster_environment=plan.cluster_environment.build(),
                 devices=plan.devices,
                 num_nodes=plan.num_nodes,
+                step=plan.request.step_options,
             )
         )
         self._launched = False
@@ -187,7 +196,7 @@ class Lite:
         if not self._launched:
             self.strategy.setup_environment()
             checkpoint_io = self.strategy.checkpoint_io
-            checkpoint_io.setup(self.strategy, self.plan.strategy.name)
+            checkpoint_io.setup(self.strategy.ranks, self.plan.strategy.name)
             if checkpoint_io.asynchronous:
                 self._raise_errors = checkpoint_io.raise_errors
             self._launched = True
@@ -209,6 +218,21 @@ class Lite:
     # -- who and where
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that train together, as this one sees them."""
+        return self.strategy.ranks
+
+    @property
+    def checkpoint_writer(self) -> CheckpointWriter:
+        """What saves and loads checkpoints from all ranks together."""
+        strategy = self.strategy
+        return CheckpointWriter(
+            strategy.ranks,
+            strategy.checkpoint_io,
+            reads_parts=strategy.capabilities.sharded_state,
+        )
+
+    @property
     def device(self) -> torch.device:
         """This rank's device."""
         return self._launched_strategy().device
@@ -216,27 +240,27 @@ class Lite:
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""
-        return self.strategy.global_rank
+        return self.ranks.global_rank
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node."""
-        return self.strategy.local_rank
+        return self.ranks.local_rank
 
     @property
     def node_rank(self) -> int:
         """The rank of this process's node."""
-        return self.strategy.node_rank
+        return self.ranks.node_rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.strategy.world_size
+        return self.ranks.world_size
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
-        return self.strategy.is_global_zero
+        return self.ranks.is_global_zero
 
     @property
     def loggers(self) -> list[Any]:
@@ -336,7 +360,7 @@ class Lite:
         Returns:
             The loader, or a list of them.
         """
-        index, count = self._launched_strategy().data_shard
+        index, count = self._launched_strategy().ranks.data_shard
         wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
@@ -484,10 +508,15 @@ class Lite:
             [1, 2, 3]
         """
         strategy = self._launched_strategy()
-        if strategy.world_size == 1:
+        if strategy.ranks.world_size == 1:
             yield from loader
             return
-        uneven_inputs = UnevenInputs("the data loader handed to join()", strategy, joins=True)
+        uneven_inputs = UnevenInputs(
+            "the data loader handed to join()",
+            strategy.ranks,
+            strategy=type(strategy).__name__,
+            joins=True,
+        )
         batches = iter(loader)
         try:
             while True:
@@ -512,9 +541,9 @@ class Lite:
             data: a tensor, number, or nested collection of them, of the same shape on every rank.
             sync_grads: let gradients flow through it.
         """
-        strategy = self.strategy
+        ranks = self.ranks
         return map_tensors(
-            lambda tensor: strategy.all_gather(tensor, sync_grads=sync_grads), _tensors(data)
+            lambda tensor: ranks.all_gather(tensor, sync_grads=sync_grads), _tensors(data)
         )
 
     def all_reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
@@ -524,8 +553,8 @@ class Lite:
             data: a tensor, number, or nested collection of them, of the same shape on every rank.
             reduce_op: "mean", "sum", "max" or "min".
         """
-        strategy = self.strategy
-        return map_tensors(lambda tensor: strategy.all_reduce(tensor, reduce_op), _tensors(data))
+        ranks = self.ranks
+        return map_tensors(lambda tensor: ranks.all_reduce(tensor, reduce_op), _tensors(data))
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data on every rank.
@@ -537,11 +566,11 @@ class Lite:
         Raises:
             TypeError: it is not plain data; says where.
         """
-        return self.strategy.broadcast(data, src)
+        return self.ranks.broadcast(data, src)
 
     def barrier(self, name: str = "") -> None:
         """Wait until every rank is here."""
-        self.strategy.barrier(name)
+        self.ranks.barrier(name)
 
     @contextmanager
     def rank_zero_first(self, *, local: bool = False) -> Iterator[None]:
@@ -607,7 +636,7 @@ class Lite:
                 f"{type(path).__name__} and {type(state).__name__}"
             )
         checkpoint = {name: self._state_of(value) for name, value in state.items()}
-        self.strategy.save_checkpoint(checkpoint, paths.at(path))
+        self.checkpoint_writer.save(checkpoint, paths.at(path))
 
     def _state_of(self, value: Any) -> Any:
         if isinstance(value, LiteModule):
@@ -615,7 +644,7 @@ class Lite:
         if isinstance(value, LiteOptimizer):
             return self.strategy.optimizer_state(value.prepared, value.optimizer)
         if isinstance(value, LiteDataLoader):
-            return self.strategy.gather_plain(value.state_dict())
+            return self.ranks.gather_plain(value.state_dict())
         if hasattr(value, "state_dict"):
             return value.state_dict()
         return value
@@ -640,7 +669,7 @@ class Lite:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
                 wrong with it.
         """
-        checkpoint = self.strategy.load_checkpoint(paths.at(path))
+        checkpoint = self.checkpoint_writer.load(paths.at(path))
         if state is None:
             return read_whole(checkpoint)
         missing = [name for name in state if name not in checkpoint]

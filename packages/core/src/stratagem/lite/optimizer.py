@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from stratagem.interfaces.strategy import PreparedModel, Strategy
+from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.strategy import Strategy
 
 _SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.specs import ComponentSpec, LauncherSpec
+from stratagem.plan.step_options import StepOptions
 
 
 def is_interactive() -> bool:
@@ -32,6 +33,7 @@ class RunRequest:
         async_save: whether it shall write while training goes on.
         cluster_environment: a name, a ClusterEnvironment, or None to detect it.
         environ: environment variables at the time of the request.
+        step_options: how the Trainer takes its steps; None under Lite.
         ordinal: how many requests were made before in this process: in a rank that runs the script
             again, it tells those that came before the launch.
         interactive: whether this is a notebook or an interactive interpreter.
@@ -44,6 +46,7 @@ class RunRequest:
     precision: Any = "32-true"
     checkpoint_io: Any = None
     async_save: bool = False
+    step_options: StepOptions | None = None
     cluster_environment: Any = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     ordinal: int = 0

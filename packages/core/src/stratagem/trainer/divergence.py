@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stratagem.errors import DivergenceError
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.strategy import Strategy
+    from stratagem.interfaces.ranks import Ranks
 
 DEFAULT_INTERVAL = 100
 
@@ -27,13 +27,13 @@ class DivergenceCheck:
     Sharded parameters differ by design and are left out.
 
     Args:
-        strategy: whose ranks.
+        ranks: those that are compared.
         module: whose parameters, by their canonical names.
         every_n_steps: after how many optimizer steps it compares.
     """
 
-    def __init__(self, strategy: Strategy, module: nn.Module, every_n_steps: int) -> None:
-        self._strategy = strategy
+    def __init__(self, ranks: Ranks, module: nn.Module, every_n_steps: int) -> None:
+        self._ranks = ranks
         self._every = every_n_steps
         self._parameters = [
             (name, parameter)
@@ -53,7 +53,7 @@ class DivergenceCheck:
         # RankStatus counts: the same numbers in another parameter are something else.
         together = 0 if hashes is None else int((hashes * _weights(len(hashes))).sum())
         own = torch.tensor([step, int(has_loss), together], dtype=torch.int64)
-        of_all = self._strategy.all_gather(own)
+        of_all = self._ranks.all_gather(own)
         if bool((of_all == of_all[0]).all()):
             return
         raise DivergenceError(self._difference(of_all, hashes))
@@ -71,7 +71,7 @@ class DivergenceCheck:
                 )
                 return f"ranks differ in {what} ({values}). {advice}"
         assert hashes is not None
-        all_hashes = self._strategy.all_gather(hashes)
+        all_hashes = self._ranks.all_gather(hashes)
         differing = {
             rank: [
                 self._parameters[index][0]

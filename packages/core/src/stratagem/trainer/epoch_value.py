@@ -149,21 +149,20 @@ def merged(parts: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
     return together
 
 
-def of_shards(of_ranks: Iterable[tuple[int, Mapping[str, Any]]]) -> list[dict[str, Summary]]:
-    """Return one set of summaries for each shard of the data, from those of all ranks.
+def first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, Summary]:
+    """Return the summaries of ranks that share a part of the data, each of them once.
 
-    Ranks that share a shard (tensor-parallel ones, pipeline stages) log the same values, or only
-    some of them log a value: of each name, the first rank that has logged it counts.
+    They log the same values, or only some of them (the last pipeline stage) log a value: of each
+    name, the first rank that has logged it counts.
 
     Args:
-        of_ranks: of each rank, in their order, the index of its shard and its summaries.
+        group: of each rank, its summaries as plain tuples.
     """
-    shards: dict[int, dict[str, Summary]] = {}
-    for index, summaries in of_ranks:
-        shard = shards.setdefault(index, {})
+    first: dict[str, Summary] = {}
+    for summaries in group:
         for name, summary in summaries.items():
-            shard.setdefault(name, Summary(*summary))
-    return list(shards.values())
+            first.setdefault(name, Summary(*summary))
+    return first
 
 
 def _merge(fx: str, one: float, other: float) -> float:

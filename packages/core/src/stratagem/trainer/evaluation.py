@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stratagem.interfaces.strategy import PreparedModel
+    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.loaders import EvaluationLoader
     from stratagem.trainer.run import Run
 
@@ -44,9 +44,9 @@ def evaluate(
     """
     hooks, module = run.hooks, run.module
     if is_sanity_check:
-        metrics = Metrics(run.strategy, Rows(()), LatestValues())
+        metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())
     else:
-        metrics = Metrics(run.strategy, run.rows, run.latest)
+        metrics = Metrics(run.strategy.ranks, run.rows, run.latest)
     with module.logging_to(metrics):
         hooks.call(f"on_{what}_start")
         with _Evaluating(run, prepared):
@@ -69,7 +69,7 @@ def predict(
 ) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader."""
     hooks = run.hooks
-    metrics = Metrics(run.strategy, Rows(()), LatestValues())
+    metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
     hooks.call("on_predict_start")
     with _Evaluating(run, prepared):

@@ -13,7 +13,7 @@ from stratagem.trainer.step import Step
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stratagem.interfaces.strategy import PreparedModel
+    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.run import Run
     from stratagem.trainer.train_loader import TrainLoader
@@ -129,10 +129,8 @@ def _is_due(batches: int, interval: float, accumulate: int) -> bool:
 
 def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:
     """Return what compares the ranks every few steps, if that was asked for."""
-    every = run.trainer.detect_divergence
-    if not every or run.strategy.world_size == 1:
-        return None
-    return DivergenceCheck(run.strategy, prepared.original, every)
+    every, ranks = run.trainer.detect_divergence, run.strategy.ranks
+    return DivergenceCheck(ranks, prepared.original, every) if every and ranks.world_size > 1 else None
 
 
 def _is_finished(run: Run) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from stratagem.interfaces.strategy import Strategy
+from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.interfaces.ranks import Ranks
 from stratagem.launch.rank import this_rank
 
 _EVERY = 0.5
@@ -29,18 +30,22 @@ class Interruption(AbstractContextManager["Interruption"]):
     One process looks after every step.
 
     Args:
-        strategy: whose ranks.
+        ranks: those that end together.
+        environment: says which signals announce preemption.
         max_time: seconds after which the fit ends; None: no limit.
     """
 
-    def __init__(self, strategy: Strategy, max_time: float | None) -> None:
+    def __init__(
+        self, ranks: Ranks, environment: ClusterEnvironment, max_time: float | None
+    ) -> None:
         self.signal: signal.Signals | None = None
         """What asks this run to end, once all ranks know."""
-        self._strategy = strategy
+        self._ranks = ranks
+        self._environment = environment
         self._received = 0
         self._began = monotonic()
         self._deadline = float("inf") if max_time is None else self._began + max_time
-        self._alone = strategy.world_size == 1
+        self._alone = ranks.world_size == 1
         self._steps = 0
         self._interval = 1
         self._looked_at = self._began
@@ -49,7 +54,7 @@ class Interruption(AbstractContextManager["Interruption"]):
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
-            wanted = {signal.SIGTERM, *self._strategy.cluster_environment.preemption_signals}
+            wanted = {signal.SIGTERM, *self._environment.preemption_signals}
             for number in wanted:
                 handler = signal.getsignal(number)
                 if handler == signal.SIG_DFL or handler in this_rank.handlers:
@@ -72,7 +77,7 @@ class Interruption(AbstractContextManager["Interruption"]):
         received, is_up = self._received, now >= self._deadline
         if not self._alone:
             elapsed = now - self._looked_at
-            told = self._strategy.all_reduce(
+            told = self._ranks.all_reduce(
                 torch.tensor([received, is_up, elapsed, now - self._began], dtype=torch.float64),
                 "max",
             )
@@ -100,10 +105,10 @@ class Interruption(AbstractContextManager["Interruption"]):
             SystemExit: always, with 128 and the signal's number.
         """
         assert self.signal is not None
-        environment = self._strategy.cluster_environment
+        environment = self._environment
         saved = save()
         told = f"stratagem: {self.signal.name}: training ends here"
-        if self._strategy.is_global_zero:
+        if self._ranks.is_global_zero:
             if saved:
                 told += f", saved as {saved}"
             if environment.requeues_upon(self.signal) and environment.requeue():

@@ -74,7 +74,7 @@ def shard(
         )
     loader = source
     if divide:
-        index, count = strategy.data_shard
+        index, count = strategy.ranks.data_shard
         # Ranks must run as many steps in training, and in evaluation where forward communicates.
         even = training or not strategy.capabilities.uneven_evaluation
         loader = shard_loader(source, index, count, even=even, name=name)
@@ -83,7 +83,7 @@ def shard(
     if length_of(loader) == 0 and limit != 0 and not nothing_for_this_rank:
         raise UserCodeError(
             f"{name} is empty: expected at least one batch"
-            + _why_empty(source, strategy.world_size)
+            + _why_empty(source, strategy.ranks.world_size)
         )
     return loader
 

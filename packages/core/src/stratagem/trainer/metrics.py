@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.strategy import ReduceOp, Strategy
+from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.module import LogOptions
-from stratagem.trainer.epoch_value import REDUCTIONS, EpochValue, Summary, merged, of_shards
+from stratagem.trainer.epoch_value import REDUCTIONS, EpochValue, Summary, first_of_each, merged
 from stratagem.trainer.rows import Rows
 
 
@@ -47,14 +47,14 @@ class Metrics:
     is reduced over batches as it comes, and over ranks at the end of the epoch.
 
     Args:
-        strategy: reduces over ranks.
+        ranks: those that values are reduced over.
         rows: for the loggers.
         latest: where the latest values are kept.
         every_n_steps: the values of every n-th step go to `rows`; 0: none.
     """
 
     def __init__(
-        self, strategy: Strategy, rows: Rows, latest: LatestValues, *, every_n_steps: int = 1
+        self, ranks: Ranks, rows: Rows, latest: LatestValues, *, every_n_steps: int = 1
     ) -> None:
         self.rows = rows
         self.in_step = False
@@ -65,10 +65,10 @@ class Metrics:
         """Whether what is logged counts for the epoch; a batch that is repeated does not."""
         self.row: dict[str, Any] = {}
         """The present step's values for the loggers."""
-        self._strategy = strategy
+        self._ranks = ranks
         self._latest = latest
         self._every = every_n_steps
-        self._ranks_of_a_shard = strategy.world_size // strategy.data_shard[1]
+        self._ranks_of_a_shard = ranks.world_size // ranks.data_shard[1]
         self._loader: int | None = None
         self._of_loader: dict[int | None, dict[str, EpochValue]] = {}
         self._entries = self._of_loader.setdefault(None, {})
@@ -133,11 +133,11 @@ class Metrics:
         reduced = [entry for entry in entries if entry.on_epoch]
         # Several loaders may log under one name (add_dataloader_idx=False).
         summaries = merged({e.name: e.summary()} for e in reduced if e.metric is None)
-        if self._strategy.world_size > 1:
+        if self._ranks.world_size > 1:
             shared = {e.name for e in reduced if e.options.sync_dist is not False}
             own = {name: tuple(s) for name, s in summaries.items() if name in shared}
-            of_ranks = self._strategy.gather_plain((self._strategy.data_shard[0], own))
-            summaries.update(merged(of_shards(of_ranks)))
+            groups = self._ranks.by_data_group(self._ranks.gather_plain(own))
+            summaries.update(merged(first_of_each(group) for group in groups))
         return summaries
 
     def _keep(self, epoch: EpochValues, name: str, value: Tensor, shown: Summary) -> None:
@@ -149,7 +149,7 @@ class Metrics:
 
     def _reduced(self, entry: EpochValue, value: Any) -> Any:
         op: ReduceOp = entry.reduce_fx if isinstance(entry.reduce_fx, str) else "mean"  # type: ignore[assignment]
-        reduced = self._strategy.all_reduce(torch.as_tensor(value, dtype=torch.float32), op)
+        reduced = self._ranks.all_reduce(torch.as_tensor(value, dtype=torch.float32), op)
         if op == "sum":
             reduced = reduced / self._ranks_of_a_shard
         return _read(entry.name, reduced)

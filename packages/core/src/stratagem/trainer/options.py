@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.train_step import GradientClip
+from stratagem.plan.step_options import GradientClip
 from stratagem.trainer.divergence import DEFAULT_INTERVAL
 
 

@@ -17,8 +17,8 @@ from stratagem.data.resumable import Resumable
 from stratagem.data.sharding import UNKNOWN, set_epoch
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.step_module import StepModule
-from stratagem.interfaces.strategy import PreparedModel
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.module import Module
 from stratagem.trainer import evaluation, fit_loop, loaders, options
@@ -77,7 +77,7 @@ class Run:
         )
         self.hooks = Hooks(trainer, module, trainer.callbacks)
         self.train_values = Metrics(
-            self.strategy,
+            self.strategy.ranks,
             trainer.loggers_of_this_rank if stage == "fit" else (),
             every_n_steps=trainer.log_every_n_steps,
         )
@@ -100,7 +100,9 @@ class Run:
         self.saves_due: list[str | Path] = []
         """Checkpoints that were asked for within the present step, to be saved after it."""
         self.has_failed = False
-        self.interruption = Interruption(self.strategy, trainer.max_time)
+        self.interruption = Interruption(
+            self.strategy.ranks, self.strategy.cluster_environment, trainer.max_time
+        )
 
     def execute(self, *args: Any) -> Any:
         """Set up what all four stages share, run the stage, and take it down."""
@@ -118,12 +120,12 @@ class Run:
         }
         restore_modes = options.set_determinism(trainer.deterministic, trainer.benchmark)
         status = "failed"
-        self.strategy.report_status(self._position)
+        self.strategy.ranks.report_status(self._position)
         try:
             if datamodule is not None:
-                if self.strategy.local_rank == 0:
+                if self.strategy.ranks.local_rank == 0:
                     datamodule.prepare_data()
-                self.strategy.barrier("prepare_data")
+                self.strategy.ranks.barrier("prepare_data")
                 datamodule.setup(stage)
             self.strategy.setup(trainer)
             self.hooks.call("setup", stage)
@@ -169,7 +171,7 @@ class Run:
     def _fit(self, train: Any, val: Any, ckpt_path: str | Path | None) -> None:
         trainer, module = self.trainer, self.module
         self._check_engine()
-        self.run_id = self.strategy.broadcast(secrets.token_hex(8))
+        self.run_id = self.strategy.ranks.broadcast(secrets.token_hex(8))
         self.restarts = Restarts(self.strategy, trainer.default_root_dir)
         ckpt_path = self.restarts.begin(ckpt_path)
         checkpoint, path = self._read(ckpt_path)
@@ -177,10 +179,10 @@ class Run:
         data = Resumable(
             train_loader.loader,
             train_loader.name,
-            self.strategy.global_rank,
-            self.strategy.data_shard,
+            self.strategy.ranks.global_rank,
+            self.strategy.ranks.data_shard,
         )
-        self.rank_state = RankState(self.strategy, self.progress, data)
+        self.rank_state = RankState(self.strategy.ranks, self.progress, data)
         train_loader = self.train_loader = replace(train_loader, loader=data.loader)
         self.val_loaders = self._validation_loaders(val)
         self.strategy.take_batch_size(loaders.batch_size_of(train_loader.loader))
@@ -258,7 +260,7 @@ class Run:
         if asked is None:
             return None, ""
         path = find_checkpoint(self.trainer, asked)
-        return read_checkpoint(self.strategy, path), path
+        return read_checkpoint(self.trainer.checkpoint_writer, path), path
 
     def _check_engine(self) -> None:
         trainer, plan = self.trainer, self.trainer.plan
@@ -383,9 +385,9 @@ class Run:
     def divergence_check(self, prepared: PreparedModel) -> DivergenceCheck | None:
         """Return what compares the ranks every few steps, if that was asked for."""
         every = self.trainer.detect_divergence
-        if not every or self.strategy.world_size == 1:
+        if not every or self.strategy.ranks.world_size == 1:
             return None
-        return DivergenceCheck(self.strategy, prepared.original, every)
+        return DivergenceCheck(self.strategy.ranks, prepared.original, every)
 
     @property
     def is_within_step(self) -> bool:
@@ -404,7 +406,7 @@ class Run:
         if saver is None or saver.dirpath is None:
             return ""
         path = saver.save_to_resume_from(self.trainer, "interrupted")
-        self.strategy.finish_saves()
+        self.trainer.checkpoint_writer.finish()
         return path
 
     def step_schedulers(self, interval: str, count: int) -> None:

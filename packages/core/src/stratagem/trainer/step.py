@@ -13,7 +13,7 @@ from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.train_step import TrainStep
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.strategy import PreparedModel
+    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.run import Run
 
 
@@ -143,10 +143,11 @@ class Step(TrainStep):
         if not self._module.automatic_optimization:
             return None
         if outputs is None:
-            if self._run.strategy.world_size > 1:
+            world_size = self._run.strategy.ranks.world_size
+            if world_size > 1:
                 raise UserCodeError(
                     f"{type(self._module).__name__}.training_step returned None for batch "
-                    f"{self.batch_idx}, which skips it; with {self._run.strategy.world_size} ranks "
+                    f"{self.batch_idx}, which skips it; with {world_size} ranks "
                     "the others would wait for its gradients: return a loss on every rank, such as "
                     "0.0 times the output"
                 )

@@ -47,7 +47,8 @@ class TrainLoader:
         sharded = shard(
             one_loader(source), strategy, name=NAME, divide=use_distributed_sampler, training=True, limit=limit
         )
-        self._data = Resumable(sharded, NAME, strategy.global_rank, strategy.data_shard)
+        ranks = strategy.ranks
+        self._data = Resumable(sharded, NAME, ranks.global_rank, ranks.data_shard)
         self.loader = self._data.loader
         self.batches = limit_batches(
             length_of(sharded), limit, name=NAME, limit_name="limit_train_batches"
@@ -67,25 +68,25 @@ class TrainLoader:
         otherwise ranks ask one another before each optimizer step. The length of an IterableDataset
         cannot be relied on: it often is that of all ranks together.
         """
-        strategy = self._strategy
-        if strategy.world_size == 1:
+        strategy, ranks = self._strategy, self._strategy.ranks
+        if ranks.world_size == 1:
             return
         known = length_of(self.loader) != UNKNOWN
         dataset = getattr(self.loader, "dataset", None)
         relied_on = known and not isinstance(dataset, IterableDataset)
-        ranks = strategy.gather_plain((self.batches, known, relied_on))
-        batches = [rank[0] for rank in ranks]
+        of_ranks = ranks.gather_plain((self.batches, known, relied_on))
+        batches = [of_rank[0] for of_rank in of_ranks]
         alike = min(batches) == max(batches)
-        joins = strategy.join_uneven_inputs
-        if not alike and not joins and all(rank[1] for rank in ranks):
+        joins, kind = strategy.join_uneven_inputs, type(strategy).__name__
+        if not alike and not joins and all(of_rank[1] for of_rank in of_ranks):
             listed = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(batches))
             raise UserCodeError(
                 f"{NAME} has different numbers of batches on the ranks ({listed}), and every "
-                f"optimizer step needs one from each: {remedy_for(int(min(batches)), strategy)}"
+                f"optimizer step needs one from each: {remedy_for(int(min(batches)), kind)}"
             )
-        if not alike or not all(rank[2] for rank in ranks):
+        if not alike or not all(of_rank[2] for of_rank in of_ranks):
             self.batches = max(batches)
-            self._uneven = UnevenInputs(NAME, strategy, joins=joins)
+            self._uneven = UnevenInputs(NAME, ranks, strategy=kind, joins=joins)
 
     @property
     def batch_size(self) -> int | None:
@@ -128,7 +129,7 @@ class TrainLoader:
             left = None if self.end == UNKNOWN else max(0, int(self.end) - self._done)
             return zip(islice(self._epoch, left))
         # Several ranks rely on the length in any case.
-        if self._data.has_exact_length or self._strategy.data_shard[1] > 1:
+        if self._data.has_exact_length or self._strategy.ranks.data_shard[1] > 1:
             return self._lazy_steps(accumulate)
         return self._read_ahead_steps(accumulate)
 
@@ -138,7 +139,7 @@ class TrainLoader:
         Raises:
             UserCodeError: nothing, or fewer than the length said that other ranks rely on.
         """
-        if self._uneven is None and done < self.end and self._strategy.data_shard[1] > 1:
+        if self._uneven is None and done < self.end and self._strategy.ranks.data_shard[1] > 1:
             raise UserCodeError(_broken_promise(done, self.end))
         if done == 0:
             raise UserCodeError(f"{NAME} yielded no batch; expected at least one")

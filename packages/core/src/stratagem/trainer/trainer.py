@@ -15,12 +15,16 @@ from torch import Tensor
 
 from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.datamodule import DataModule
+from stratagem.distributed.checkpoint_writer import CheckpointWriter
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.strategy import PreparedModel, Strategy
+from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.ranks import Ranks
+from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.lite import Lite
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
+from stratagem.plan.step_options import StepOptions
 from stratagem.storage import paths
 from stratagem.trainer import options
 from stratagem.trainer.metrics import Metrics
@@ -139,6 +143,11 @@ class Trainer:
         gpus: int | str | list[int] | None = None,
         tpu_cores: int | str | list[int] | None = None,
     ) -> None:
+        self._step_options = StepOptions(
+            clip=options.gradient_clip(gradient_clip_val, gradient_clip_algorithm),
+            accumulation=options.check_accumulation(accumulate_grad_batches),
+            sync_batchnorm=sync_batchnorm,
+        )
         self.lite = Lite(
             accelerator=accelerator,
             strategy=strategy,
@@ -149,9 +158,8 @@ class Trainer:
             async_save=async_save,
             gpus=gpus,
             tpu_cores=tpu_cores,
+            step_options=self._step_options,
         )
-        if sync_batchnorm:
-            self.strategy.sync_batchnorm = True
         self.default_root_dir = paths.at(
             Path.cwd() if default_root_dir is None else default_root_dir
         )
@@ -203,9 +211,7 @@ class Trainer:
         self.use_distributed_sampler = use_distributed_sampler
 
         # A training step.
-        self._accumulation = options.check_accumulation(accumulate_grad_batches)
-        self.gradient_clip = options.gradient_clip(gradient_clip_val, gradient_clip_algorithm)
-        self.strategy.take_step_options(clip=self.gradient_clip, accumulation=self._accumulation)
+        self.gradient_clip = self._step_options.clip
         self.detect_anomaly = detect_anomaly
         self.detect_divergence = options.check_divergence(detect_divergence)
         self.inference_mode = inference_mode
@@ -277,8 +283,18 @@ class Trainer:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy; its collectives work once processes are launched."""
+        """The strategy; its device is there once processes are launched."""
         return self.lite.strategy
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together; collectives work once they are launched."""
+        return self.lite.ranks
+
+    @property
+    def checkpoint_writer(self) -> CheckpointWriter:
+        """What saves and loads checkpoints from all ranks together."""
+        return self.lite.checkpoint_writer
 
     @property
     def world_size(self) -> int:
@@ -632,7 +648,8 @@ class Trainer:
 
     def accumulation(self, epoch: int) -> int:
         """Return how many batches an optimizer step takes in an epoch."""
-        return self._accumulation[max(first for first in self._accumulation if first <= epoch)]
+        accumulation = self._step_options.accumulation
+        return accumulation[max(first for first in accumulation if first <= epoch)]
 
     def metric(self, name: str, who: str) -> Tensor:
         """Return the latest logged value that somebody (`who`) waits for.
@@ -682,7 +699,7 @@ class Trainer:
             self.last_run.saves_due.append(filepath)
             return
         checkpoint = collect_checkpoint(self.last_run, self._prepared, weights_only=weights_only)
-        self.strategy.save_checkpoint(checkpoint, filepath)
+        self.checkpoint_writer.save(checkpoint, filepath)
         restarts = self.last_run.restarts
         if restarts is not None and not weights_only:
             self.strategy.checkpoint_io.when_durable(partial(restarts.saved, filepath))

@@ -12,7 +12,7 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.trainer.evaluation import evaluate
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.strategy import PreparedModel
+    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.loaders import EvaluationLoader
     from stratagem.trainer.run import Run
 

@@ -44,7 +44,7 @@ class LocalSGDStrategy(ParallelStrategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Give every rank the parameters of rank 0."""
-        module.load_state_dict(self.broadcast(module.state_dict()))
+        module.load_state_dict(self.ranks.broadcast(module.state_dict()))
         return module
 
     def optimizer_step(
@@ -82,7 +82,7 @@ class LocalSGDStrategy(ParallelStrategy):
         """Replace each tensor by its mean over ranks; one without a mean, by rank 0's."""
         for tensor in tensors:
             mean = tensor.is_floating_point() or tensor.is_complex()
-            tensor.copy_(self.all_reduce(tensor) if mean else self.broadcast(tensor))
+            tensor.copy_(self.ranks.all_reduce(tensor) if mean else self.ranks.broadcast(tensor))
 
 
 def _tensors_of(module: nn.Module) -> Iterable[Tensor]:

@@ -13,7 +13,8 @@ from typing import Any
 
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointSaveError, ConfigurationError
-from stratagem.interfaces.checkpoint_io import CheckpointIO, Ranks
+from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.ranks import Ranks
 from stratagem.launch.rank import at_end_of_rank, record_failure, this_rank
 from stratagem.native.checkpoint.snapshot import Snapshots
 from stratagem.state.plain_data import check_contents

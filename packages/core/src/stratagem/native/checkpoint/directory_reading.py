@@ -8,7 +8,7 @@ from typing import Any
 
 from stratagem.checkpoint.directory import LAYOUT, STATE, read_directory, verify_files
 from stratagem.errors import CheckpointCorruptError
-from stratagem.interfaces.checkpoint_io import Ranks
+from stratagem.interfaces.ranks import Ranks
 from stratagem.native.checkpoint.shard_reader import ShardReader
 from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO
 

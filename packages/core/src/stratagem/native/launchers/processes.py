@@ -28,7 +28,7 @@ from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch import rank, supervisor
 from stratagem.launch.rank_environment import rank_environment
 from stratagem.launch.run_as_rank import forget_parents_ranks, run_as_rank
-from stratagem.launch.supervisor import Failure, Output, Ranks
+from stratagem.launch.supervisor import Failure, Output, RankProcesses
 from stratagem.plan.plan import RunPlan
 from stratagem.state import plain_data
 
@@ -87,7 +87,7 @@ class ProcessesLauncher(Launcher):
                 environment["MASTER_PORT"] = str(store.port)
                 environment[rank.STORE_VARIABLE] = "parent"
         failures: list[Failure] = []
-        ranks = Ranks(
+        ranks = RankProcesses(
             start,
             environments,
             on_failure=failures.append,
@@ -297,7 +297,7 @@ def _environments(plan: RunPlan) -> dict[int, dict[str, str]]:
 
 
 @contextmanager
-def _forwarding_signals(ranks: Ranks) -> Iterator[list[int]]:
+def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
     """Pass on to the ranks what asks this process to end or tells it something."""
     received: list[int] = []
     ending = (signal.SIGTERM, signal.SIGHUP)

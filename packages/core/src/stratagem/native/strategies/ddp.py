@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.interfaces.strategy import Components, PreparedModel
+from stratagem.interfaces.components import Components
+from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.strategies.communication_hooks import CommunicationHook, Hook, Wrapper
 from stratagem.native.strategies.ddp_errors import explain
 from stratagem.native.strategy_specs import DDP

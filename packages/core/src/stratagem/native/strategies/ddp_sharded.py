@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.strategy import Optimizers, PreparedModel, make_optimizers
+from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
 from stratagem.native.strategies.ddp import DDPStrategy
 from stratagem.state.state_dict import load_named_state, named_state
 
@@ -112,7 +112,7 @@ class DDPShardedStrategy(DDPStrategy):
         What is no tensor goes to all ranks at once; tensors go to rank 0 one by one, so that only
         rank 0 ever holds more than its part.
         """
-        described = self.gather_plain(
+        described = self.ranks.gather_plain(
             {
                 name: {
                     key: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else [value]
@@ -121,7 +121,7 @@ class DDPShardedStrategy(DDPStrategy):
                 for name, entry in own.items()
             }
         )
-        if self.global_rank != 0:
+        if self.ranks.global_rank != 0:
             for entry in own.values():
                 for value in entry.values():
                     if isinstance(value, Tensor):

@@ -32,7 +32,8 @@ from stratagem.state.plain_data import find_offending_value
 from stratagem.trainer.resume.rank_state import state_of_rank
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.strategy import PreparedModel, Strategy
+    from stratagem.distributed.checkpoint_writer import CheckpointWriter
+    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.run import Run
 
 
@@ -50,7 +51,7 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
         "stratagem_version": __version__,
         "run": run.run_id,
         "strategy": trainer.plan.strategy.name,
-        "world_size": strategy.world_size,
+        "world_size": strategy.ranks.world_size,
         "epoch": run.progress.epoch,
         "global_step": run.progress.global_step,
         "state_dict": strategy.model_state(prepared),
@@ -58,7 +59,7 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
     }
     _require_plain(checkpoint["hyper_parameters"], f"the hyperparameters of {_kind(module)}")
     if not weights_only:
-        if run.step is not None and run.step.is_under_way and strategy.is_global_zero:
+        if run.step is not None and run.step.is_under_way and strategy.ranks.is_global_zero:
             warnings.warn(
                 "this checkpoint is saved within an optimizer step that an error has ended: a run "
                 "that resumes from it takes that step's batches again, but with the random numbers "
@@ -75,7 +76,7 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
             ],
             lr_schedulers=[c.scheduler.state_dict() for c in run.schedulers],
             precision=strategy.precision.state_dict(),
-            ranks=strategy.gather_plain(state_of_rank(run)),
+            ranks=strategy.ranks.gather_plain(state_of_rank(run)),
             callbacks={key: state for key, state in callbacks.items() if state},
         )
         if run.datamodule is not None:
@@ -86,13 +87,13 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
     return checkpoint
 
 
-def read_checkpoint(strategy: Strategy, path: str | Path) -> dict[str, Any]:
+def read_checkpoint(writer: CheckpointWriter, path: str | Path) -> dict[str, Any]:
     """Return the checkpoint at `path`; called on every rank.
 
     Raises:
         CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
     """
-    return check(strategy.load_checkpoint(path), path)
+    return check(writer.load(path), path)
 
 
 def restore_model(

@@ -16,7 +16,7 @@ from stratagem.rng import (
 
 if TYPE_CHECKING:
     from stratagem.data.resumable import Resumable
-    from stratagem.interfaces.strategy import Strategy
+    from stratagem.interfaces.ranks import Ranks
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
 
@@ -32,13 +32,13 @@ class RankState:
     """Where one rank stands in a fit.
 
     Args:
-        strategy: of the run.
+        ranks: of the run.
         progress: of the run.
         data: this rank's training batches.
     """
 
-    def __init__(self, strategy: Strategy, progress: Progress, data: Resumable) -> None:
-        self._strategy = strategy
+    def __init__(self, ranks: Ranks, progress: Progress, data: Resumable) -> None:
+        self._ranks = ranks
         self._progress = progress
         self._data = data
         self._random: dict[str, Any] | None = None
@@ -66,7 +66,7 @@ class RankState:
 
         Of more ranks than saved, the further ones keep their own random numbers.
         """
-        progress, rank = self._progress, self._strategy.global_rank
+        progress, rank = self._progress, self._ranks.global_rank
         self._random = None
         if rank < len(states):
             self._random = states[rank]["random"]
