@@ -167,6 +167,10 @@ class Module(nn.Module):
             )
         return trainer
 
+    @trainer.setter
+    def trainer(self, trainer: Trainer) -> None:
+        self.__dict__["_trainer"] = trainer
+
     @property
     def device(self) -> torch.device:
         """The device of the first parameter, or the CPU if there is none."""
@@ -286,7 +290,8 @@ class Module(nn.Module):
 
     def optimizers(self) -> Any:
         """Return the optimizer, or a list of them; their `step` goes through the strategy."""
-        return self.trainer.wrapped_optimizers()
+        optimizers = self.trainer.run.optimizers
+        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, a list of several, or None."""
@@ -295,7 +300,8 @@ class Module(nn.Module):
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward through the strategy, where `automatic_optimization = False`."""
-        self.trainer.backward(loss, *args, **kwargs)
+        trainer = self.trainer
+        trainer.strategy.backward(trainer.run.require_prepared(), loss, *args, **kwargs)
 
     # -- hyperparameters
 

@@ -48,7 +48,7 @@ class Summary(NamedTuple):
         return torch.tensor(self.number)
 
     def merged_with(self, other: Summary) -> Summary:
-        """Return the summary of this rank or loader and another one together; shown as the other."""
+        """Return the summary of both ranks or loaders together, shown as the other one."""
         number = _merge(other.reduce_fx, self.number, other.number)
         return other._replace(number=number, weight=self.weight + other.weight)
 

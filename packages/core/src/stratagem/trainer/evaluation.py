@@ -64,9 +64,7 @@ def evaluate(
     return values
 
 
-def predict(
-    run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]
-) -> list[list[Any]]:
+def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader."""
     hooks = run.hooks
     metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())

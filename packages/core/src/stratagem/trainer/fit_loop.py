@@ -91,7 +91,11 @@ def _train_steps(
         accumulate = run.accumulation(progress.epoch)
         end = loader.end
         # Resumed from a checkpoint that was saved before the validation of its step.
-        is_due = progress.batches > progress.validated and _is_due(progress.batches, interval, accumulate)
+        is_due = (
+            interval > 0
+            and progress.batches > progress.validated
+            and progress.batches % interval < accumulate
+        )
         if is_due and progress.batches < end:
             validation.run(prepared)
             is_due = False
@@ -123,14 +127,12 @@ def _train_steps(
     return train_steps
 
 
-def _is_due(batches: int, interval: float, accumulate: int) -> bool:
-    return interval > 0 and batches % interval < accumulate
-
-
 def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:
     """Return what compares the ranks every few steps, if that was asked for."""
     every, ranks = run.trainer.detect_divergence, run.strategy.ranks
-    return DivergenceCheck(ranks, prepared.original, every) if every and ranks.world_size > 1 else None
+    return (
+        DivergenceCheck(ranks, prepared.original, every) if every and ranks.world_size > 1 else None
+    )
 
 
 def _is_finished(run: Run) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
 from stratagem.data.sharding import UNKNOWN, length_of, shard_loader
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
+
+if TYPE_CHECKING:
+    from stratagem.trainer.job import Job
 
 Limit = int | float
 """A number of batches (int), or a fraction of them (float)."""
@@ -139,23 +142,29 @@ def one_loader(source: Any) -> Any:
     return source
 
 
-def source_of(stage_loader: str, given: Any, datamodule: Any, module: Any, *, needed: bool) -> Any:
+def source_of(method: str, job: Job, given: Any, *, needed: bool) -> Any:
     """Return the user's loader for one purpose: the argument, the DataModule's or the Module's.
+
+    Args:
+        method: that makes it, in the DataModule or the Module.
+        job: has both.
+        given: the argument; None: there was none.
+        needed: whether there must be one; otherwise None is returned where there is none.
 
     Raises:
         UserCodeError: there is none and one is needed.
     """
     if given is not None:
         return given
-    for owner in (datamodule, module):
-        make: Callable[[], Any] | None = getattr(owner, stage_loader, None)
+    for owner in (job.datamodule, job.model):
+        make: Callable[[], Any] | None = getattr(owner, method, None)
         made = make() if make is not None else None
         if made is not None:
             return made
     if needed:
         raise UserCodeError(
-            f"there is no data: pass a data loader or a DataModule, or define {stage_loader}() in "
-            f"{type(module).__name__}"
+            f"there is no data: pass a data loader or a DataModule, or define {method}() in "
+            f"{type(job.model).__name__}"
         )
     return None
 

@@ -50,7 +50,7 @@ class Schedulers:
         )
 
     def _step_monitored(self, is_there: Callable[[str], bool]) -> None:
-        """Step those that are due in this epoch, with their values; before checkpoints are saved."""
+        """Step those that are due in this epoch, each with its value."""
         if not self._progress.epoch_is_done:
             return
         for config in self.configs:

@@ -45,7 +45,12 @@ class TrainLoader:
     ) -> None:
         # The order matters: each goes by what the one before has left of the data.
         sharded = shard(
-            one_loader(source), strategy, name=NAME, divide=use_distributed_sampler, training=True, limit=limit
+            one_loader(source),
+            strategy,
+            name=NAME,
+            divide=use_distributed_sampler,
+            training=True,
+            limit=limit,
         )
         ranks = strategy.ranks
         self._data = Resumable(sharded, NAME, ranks.global_rank, ranks.data_shard)
