@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Step(TrainStep):
-    """One optimizer step of a Module: what happens for each micro-batch, and who is told."""
+    """What happens in an optimizer step of a Module, and which hooks are called."""
 
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
-        self.clip = run.trainer.gradient_clip
+        self.clip = run.trainer.step_options.clip
         self.batch_idx = 0
         self._micro_batches = 0
         self._weights: list[float] | None = None
@@ -30,7 +31,8 @@ class Step(TrainStep):
         self._run = run
         self._module = module
         self._progress = run.progress
-        self._logged = run.train_values
+        self._logged = run.metrics
+        self._schedulers = run.schedulers
         self._call = prepared.module
         self._convert = strategy.input_converter()
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
@@ -87,22 +89,22 @@ class Step(TrainStep):
         return loss if weight is None or loss is None else loss * weight
 
     def before_backward(self, loss: Tensor) -> None:
-        """Tell the hooks."""
+        """Call the hooks."""
         for hook in self._on_before_backward:
             hook(loss)
 
     def after_backward(self) -> None:
-        """Tell the hooks."""
+        """Call the hooks."""
         for hook in self._on_after_backward:
             hook()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Tell the hooks."""
+        """Call the hooks."""
         for hook in self._on_before_optimizer_step:
             hook(optimizer)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Count the step, let schedulers step, and tell the hooks.
+        """Count the step, let schedulers step, and call the hooks.
 
         Batches count as trained on once their step is taken, all together: a checkpoint saved
         between two micro-batches resumes with the first of them.
@@ -110,13 +112,13 @@ class Step(TrainStep):
         self._progress.global_step += 1
         self.end()
         self._stepped = True
-        if self._run.schedulers:
-            self._run.step_schedulers("step", self._progress.global_step)
+        if self._schedulers.configs:
+            self._schedulers.step("step", self._progress.global_step)
         for hook in self._on_before_zero_grad:
             hook(optimizer)
 
     def after_micro_batch(self, micro_batch: Any) -> None:
-        """Tell the hooks, then hand the step's values on."""
+        """Call the hooks, then hand the step's values on."""
         if self._on_batch_end:
             outputs = self._outputs
             if not isinstance(outputs, dict):
@@ -129,7 +131,9 @@ class Step(TrainStep):
             if self._logged.row:
                 self._logged.end_step(self._progress.global_step - 1)
 
-    def manual(self, prepared: PreparedModel, step: TrainStep, micro_batches: list[Any]) -> None:
+    def manual(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Iterable[Any]
+    ) -> None:
         """Take the place of `Strategy.train_step` where `training_step` steps the optimizers."""
         for micro_batch in micro_batches:
             before = self._progress.global_step
