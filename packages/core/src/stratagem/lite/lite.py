@@ -18,21 +18,23 @@ from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.registry import get_registry
 from stratagem.distributed.checkpoint_writer import CheckpointWriter
+from stratagem.distributed.leave_group import fail_at_end
 from stratagem.distributed.uneven_inputs import UnevenInputs
-from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
+from stratagem.errors import ConfigurationError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.ranks import Ranks, ReduceOp
-from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import at_end_of_rank
 from stratagem.launch.rank_environment import environment_of_request
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.module import LiteModule
 from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
+from stratagem.lite.prepare import prepare
+from stratagem.lite.state import STRATEGY_STATE, collect, restore
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
 from stratagem.plan.step_options import GradientClip, StepOptions
@@ -297,16 +299,23 @@ class Lite:
                 "its parameters, then setup_optimizers(optimizer)"
             )
         _check_parameters(module, optimizers)
-        step_module = StepModule(module)
-        if strategy.sync_batchnorm:
-            strategy.synchronize_batch_norm(step_module)
-        prepared = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
+        if optimizers:
+            self._check_backward()
+        prepared = prepare(strategy, module, optimizers, move_to_device=move_to_device)
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         if not prepared.optimizers:
             return model
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         return (model, *wrapped)
+
+    def _check_backward(self) -> None:
+        if not self.plan.capabilities.manual_backward:
+            raise ConfigurationError(
+                f"the strategy {self.plan.strategy.name!r} runs backward itself "
+                "(manual_backward=False in its capabilities), so that a loop of your own cannot "
+                "train with it: use the Trainer, or another strategy"
+            )
 
     def setup_module(self, module: nn.Module, *, move_to_device: bool = True) -> LiteModule:
         """Prepare a model without optimizers; `setup_optimizers` follows."""
@@ -320,6 +329,7 @@ class Lite:
         Returns:
             The optimizer, or a tuple of them.
         """
+        self._check_backward()
         wrapped = []
         for optimizer in optimizers:
             prepared = self._prepared_of(optimizer)
@@ -635,19 +645,7 @@ class Lite:
                 "save() expects a path and a dict of state, received "
                 f"{type(path).__name__} and {type(state).__name__}"
             )
-        checkpoint = {name: self._state_of(value) for name, value in state.items()}
-        self.checkpoint_writer.save(checkpoint, paths.at(path))
-
-    def _state_of(self, value: Any) -> Any:
-        if isinstance(value, LiteModule):
-            return self.strategy.model_state(value.prepared)
-        if isinstance(value, LiteOptimizer):
-            return self.strategy.optimizer_state(value.prepared, value.optimizer)
-        if isinstance(value, LiteDataLoader):
-            return self.ranks.gather_plain(value.state_dict())
-        if hasattr(value, "state_dict"):
-            return value.state_dict()
-        return value
+        self.checkpoint_writer.save(collect(self.strategy, state), paths.at(path))
 
     def load(
         self, path: PathLike, state: dict[str, Any] | None = None, *, strict: bool = True
@@ -670,30 +668,9 @@ class Lite:
                 wrong with it.
         """
         checkpoint = self.checkpoint_writer.load(paths.at(path))
-        if state is None:
-            return read_whole(checkpoint)
-        missing = [name for name in state if name not in checkpoint]
-        if missing and strict:
-            raise CheckpointMismatchError(
-                f"{os.fspath(path)!r} lacks the entries {', '.join(missing)}; it has "
-                f"{', '.join(checkpoint)}. Pass strict=False to leave them as they are"
-            )
-        for name, target in state.items():
-            if name in missing:
-                continue
-            value = checkpoint.pop(name)
-            if isinstance(target, LiteModule):
-                with naming(path):
-                    self.strategy.load_model_state(target.prepared, value, strict=strict)
-            elif isinstance(target, LiteOptimizer):
-                with naming(path):
-                    self.strategy.load_optimizer_state(target.prepared, target.optimizer, value)
-            elif isinstance(target, LiteDataLoader):
-                target.resume(value)
-            elif hasattr(target, "load_state_dict"):
-                target.load_state_dict(read_whole(value))
-            else:
-                state[name] = read_whole(value)
+        if state is not None:
+            restore(self.strategy, checkpoint, state, path=path, strict=strict)
+        checkpoint.pop(STRATEGY_STATE, None)
         return read_whole(checkpoint)
 
     @staticmethod
@@ -733,7 +710,11 @@ def _teardown(strategy: weakref.ref[Strategy]) -> None:
     """At the end of the process, release what a strategy holds, if it is still there."""
     alive = strategy()
     if alive is not None:
-        alive.teardown()
+        try:
+            alive.teardown()
+        # Nobody catches it here: it would be printed as ignored, and the exit code would be 0.
+        except Exception as error:
+            fail_at_end(error, f"{type(alive).__name__}.teardown() failed after the run was done")
 
 
 def _launching(run: Callable[..., Any]) -> Callable[..., Any]:

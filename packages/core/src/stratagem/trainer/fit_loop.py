@@ -89,9 +89,9 @@ def fit(
                             f"{loader.name} yielded no batch; expected at least one"
                         )
                     break
-                step.begin(len(micro_batches), weights)
+                step.start(len(micro_batches), weights)
                 one_step(prepared, step, micro_batches)
-                step.end()
+                step.finish()
                 if run.saves_due:
                     run.save_due()
                 left -= len(micro_batches)
@@ -101,7 +101,7 @@ def fit(
                     run.validate_during_fit(prepared)
                     validation_is_due = False
                 if check is not None:
-                    check.look(progress.global_step, step.loss is not None)
+                    check.look(progress.global_step, step.has_loss)
                 if look():
                     if run.interruption.signal is not None:
                         run.interruption.end(run.save_interrupted)
@@ -127,6 +127,7 @@ def fit(
         if explained is None:
             raise
         raise explained from error
+    run.strategy.end_training(prepared)
     hooks.call("on_train_end")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
@@ -157,7 +158,6 @@ class Metrics:
         """The latest values of steps that nobody has taken yet."""
         self.bar: dict[str, Any] = {}
         """The latest values for the progress bar."""
-        self._ranks_of_a_shard = ranks.world_size // ranks.data_shard[1]
         self._entries: dict[tuple[str, int | None], _Entry] = {}
         self._rows: list[tuple[int, dict[str, Any]]] = []
         self._due = monotonic() + _HOLD_SECONDS
@@ -200,10 +200,13 @@ class Metrics:
 
     def _reduced(self, entry: _Entry, value: Any) -> Any:
         op: ReduceOp = entry.fx if isinstance(entry.fx, str) else "mean"  # type: ignore[assignment]
-        reduced = self.ranks.all_reduce(torch.as_tensor(value, dtype=torch.float32), op)
-        if op == "sum":
-            reduced = reduced / self._ranks_of_a_shard
-        return self._read(entry.name, reduced)
+        own = torch.as_tensor(value, dtype=torch.float32)
+        index, count = self.ranks.data_shard
+        if op in ("max", "min") or count == self.ranks.world_size:
+            return self._read(entry.name, self.ranks.all_reduce(own, op))
+        # Ranks that share a part of the data count as one, however many they are.
+        reduced = self.ranks.all_reduce(own / len(self.ranks.data_groups[index]), "sum")
+        return self._read(entry.name, reduced / count if op == "mean" else reduced)
 
     def _declare(self, name: str, options: Options) -> _Entry:
         key = (name, self.dataloader_idx)
@@ -295,8 +298,10 @@ class Metrics:
         if self.ranks.world_size > 1:
             shared = {e.name for e in entries if e.sync is not False}
             own = {name: summary for name, summary in summaries.items() if name in shared}
-            # Neighbouring ranks that share a part of the data log the same: one of them counts.
-            summaries.update(_merged(self.ranks.gather_plain(own)[:: self._ranks_of_a_shard]))
+            # Ranks that share a part of the data log the same, or each what it has: the first one
+            # that has logged a value speaks for all of them.
+            groups = self.ranks.by_data_group(self.ranks.gather_plain(own))
+            summaries.update(_merged(dict(ChainMap(*group)) for group in groups))
         values: dict[str, Tensor] = {}
         for_loggers: dict[str, Tensor] = {}
 

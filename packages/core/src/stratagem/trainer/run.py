@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -18,8 +19,8 @@ from stratagem.data.sharding import UNKNOWN, set_epoch
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.prepared_model import PreparedModel
-from stratagem.interfaces.step_module import StepModule
 from stratagem.lite.optimizer import wrap_optimizer
+from stratagem.lite.prepare import prepare
 from stratagem.module import Module
 from stratagem.trainer import evaluation, fit_loop, loaders, options
 from stratagem.trainer.divergence import DivergenceCheck
@@ -127,6 +128,7 @@ class Run:
                     datamodule.prepare_data()
                 self.strategy.ranks.barrier("prepare_data")
                 datamodule.setup(stage)
+            _release_others(trainer)
             self.strategy.setup(trainer)
             self.hooks.call("setup", stage)
             with trainer.lite.init_module():
@@ -187,10 +189,7 @@ class Run:
         self.val_loaders = self._validation_loaders(val)
         self.strategy.take_batch_size(loaders.batch_size_of(train_loader.loader))
         self.rank_state.follow_validation([one.loader for one in self.val_loaders])
-        step_module = StepModule(module)
-        if self.strategy.sync_batchnorm:
-            self.strategy.synchronize_batch_norm(step_module)
-        prepared = self.prepared = self.strategy.prepare(step_module, self._make_optimizers)
+        prepared = self.prepared = prepare(self.strategy, module, self._make_optimizers)
         self.optimizers = [wrap_optimizer(o, prepared, self.strategy) for o in prepared.optimizers]
         if not module.automatic_optimization:
             for optimizer in self.optimizers:
@@ -250,7 +249,7 @@ class Run:
     def _prepare_to_evaluate(self, ckpt_path: str | Path | None) -> PreparedModel:
         checkpoint, path = self._read(ckpt_path)
         if self.prepared is None:
-            self.prepared = self.strategy.prepare(StepModule(self.module))
+            self.prepared = prepare(self.strategy, self.module)
         if checkpoint is not None:
             restore_model(self, self.prepared, checkpoint, path)
         return self.prepared
@@ -486,6 +485,21 @@ class Run:
             if self.stage == "fit":
                 self._names_of_validation.update(values)
                 self._step_monitored_schedulers(after_validation=True)
+
+
+_trainers: WeakSet[Trainer] = WeakSet()
+"""Those of this process that have begun a run."""
+
+
+def _release_others(trainer: Trainer) -> None:
+    """Free what strategies hold for Trainers that are done: a process trains model after model."""
+    for other in list(_trainers):
+        run = other.run
+        if other is trainer or run is None or other.state.status == "running":
+            continue
+        if run.prepared is not None:
+            run.strategy.release(run.prepared)
+    _trainers.add(trainer)
 
 
 def _count_steps(optimizer: Any, progress: Progress) -> None:

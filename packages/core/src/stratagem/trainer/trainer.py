@@ -214,6 +214,12 @@ class Trainer:
         self.gradient_clip = self._step_options.clip
         self.detect_anomaly = detect_anomaly
         self.detect_divergence = options.check_divergence(detect_divergence)
+        if self.detect_divergence and not self.plan.capabilities.replicated:
+            raise ConfigurationError(
+                f"detect_divergence={detect_divergence!r} compares the parameters of all ranks, "
+                f"which the strategy {self.plan.strategy.name!r} lets differ (replicated=False in "
+                "its capabilities): leave detect_divergence out"
+            )
         self.inference_mode = inference_mode
         self.deterministic = options.check_deterministic(deterministic)
         self.benchmark = benchmark
