@@ -138,3 +138,21 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
                 "the model does not have (any more), so its steps would not train the model: "
                 "make it in configure_optimizers(), from self.parameters()"
             )
+
+
+def check_detect_divergence(every: int, plan: RunPlan) -> None:
+    """Check that all ranks hold the same parameters, where they are to be compared.
+
+    Args:
+        every: after how many steps; 0: never.
+        plan: what was resolved.
+
+    Raises:
+        ConfigurationError: the strategy lets them differ.
+    """
+    if every and not plan.capabilities.replicated:
+        raise ConfigurationError(
+            f"detect_divergence={every} compares the parameters of all ranks, which the strategy "
+            f"{plan.strategy.name!r} lets differ (replicated=False in its capabilities): leave "
+            "detect_divergence out"
+        )
