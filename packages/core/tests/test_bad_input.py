@@ -468,7 +468,7 @@ def test_a_model_checkpoint_needs_checkpointing() -> None:
 
 
 def test_what_a_run_knows_needs_a_run() -> None:
-    for name in ("optimizers", "lr_scheduler_configs", "num_training_batches", "last_run"):
+    for name in ("optimizers", "lr_scheduler_configs", "num_training_batches", "run"):
         assert configuration(lambda name=name: getattr(trainer(), name)) == (  # type: ignore[misc]
             "this needs a model that was fitted, validated, tested or predicted with this Trainer; "
             "there was none yet"

@@ -30,7 +30,7 @@ class Step(TrainStep):
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         self.batch_idx = 0
-        self._clip = run.trainer.gradient_clip
+        self._clip = run.trainer.step_options.clip
         self._micro_batches = 0
         """Those of a step that is under way; 0 between two steps."""
         self._expected = 0
@@ -42,7 +42,8 @@ class Step(TrainStep):
         self._run = run
         self._module = module
         self._progress = run.progress
-        self._logged = run.train_values
+        self._logged = run.metrics
+        self._schedulers = run.schedulers
         self._call = prepared.module
         self._convert = strategy.input_converter()
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
@@ -212,8 +213,8 @@ class Step(TrainStep):
         self._progress.global_step += 1
         self._count_batches()
         self._stepped = True
-        if self._run.schedulers:
-            self._run.step_schedulers("step", self._progress.global_step)
+        if self._schedulers.configs:
+            self._schedulers.step("step", self._progress.global_step)
         for hook in self._on_before_zero_grad:
             hook(optimizer)
 

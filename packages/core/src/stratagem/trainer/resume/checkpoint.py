@@ -1,9 +1,9 @@
-"""What a Trainer's checkpoint holds, and how it is put back.
+"""What a Trainer's checkpoint holds: collecting and restoring it.
 
 ======================  ==========================================================================
 key                     value
 ======================  ==========================================================================
-format_version          of this table; a newer one is refused, an older one migrated
+format_version          of this table; any other one is refused
 stratagem_version       that saved it
 run                     which one saved it; a run that resumes from it keeps the name
 strategy, world_size    under which it was saved; it loads under any other
@@ -13,8 +13,8 @@ lr_schedulers           one for each scheduler
 precision               such as a loss scale
 strategy_state          what the strategy keeps for itself, by its class's name; where it has any
 epoch, global_step      as users read them: epochs begun, optimizer steps taken
-progress                where the loop stands
-ranks                   of each rank, random numbers and where its loader stands
+progress                where the loop is
+ranks                   of each rank, RNG states and its place in the data
 callbacks, datamodule   their states
 hyper_parameters        what save_hyperparameters kept
 ======================  ==========================================================================
@@ -80,7 +80,7 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
             optimizer_states=[
                 strategy.optimizer_state(prepared, optimizer) for optimizer in prepared.optimizers
             ],
-            lr_schedulers=[c.scheduler.state_dict() for c in run.schedulers],
+            lr_schedulers=run.schedulers.state(),
             precision=strategy.precision.state_dict(),
             ranks=strategy.ranks.gather_plain(state_of_rank(run)),
             callbacks={key: state for key, state in callbacks.items() if state},
@@ -117,7 +117,8 @@ def restore_model(
         callback.on_load_checkpoint(trainer, module, checkpoint)
     module.on_load_checkpoint(checkpoint)
     with naming(path):
-        run.strategy.load_model_state(prepared, checkpoint["state_dict"])
+        # Taken out, so that it is freed before the optimizers' states are loaded.
+        run.strategy.load_model_state(prepared, checkpoint.pop("state_dict"))
 
 
 def restore_training(
@@ -136,7 +137,7 @@ def restore_training(
     strategy = run.strategy
     for what, saved, own in (
         ("optimizers", checkpoint["optimizer_states"], prepared.optimizers),
-        ("schedulers", checkpoint["lr_schedulers"], run.schedulers),
+        ("schedulers", checkpoint["lr_schedulers"], run.schedulers.configs),
     ):
         if len(saved) != len(own):
             raise CheckpointMismatchError(
@@ -148,13 +149,12 @@ def restore_training(
             strategy.load_optimizer_state(prepared, optimizer, state)
         # It has stepped before the checkpoint; schedulers warn where they see no step before them.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-    for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
-        config.scheduler.load_state_dict(state)
+    run.schedulers.load_state(checkpoint["lr_schedulers"])
     strategy.precision.load_state_dict(checkpoint["precision"])
     states = checkpoint["callbacks"]
     for callback in run.trainer.callbacks:
-        if (state := callback.own_state(states)) is not None:
-            callback.load_state_dict(state)
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
