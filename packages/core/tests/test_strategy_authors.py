@@ -542,8 +542,8 @@ def test_divergence_is_not_looked_for_where_ranks_hold_different_parameters() ->
     class Stages(SingleDeviceStrategy):
         capabilities = Capabilities(replicated=False)
 
-    assert refused(lambda: trainer(strategy=Stages(), detect_divergence=True)) == (
-        "detect_divergence=True compares the parameters of all ranks, which the strategy 'Stages' "
+    assert refused(lambda: trainer(strategy=Stages(), detect_divergence=5)) == (
+        "detect_divergence=5 compares the parameters of all ranks, which the strategy 'Stages' "
         "lets differ (replicated=False in its capabilities): leave detect_divergence out"
     )
 
@@ -639,7 +639,7 @@ def fit(strategy, model, **arguments):
 
 trainer = fit(Stages(), Net())
 out = {name: value.item() for name, value in trainer.callback_metrics.items()}
-out["batches"] = trainer.progress.batches or trainer.global_step
+out["batches"] = trainer.global_step
 try:
     trainer.save_checkpoint("all.ckpt")
 except PluginError as error:
@@ -715,6 +715,22 @@ def test_ranks_with_different_numbers_of_parameters_are_told_so_and_not_aborted(
             "ranks differ in how many whole parameters they hold (rank 0: 2, rank 1: 2, rank 2: 4, "
             "rank 3: 4)"
         )
+
+
+def test_a_backend_may_be_registered_after_the_strategy_was_made(
+    run_script: Callable[..., Any],
+) -> None:
+    run_script(
+        """
+        import torch.distributed as dist
+        from stratagem import Lite
+        from stratagem.strategies import DDPStrategy
+
+        strategy = DDPStrategy(process_group_backend="of_an_accelerator")
+        dist.Backend.register_backend("of_an_accelerator", lambda *_: None, devices=["cpu"])
+        Lite(accelerator="cpu", devices=2, strategy=strategy)
+        """
+    )
 
 
 def test_a_teardown_that_raises_ends_the_program_with_an_error(
