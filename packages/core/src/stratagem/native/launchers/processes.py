@@ -193,11 +193,11 @@ def _forked_rank(
 ) -> None:
     forget_parents_ranks()
     _become_child(environment, output)
+    become_rank(environment)
     if threads_are_gone:
         # The parent's pool of threads was not copied, and whoever waits for it waits forever.
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
-    become_rank(environment)
     _report(folder, partial(run_call, call))
 
 
