@@ -81,16 +81,16 @@ class Run:
         self.progress = progress
         self.latest = latest
         self.latest.bar.clear()
-        self.hooks = Hooks(trainer, job.model, trainer.callbacks)
+        self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks)
         self.rows = Rows(trainer.loggers if trainer.is_global_zero else ())
-        self.metrics = Metrics(
+        self.metrics: Metrics = Metrics(
             self.strategy.ranks, self.rows, self.latest, every_n_steps=trainer.log_every_n_steps
         )
         """What training logs to."""
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
         """The optimizers as user code sees them: their steps go through the strategy."""
-        self.schedulers = Schedulers(self.progress, self.metric)
+        self.schedulers: Schedulers = Schedulers(self.progress, self.metric)
         self.rank_state: RankState | None = None
         """Once a fit has begun: what this rank saves for itself and restores."""
         if before is not None and before.module is job.model:
