@@ -41,7 +41,11 @@ class PreparedModel:
     clear_gradients: list[Callable[[], None]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.clear_gradients = [gradient_clearer(optimizer) for optimizer in self.optimizers]
+        self.clear_gradients = [self.gradient_clearer(one) for one in self.optimizers]
+
+    def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Return a function that clears the gradients of one of the optimizers."""
+        return gradient_clearer(optimizer)
 
 
 def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:

@@ -13,6 +13,7 @@ import torch
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.registry import get_registry
 from stratagem.distributed.checkpoint_writer import CheckpointWriter
+from stratagem.distributed.leave_group import fail_at_end
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.components import Components
@@ -262,7 +263,11 @@ def _teardown(strategy: weakref.ref[Strategy]) -> None:
     """At the end of the process, release what a strategy holds, if it is still there."""
     alive = strategy()
     if alive is not None:
-        alive.teardown()
+        try:
+            alive.teardown()
+        # Nobody catches it here: it would be printed as ignored, and the exit code would be 0.
+        except Exception as error:
+            fail_at_end(error, f"{type(alive).__name__}.teardown() failed after the run was done")
 
 
 def _tensors(data: Any) -> Any:

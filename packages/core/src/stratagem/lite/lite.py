@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 
 from stratagem.data import sharding
 from stratagem.distributed.uneven_inputs import UnevenInputs
-from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
+from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
-from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
 from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
+from stratagem.lite.prepare import prepare
 from stratagem.lite.request import Devices, Plugin, as_list
-from stratagem.lite.state import fill, state_of
+from stratagem.lite.state import STRATEGY_STATE, collect, restore
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
 from stratagem.state.shards import read_whole
@@ -153,16 +153,23 @@ class Lite(Launched):
                 "its parameters, then setup_optimizers(optimizer)"
             )
         _check_parameters(module, optimizers)
-        step_module = StepModule(module)
-        if strategy.sync_batchnorm:
-            strategy.synchronize_batch_norm(step_module)
-        prepared = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
+        if optimizers:
+            self._check_backward()
+        prepared = prepare(strategy, module, optimizers, move_to_device=move_to_device)
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         if not prepared.optimizers:
             return model
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         return (model, *wrapped)
+
+    def _check_backward(self) -> None:
+        if not self.plan.capabilities.manual_backward:
+            raise ConfigurationError(
+                f"the strategy {self.plan.strategy.name!r} runs backward itself "
+                "(manual_backward=False in its capabilities), so that a loop of your own cannot "
+                "train with it: use the Trainer, or another strategy"
+            )
 
     def setup_module(self, module: nn.Module, *, move_to_device: bool = True) -> LiteModule:
         """Prepare a model without optimizers; `setup_optimizers` follows."""
@@ -176,6 +183,7 @@ class Lite(Launched):
         Returns:
             The optimizer, or a tuple of them.
         """
+        self._check_backward()
         wrapped = []
         for optimizer in optimizers:
             prepared = self._prepared_of(optimizer)
@@ -407,8 +415,7 @@ class Lite(Launched):
                 "save() expects a path and a dict of state, received "
                 f"{type(path).__name__} and {type(state).__name__}"
             )
-        checkpoint = {name: state_of(value, self.strategy) for name, value in state.items()}
-        self.checkpoint_writer.save(checkpoint, paths.at(path))
+        self.checkpoint_writer.save(collect(self.strategy, state), paths.at(path))
 
     def load(
         self, path: PathLike, state: dict[str, Any] | None = None, *, strict: bool = True
@@ -431,18 +438,9 @@ class Lite(Launched):
                 wrong with it.
         """
         checkpoint = self.checkpoint_writer.load(paths.at(path))
-        if state is None:
-            return read_whole(checkpoint)
-        missing = [name for name in state if name not in checkpoint]
-        if missing and strict:
-            raise CheckpointMismatchError(
-                f"{os.fspath(path)!r} lacks the entries {', '.join(missing)}; it has "
-                f"{', '.join(checkpoint)}. Pass strict=False to leave them as they are"
-            )
-        with naming(path):
-            for name, target in state.items():
-                if name not in missing:
-                    state[name] = fill(target, checkpoint.pop(name), self.strategy, strict=strict)
+        if state is not None:
+            restore(self.strategy, checkpoint, state, path=path, strict=strict)
+        checkpoint.pop(STRATEGY_STATE, None)
         return read_whole(checkpoint)
 
     @staticmethod

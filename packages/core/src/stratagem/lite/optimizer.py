@@ -69,5 +69,5 @@ def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Stra
         {name: value for name, value in optimizer.__dict__.items() if name not in _SHADOWING}
     )
     wrapped.optimizer, wrapped.prepared, wrapped.strategy = optimizer, prepared, strategy
-    wrapped._clear_gradients = strategy.gradient_clearer(optimizer)
+    wrapped._clear_gradients = prepared.gradient_clearer(optimizer)
     return wrapped

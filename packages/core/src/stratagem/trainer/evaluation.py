@@ -133,17 +133,18 @@ class _Evaluating(AbstractContextManager[None]):
 
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         self._modes = [(part, part.training) for part in run.module.modules()]
-        self._run = run
-        self._prepared = prepared
+        self._module = run.module
         inference = run.trainer.inference_mode
         self._context: Any = torch.inference_mode() if inference else torch.no_grad()
+        self._strategys = run.strategy.evaluation(prepared)
 
     def __enter__(self) -> None:
-        self._run.strategy.before_evaluation(self._prepared)
-        self._run.module.eval()
+        self._strategys.__enter__()
+        self._module.eval()
         self._context.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._context.__exit__(*exception)
         for part, mode in self._modes:
             part.training = mode
+        self._strategys.__exit__(*exception)

@@ -72,6 +72,7 @@ def fit(
             raise
         raise explained from error
     hooks.call("on_train_end")
+    run.strategy.end_training(prepared)
 
 
 def _train_steps(
@@ -101,9 +102,9 @@ def _train_steps(
             is_due = False
         for micro_batches in loader.steps(accumulate):
             count = len(micro_batches)
-            step.begin(count, loader.weights)
+            step.start(count, loader.weights)
             take_step(prepared, step, micro_batches)
-            step.end()
+            step.finish()
             if run.saves_due:
                 run.save_due()
             if interval:
@@ -112,7 +113,7 @@ def _train_steps(
                     validation.run(prepared)
                     is_due = False
             if divergence is not None:
-                divergence.look(progress.global_step, step.loss is not None)
+                divergence.look(progress.global_step, step.has_loss)
             if ends_here():
                 trainer.should_stop = True
             if trainer.should_stop and run.should_stop():

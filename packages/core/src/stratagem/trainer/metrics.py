@@ -68,7 +68,6 @@ class Metrics:
         self._ranks = ranks
         self._latest = latest
         self._every = every_n_steps
-        self._ranks_of_a_shard = ranks.world_size // ranks.data_shard[1]
         self._loader: int | None = None
         self._of_loader: dict[int | None, dict[str, EpochValue]] = {}
         self._entries = self._of_loader.setdefault(None, {})
@@ -149,10 +148,13 @@ class Metrics:
 
     def _reduced(self, entry: EpochValue, value: Any) -> Any:
         op: ReduceOp = entry.reduce_fx if isinstance(entry.reduce_fx, str) else "mean"  # type: ignore[assignment]
-        reduced = self._ranks.all_reduce(torch.as_tensor(value, dtype=torch.float32), op)
-        if op == "sum":
-            reduced = reduced / self._ranks_of_a_shard
-        return _read(entry.name, reduced)
+        own = torch.as_tensor(value, dtype=torch.float32)
+        index, count = self._ranks.data_shard
+        if op in ("max", "min") or count == self._ranks.world_size:
+            return _read(entry.name, self._ranks.all_reduce(own, op))
+        # Ranks that share a part of the data count as one, however many they are.
+        reduced = self._ranks.all_reduce(own / len(self._ranks.data_groups[index]), "sum")
+        return _read(entry.name, reduced / count if op == "mean" else reduced)
 
     def _declare(self, name: str, options: LogOptions) -> EpochValue:
         """Return the entry of a name that is logged for the first time in this epoch."""

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.step_module import StepModule
 from stratagem.lite.optimizer import wrap_optimizer
+from stratagem.lite.prepare import prepare
 from stratagem.storage import paths
 from stratagem.trainer import checks, evaluation, fit_loop, options
 from stratagem.trainer.hooks import Hooks
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from stratagem.trainer.metrics import LatestValues
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.trainer import Trainer
+
+
+_runs: WeakSet[Run] = WeakSet()
+"""The last run of each Trainer of this process."""
 
 
 class Run:
@@ -135,6 +140,7 @@ class Run:
                         datamodule.prepare_data()
                     ranks.barrier("prepare_data")
                     datamodule.setup(stage)
+                _release_others(self)
                 self.strategy.setup(trainer)
                 self.hooks.call("setup", stage)
                 with self.launched.init_module():
@@ -221,10 +227,8 @@ class Run:
 
     def _prepare_to_train(self) -> PreparedModel:
         """Let the strategy prepare the model, and make its optimizers."""
-        strategy, step_module = self.strategy, StepModule(self.module)
-        if strategy.sync_batchnorm:
-            strategy.synchronize_batch_norm(step_module)
-        prepared = self.prepared = strategy.prepare(step_module, self._make_optimizers)
+        strategy = self.strategy
+        prepared = self.prepared = prepare(strategy, self.module, self._make_optimizers)
         self.optimizers = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         if not self.module.automatic_optimization:
             for optimizer in self.optimizers:
@@ -265,7 +269,7 @@ class Run:
     def _prepare_to_evaluate(self) -> PreparedModel:
         path = self._find(self.job.ckpt_path)
         if self.prepared is None:
-            self.prepared = self.strategy.prepare(StepModule(self.module))
+            self.prepared = prepare(self.strategy, self.module)
         if path is not None:
             checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
             restore_model(self, self.prepared, checkpoint, path)
@@ -419,3 +423,13 @@ class Run:
                 "this needs a prepared model, but the last run ended before it was there"
             )
         return self.prepared
+
+
+def _release_others(run: Run) -> None:
+    """Free what strategies hold for Trainers that are done: a process trains model after model."""
+    for other in list(_runs):
+        if other.trainer is run.trainer or other.trainer.state.status == "running":
+            continue
+        if other.prepared is not None:
+            other.strategy.release(other.prepared)
+    _runs.add(run)

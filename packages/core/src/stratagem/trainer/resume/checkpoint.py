@@ -11,6 +11,7 @@ state_dict              weights and buffers by name
 optimizer_states        one for each optimizer, by parameter names
 lr_schedulers           one for each scheduler
 precision               such as a loss scale
+strategy_state          what the strategy keeps for itself, by its class's name; where it has any
 epoch, global_step      as users read them: epochs begun, optimizer steps taken
 progress                where the loop is
 ranks                   of each rank, RNG states and its place in the data
@@ -27,6 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem._version import __version__
 from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
+from stratagem.distributed.checkpoint_writer import (
+    load_strategy_state,
+    model_state,
+    strategy_state,
+)
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
 from stratagem.state.plain_data import find_offending_value
 from stratagem.trainer.resume.rank_state import state_of_rank
@@ -54,7 +60,7 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
         "world_size": strategy.ranks.world_size,
         "epoch": run.progress.epoch,
         "global_step": run.progress.global_step,
-        "state_dict": strategy.model_state(prepared),
+        "state_dict": model_state(strategy, prepared),
         "hyper_parameters": dict(module.hyper_parameters),
     }
     _require_plain(checkpoint["hyper_parameters"], f"the hyperparameters of {_kind(module)}")
@@ -79,6 +85,8 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
             ranks=strategy.ranks.gather_plain(state_of_rank(run)),
             callbacks={key: state for key, state in callbacks.items() if state},
         )
+        if own := strategy_state(strategy, prepared, prepared.optimizers):
+            checkpoint["strategy_state"] = own
         if run.datamodule is not None:
             checkpoint["datamodule"] = run.datamodule.state_dict()
     for callback in trainer.callbacks:
@@ -152,6 +160,9 @@ def restore_training(
     run.progress.load_state_dict(checkpoint["progress"])
     if "ranks" in checkpoint and run.rank_state is not None:
         run.rank_state.resume(checkpoint["ranks"])
+    # Last: it may go by everything else.
+    own = checkpoint.get("strategy_state", {})
+    load_strategy_state(strategy, prepared, prepared.optimizers, own)
 
 
 def _require_plain(data: Any, whose: str) -> None:
