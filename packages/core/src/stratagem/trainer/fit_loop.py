@@ -115,7 +115,7 @@ def _train_steps(
             if divergence is not None:
                 divergence.look(progress.global_step, step.has_loss)
             if ends_here():
-                trainer.should_stop = True
+                run.interrupt()
             if trainer.should_stop and run.should_stop():
                 break
             if progress.global_step == trainer.max_steps:
