@@ -280,7 +280,7 @@ def test_a_strategys_own_state_is_in_the_trainers_checkpoint(tmp_path: Path) -> 
     saving.save_checkpoint(path)
     resumed = Averaging()
     trainer(strategy=resumed, max_epochs=2).fit(Line(), loader(), ckpt_path=path)
-    weight = saving.run.module.layer.weight.sum().item()  # type: ignore[operator]
+    weight = saving.run.module.layer.weight.sum().item()  # type: ignore[operator, union-attr]
     assert f"load_state at {weight:.3f}" in resumed.calls
     assert resumed.rounds == 8
     # Another strategy leaves it out.
