@@ -234,7 +234,7 @@ class ParallelStrategy(Strategy):
         if self.world_size > 1:
             from stratagem.distributed.sync_batchnorm import synchronize_batch_norm
 
-            synchronize_batch_norm(module, self.device)
+            synchronize_batch_norm(module, has_kernels=self.accelerator.sync_batchnorm_kernels)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         """Return the reduction over ranks; see `Strategy.all_reduce`."""

@@ -21,6 +21,7 @@ from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.train_step import GradientClip, TrainStep
+from stratagem.state.parameters import ParameterReferences
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
@@ -163,6 +164,8 @@ class Strategy(ABC):
         self.precision = components.precision
         self.checkpoint_io = components.checkpoint_io
         self.cluster_environment = components.cluster_environment
+        self.precision.bind(components.accelerator)
+        self.checkpoint_io.bind(components.accelerator)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -285,9 +288,11 @@ class Strategy(ABC):
                 ones, where `capabilities.rebinds_optimizers`.
             move_to_device: move the parameters to this rank's device.
         """
+        references = ParameterReferences(module, () if callable(optimizers) else optimizers)
         module = self.precision.convert_module(module)
         if move_to_device:
             module = module.to(self.device)
+        references.restore(module)
         wrapped = self.wrap(module)
         return PreparedModel(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
 
@@ -305,7 +310,7 @@ class Strategy(ABC):
     def input_converter(self) -> Callable[[Any], Any] | None:
         """Return what moves a batch to the device and converts it, or None: nothing to do."""
         convert = self.precision.input_converter()
-        if self.device.type == "cpu":
+        if self.accelerator.is_host:
             return convert
         device = self.device
         if convert is None:

@@ -116,7 +116,11 @@ class Run:
             "test": self._evaluate,
             "predict": self._predict,
         }
-        restore_modes = options.set_determinism(trainer.deterministic, trainer.benchmark)
+        restore_modes = options.set_determinism(
+            self.strategy.accelerator,
+            deterministic=trainer.deterministic,
+            benchmark=trainer.benchmark,
+        )
         status = "failed"
         self.strategy.report_status(self._position)
         try:

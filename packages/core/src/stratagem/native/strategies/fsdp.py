@@ -172,7 +172,7 @@ class FSDPStrategy(ShardedStrategy):
             )
 
     def _join_process_group(self) -> None:
-        if self.cpu_offload and self.device.type != "cpu" and self.process_group_backend is None:
+        if self.cpu_offload and not self.accelerator.is_host and self.process_group_backend is None:
             # The norm of gradients in host memory is reduced there.
             backend = self.accelerator.process_group_backend
             self.process_group_backend = f"cpu:gloo,{self.device.type}:{backend}"
@@ -232,7 +232,7 @@ class FSDPStrategy(ShardedStrategy):
         if isinstance(self.cpu_offload, OffloadPolicy):
             return self.cpu_offload
         if self.cpu_offload:
-            return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+            return CPUOffloadPolicy(pin_memory=self.accelerator.pins_memory)
         return OffloadPolicy()
 
     def _set_prefetch(self, root: nn.Module, groups: Sequence[nn.Module]) -> None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def state_of_rank(run: Run) -> dict[str, Any]:
     """Return what this rank saves for itself; after an evaluation it has no place in the data."""
     if run.rank_state is None:
-        return {"random": rng_state(), "loader": {}}
+        strategy = run.strategy
+        return {"random": rng_state(strategy.accelerator, strategy.device), "loader": {}}
     return run.rank_state.state()
 
 
@@ -53,7 +54,7 @@ class RankState:
     def state(self) -> dict[str, Any]:
         """Return what differs between the ranks: random numbers and the loader's position."""
         return {
-            "random": rng_state(),
+            "random": rng_state(self._strategy.accelerator, self._strategy.device),
             "loader": self._data.state(),
             "validation": [
                 [has_persistent_workers(loader), *generator_states(generators_of_loader(loader))]
@@ -109,5 +110,5 @@ class RankState:
 
     def _restore_random_state(self) -> None:
         if self._random is not None:
-            set_rng_state(self._random)
+            set_rng_state(self._random, self._strategy.accelerator, self._strategy.device)
             self._random = None
