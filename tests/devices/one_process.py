@@ -107,7 +107,7 @@ def run(format: str, *, save: bool = False, load: bool = False) -> dict[str, Any
     steps(
         one, prepared, optimizer, batches, lambda n: one.save(path, state) if save and n == 3 else 0
     )
-    one.strategy.finish_saves()
+    one.strategy.checkpoint_io.wait()
     return on_host(module.state_dict())
 
 

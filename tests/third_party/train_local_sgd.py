@@ -40,7 +40,7 @@ def flat(model: nn.Module) -> Tensor:
 
 def disagreement(front: Trainer | Lite, model: nn.Module) -> float:
     """The largest difference of a parameter between the ranks."""
-    of_ranks = front.strategy.all_gather(flat(model))
+    of_ranks = front.strategy.ranks.all_gather(flat(model))
     return float((of_ranks - of_ranks[0]).abs().max())
 
 

@@ -143,7 +143,7 @@ class Plain(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         loss = self.net.loss(self.before(x), y)
-        self.losses.append(self.trainer.strategy.all_reduce(loss.detach()).item())
+        self.losses.append(self.trainer.strategy.ranks.all_reduce(loss.detach()).item())
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -29,7 +29,7 @@ class Wide(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = mse_loss(self.net(batch), batch)
-        self.losses.append(self.trainer.strategy.all_reduce(loss.detach()).item())
+        self.losses.append(self.trainer.strategy.ranks.all_reduce(loss.detach()).item())
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -72,7 +72,7 @@ else:
         trainer = models.trainer(strategy, 2, precision=precision, max_steps=5)
         generator = torch.Generator().manual_seed(5)
         trainer.fit(wide, [torch.randn(4, 256, generator=generator) for _ in range(5)])
-        trainer.strategy.barrier()
+        trainer.strategy.ranks.barrier()
         files = [f for f in swapped.rglob("*") if f.is_file()]
         out[name] = wide.losses
         out[f"{name} files"] = len(files)

@@ -88,7 +88,7 @@ class Net(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.net.loss(*batch)
-        self.losses.append(self.trainer.strategy.all_reduce(loss.detach()).item())
+        self.losses.append(self.trainer.strategy.ranks.all_reduce(loss.detach()).item())
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

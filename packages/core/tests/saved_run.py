@@ -69,7 +69,7 @@ class Losses(Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
-        self.losses.append(float(trainer.strategy.all_reduce(outputs["loss"].detach(), "mean")))
+        self.losses.append(float(trainer.ranks.all_reduce(outputs["loss"].detach(), "mean")))
         if self.path and trainer.global_step == SAVED_AT:
             trainer.save_checkpoint(self.path)
 

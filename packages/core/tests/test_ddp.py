@@ -234,7 +234,7 @@ class Loop(Lite):
             "mean of ints": self.all_reduce(self.global_rank).item(),
             "kept": mine.tolist(),
             "from 1": self.broadcast({"rank": self.global_rank, "t": mine}, src=1)["t"].tolist(),
-            "plain": self.strategy.gather_plain(["x" * self.global_rank]),
+            "plain": self.strategy.ranks.gather_plain(["x" * self.global_rank]),
             "order": order,
             "epochs": loaded["epochs"],
         }
@@ -243,7 +243,7 @@ class Loop(Lite):
         except Exception as error:
             out["median"] = f"{type(error).__name__}: {error}"
         try:
-            self.strategy.gather_plain([object()])
+            self.strategy.ranks.gather_plain([object()])
         except TypeError as error:
             out["odd"] = str(error)
         return net
@@ -908,7 +908,7 @@ class Two(Module):
         after = (self.second(self.first(batch).detach()) - 2).square().mean()
         self.manual_backward(after)
         two.step()
-        both = self.trainer.strategy.all_reduce(torch.stack([loss, after]).detach())
+        both = self.trainer.strategy.ranks.all_reduce(torch.stack([loss, after]).detach())
         self.losses += both.tolist()
 
     def configure_optimizers(self):

@@ -244,7 +244,6 @@ class TwoRanks:
 
     world_size = 2
     is_global_zero = True
-    cluster_environment = Environment()
 
     def __init__(self, other: list[list[float]]) -> None:
         self.other = other
@@ -262,18 +261,18 @@ def test_ranks_ask_one_another_less_often_the_shorter_their_steps_are(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: now)
-    strategy = TwoRanks([])
-    interruption = Interruption(strategy, None)  # type: ignore[arg-type]
+    ranks = TwoRanks([])
+    interruption = Interruption(ranks, Environment(), None)  # type: ignore[arg-type]
     for _ in range(2000):
         now += 0.001
         assert not interruption.look()
     # 2 s of steps of 1 ms: after 1, 4, 16, 64, 256 steps, and then each 500.
-    assert 5 <= strategy.asked <= 9
+    assert 5 <= ranks.asked <= 9
 
 
 def test_a_signal_on_another_rank_ends_this_one_at_the_next_look() -> None:
-    strategy = TwoRanks([[0.0, 0.0, 10.0, 10.0], [float(signal.SIGTERM), 0.0, 10.0, 20.0]])
-    interruption = Interruption(strategy, None)  # type: ignore[arg-type]
+    ranks = TwoRanks([[0.0, 0.0, 10.0, 10.0], [float(signal.SIGTERM), 0.0, 10.0, 20.0]])
+    interruption = Interruption(ranks, Environment(), None)  # type: ignore[arg-type]
     assert not interruption.look()
     assert interruption.agreed_time() == 10.0
     assert interruption.look()
@@ -375,7 +374,7 @@ def test_parameters_that_differ_in_value_or_place_are_seen(
     class Listening:
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
             of_theirs.append(tensor)
-            return torch.stack([tensor, tensor + 1] if len(tensor) == 3 else [tensor, tensor])
+            return torch.stack([tensor, tensor + 1] if len(tensor) == 4 else [tensor, tensor])
 
     of_theirs: list[torch.Tensor] = []
     modules = [nn.Module(), nn.Module()]

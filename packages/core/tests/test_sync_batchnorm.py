@@ -16,7 +16,7 @@ from torch import nn
 from stratagem import Lite
 from stratagem.distributed.sync_batchnorm import synchronize_batch_norm
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.strategies import DataParallelStrategy, SingleDeviceStrategy
+from stratagem.strategies import DataParallelStrategy, Ranks, SingleDeviceStrategy, StepOptions
 
 SCRIPT = """
 import json
@@ -274,9 +274,8 @@ def test_a_run_is_that_of_one_process(results: Results, way: str) -> None:
 
 
 def test_nothing_changes_where_there_is_one_rank() -> None:
-    lite = Lite(accelerator="cpu")
+    lite = Lite(accelerator="cpu", step_options=StepOptions(sync_batchnorm=True))
     lite.launch()
-    lite.strategy.sync_batchnorm = True
     net = nn.Sequential(nn.BatchNorm1d(2))
     lite.setup(net)
     assert type(net[0]) is nn.BatchNorm1d
@@ -332,7 +331,7 @@ def test_a_layer_that_cannot_be_converted_is_refused(layer: Any, expected: str) 
 
 def test_a_strategy_that_has_no_way_says_so() -> None:
     class Several(SingleDeviceStrategy):
-        world_size = 2
+        ranks = Ranks(world_size=2)
 
     with pytest.raises(ConfigurationError) as caught:
         Several().synchronize_batch_norm(nn.BatchNorm1d(2))

@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
+    from stratagem.discovery.capabilities import Capabilities as Capabilities
     from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
     from stratagem.distributed.activation_checkpointing import (
         apply_activation_checkpointing as apply_activation_checkpointing,
     )
     from stratagem.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
+    from stratagem.distributed.process_group import ProcessGroupRanks as ProcessGroupRanks
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
-    from stratagem.interfaces.strategy import Optimizers as Optimizers
-    from stratagem.interfaces.strategy import PreparedModel as PreparedModel
-    from stratagem.interfaces.strategy import ReduceOp as ReduceOp
+    from stratagem.interfaces.components import Components as Components
+    from stratagem.interfaces.prepared_model import Optimizers as Optimizers
+    from stratagem.interfaces.prepared_model import PreparedModel as PreparedModel
+    from stratagem.interfaces.prepared_model import make_optimizers as make_optimizers
+    from stratagem.interfaces.ranks import Ranks as Ranks
+    from stratagem.interfaces.ranks import ReduceOp as ReduceOp
+    from stratagem.interfaces.step_module import StepModule as StepModule
     from stratagem.interfaces.strategy import Strategy as Strategy
-    from stratagem.interfaces.strategy import make_optimizers as make_optimizers
     from stratagem.interfaces.train_step import TrainStep as TrainStep
     from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
     from stratagem.native.strategies.ddp_sharded import DDPShardedStrategy as DDPShardedStrategy
@@ -29,21 +34,30 @@ if TYPE_CHECKING:
     from stratagem.native.strategies.single_device import (
         SingleDeviceStrategy as SingleDeviceStrategy,
     )
+    from stratagem.plan.step_options import GradientClip as GradientClip
+    from stratagem.plan.step_options import StepOptions as StepOptions
 else:
     __getattr__, __dir__ = exporter(
         __name__,
         "strategy",
         {
+            "Capabilities": "stratagem.discovery.capabilities",
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
-            "Optimizers": "stratagem.interfaces.strategy",
+            "Components": "stratagem.interfaces.components",
+            "GradientClip": "stratagem.plan.step_options",
+            "Optimizers": "stratagem.interfaces.prepared_model",
             "ParallelStrategy": "stratagem.distributed.parallel_strategy",
-            "PreparedModel": "stratagem.interfaces.strategy",
-            "ReduceOp": "stratagem.interfaces.strategy",
+            "PreparedModel": "stratagem.interfaces.prepared_model",
+            "ProcessGroupRanks": "stratagem.distributed.process_group",
+            "Ranks": "stratagem.interfaces.ranks",
+            "ReduceOp": "stratagem.interfaces.ranks",
             "SingleDeviceStrategy": "stratagem.native.strategies.single_device",
+            "StepModule": "stratagem.interfaces.step_module",
+            "StepOptions": "stratagem.plan.step_options",
             "Strategy": "stratagem.interfaces.strategy",
             "StrategyRegistry": "stratagem.discovery.registry",
             "TrainStep": "stratagem.interfaces.train_step",
             "apply_activation_checkpointing": "stratagem.distributed.activation_checkpointing",
-            "make_optimizers": "stratagem.interfaces.strategy",
+            "make_optimizers": "stratagem.interfaces.prepared_model",
         },
     )

@@ -10,7 +10,7 @@ from stratagem.storage import paths
 from stratagem.storage.claims import Claim, claim
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.strategy import Strategy
+    from stratagem.interfaces.ranks import Ranks
 
 
 class CheckpointNames:
@@ -25,7 +25,7 @@ class CheckpointNames:
         self._claim_on_last: Claim | None = None
         self._moves_last = False
 
-    def choose(self, strategy: Strategy, folder: paths.Location, name: str) -> str:
+    def choose(self, ranks: Ranks, folder: paths.Location, name: str) -> str:
         """Return a path that nothing has and nobody is about to have; called on every rank.
 
         It is `folder/name.ckpt`, or with `-v1`, `-v2` and so on after the name.
@@ -34,12 +34,12 @@ class CheckpointNames:
             CheckpointSaveError: the folder cannot be written to.
         """
         path, problem = "", ""
-        if strategy.is_global_zero:
+        if ranks.is_global_zero:
             try:
                 path = self._claim(folder, name)
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
-        path, problem = strategy.broadcast([path, problem])
+        path, problem = ranks.broadcast([path, problem])
         if problem:
             raise CheckpointSaveError(f"cannot save in {str(folder)!r}: {problem}")
         return str(path)
@@ -54,14 +54,14 @@ class CheckpointNames:
                 return str(claimed.path)
             version += 1
 
-    def may_move(self, strategy: Strategy, last: str) -> bool:
+    def may_move(self, ranks: Ranks, last: str) -> bool:
         """Return whether `last.ckpt` of a run is this process's to move; called on every rank.
 
         Of two that have resumed from one checkpoint, and both think so, the first is right.
         """
         # It may be this process that has claimed it, while the first link is still to be made.
         chosen = any(str(claimed.path) == last for claimed in self._claims)
-        if strategy.is_global_zero and not self._moves_last and not chosen:
+        if ranks.is_global_zero and not self._moves_last and not chosen:
             claimed = claim(last, may_exist=True)
             self._moves_last = claimed is not None
             if claimed is not None and claimed.ends_with_process:
@@ -69,7 +69,7 @@ class CheckpointNames:
             elif claimed is not None:
                 # It would outlive a run that is killed, and keep `last` from the one that resumes.
                 claimed.release()
-        return bool(strategy.broadcast(self._moves_last or chosen))
+        return bool(ranks.broadcast(self._moves_last or chosen))
 
     def release(self) -> None:
         """Give back the names of what is there by now: nobody takes those any more."""

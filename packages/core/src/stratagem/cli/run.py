@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from stratagem.launch import rank, supervisor
 from stratagem.launch.rank_environment import rank_environment, threads_per_rank
-from stratagem.launch.supervisor import Command, Failure, Output, Ranks
+from stratagem.launch.supervisor import Command, Failure, Output, RankProcesses
 
 SUMMARY = "Run a script in several processes, one for each device."
 
@@ -228,13 +228,13 @@ class _Signals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.deadline = float("inf")
-        self._ranks: Ranks | None = None
+        self._ranks: RankProcesses | None = None
         for number in _SIGNALS:
             # Whoever ignores one (nohup, a shell's background jobs) wants it ignored here too.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
-    def pass_on_to(self, ranks: Ranks) -> None:
+    def pass_on_to(self, ranks: RankProcesses) -> None:
         """From now on to these, including what came before they were there."""
         self._ranks = ranks
         if self.received is not None:
@@ -267,7 +267,7 @@ def _start_and_watch(launch: Launch) -> int:
         if listener is not None:
             pass_fds[0] = [listener.fileno()]
             environments[0][rank.LISTEN_FD_VARIABLE] = str(listener.fileno())
-        ranks = Ranks(
+        ranks = RankProcesses(
             # In sessions of their own, only this program hears Ctrl-C, and the ranks hear it once.
             Command(
                 command=launch.command, pass_fds=pass_fds, new_sessions=True, die_with_this=True

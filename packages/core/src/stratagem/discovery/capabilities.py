@@ -24,8 +24,9 @@ class Capabilities:
     engine_precisions: tuple[str, ...] = ()
     """Names of those that its engine implements itself, so that no other component is looked for
     (`stratagem.precision.EnginePrecision` takes its place)."""
-    launchers: tuple[str, ...] = ("in_process",)
-    """Launchers that it can be started by, the default first."""
+    launchers: tuple[str, ...] | None = ("in_process",)
+    """Launchers that it can be started by, the default first. None: any that calls a function on
+    each rank, also one that somebody else provides; by default the script is run again for each."""
     one_process: bool = True
     """One process drives all devices (single device, XLA SPMD); False: one process a device."""
     many_devices: bool = False
@@ -42,7 +43,12 @@ class Capabilities:
     rebinds_optimizers: bool = True
     """`Lite.setup(model, optimizer)` works with an optimizer made before sharding."""
     sharded_state: bool = False
-    """Model and optimizer state are spread over ranks: every rank takes part in save and load."""
+    """Model and optimizer state are spread over ranks: a load leaves a `LazyTensor` for what was
+    saved in shards, of which each rank reads its part."""
+    replicated: bool = True
+    """Parameters that are not sharded tensors (DTensor) are the same on all ranks after each step;
+    False: ranks hold different ones (stages of a pipeline, replicas between two averages), so that
+    `Trainer(detect_divergence=...)` is refused."""
     checkpoint_io: str = "single_file"
     """The checkpoint format that it takes where none is asked for."""
     uneven_evaluation: bool = True

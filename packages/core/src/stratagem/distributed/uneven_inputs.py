@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.strategy import Strategy
+from stratagem.interfaces.ranks import Ranks
 
 
 class UnevenInputs:
@@ -18,13 +18,15 @@ class UnevenInputs:
 
     Args:
         name: stands for the loader in errors.
-        strategy: whose ranks they are.
+        ranks: those that keep step.
+        strategy: its class's name, for errors.
         joins: a rank without batches is given its last one again, with weight 0, and the others
             count for more; otherwise it is an error.
     """
 
-    def __init__(self, name: str, strategy: Strategy, *, joins: bool) -> None:
+    def __init__(self, name: str, ranks: Ranks, *, strategy: str, joins: bool) -> None:
         self._name = name
+        self._ranks = ranks
         self._strategy = strategy
         self._joins = joins
         self._last: list[Any] = []
@@ -47,7 +49,7 @@ class UnevenInputs:
             UserCodeError: some ranks have fewer; says which, and after how many batches.
         """
         self.remember(micro_batches)
-        counts = self._strategy.all_gather(torch.tensor(len(micro_batches))).tolist()
+        counts = self._ranks.all_gather(torch.tensor(len(micro_batches))).tolist()
         most = max(counts)
         if min(counts) == most:
             return micro_batches, None
@@ -55,7 +57,7 @@ class UnevenInputs:
             raise UserCodeError(self._differ(counts, done))
         if not self._last:
             raise UserCodeError(
-                f"{self._name} yielded no batch on rank {self._strategy.global_rank}; expected at "
+                f"{self._name} yielded no batch on rank {self._ranks.global_rank}; expected at "
                 "least one on each, since the last one is repeated while other ranks have more"
             )
         missing = most - len(micro_batches)
@@ -80,10 +82,10 @@ class UnevenInputs:
         )
 
 
-def remedy_for(fewest: int, strategy: Strategy) -> str:
+def remedy_for(fewest: int, strategy: str) -> str:
     """Return what to do about ranks of which the poorest has so many batches."""
     limit = f"pass limit_train_batches={fewest}, or " if fewest else ""
     return (
         f"{limit}let every rank's data have as many batches, or train on with those that have some "
-        f"by {type(strategy).__name__}(join_uneven_inputs=True)"
+        f"by {strategy}(join_uneven_inputs=True)"
     )

@@ -6,24 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from stratagem.interfaces.ranks import Ranks
 
 if TYPE_CHECKING:
     from stratagem.interfaces.accelerator import Accelerator
-
-
-class Ranks(Protocol):
-    """What a checkpoint format may ask of the ranks that save; a Strategy is one."""
-
-    @property
-    def global_rank(self) -> int: ...  # noqa: D102
-
-    @property
-    def world_size(self) -> int: ...  # noqa: D102
-
-    def gather_plain(self, data: Any) -> list[Any]: ...  # noqa: D102
-
-    def store(self) -> Any: ...  # noqa: D102
 
 
 class CheckpointIO(ABC):

@@ -2,114 +2,94 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.data.pytree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
+from stratagem.interfaces.author_checks import (
+    check_capabilities,
+    check_overrides,
+    check_passed_on,
+    unexpected_arguments,
+)
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.interfaces.components import Components
 from stratagem.interfaces.precision import Precision
-from stratagem.interfaces.train_step import GradientClip, TrainStep
+from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
+from stratagem.interfaces.ranks import Ranks
+from stratagem.interfaces.stepping import Stepping
 from stratagem.state.parameters import ParameterReferences
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
-ReduceOp = Literal["mean", "sum", "max", "min"]
-Optimizers = Sequence[Optimizer] | Callable[[], Sequence[Optimizer]]
+_THERE = {
+    **dict.fromkeys(("components", "accelerator", "precision", "precision_plugin"), "after bind()"),
+    **dict.fromkeys(("checkpoint_io", "cluster_environment", "ranks"), "after bind()"),
+    "device": "once processes are launched",
+}
 
 
-@dataclass(frozen=True)
-class Components:
-    """What a strategy is composed of; the plan's choices, built.
-
-    Attributes:
-        devices: device indices of this node, one for each local process (or all of them, for a
-            strategy that drives several devices from one process).
-        num_nodes: machines taking part.
-    """
-
-    accelerator: Accelerator
-    precision: Precision
-    checkpoint_io: CheckpointIO
-    cluster_environment: ClusterEnvironment
-    devices: tuple[int, ...]
-    num_nodes: int = 1
-
-
-@dataclass(eq=False)
-class PreparedModel:
-    """A model as a strategy runs it.
-
-    Attributes:
-        module: what to call; a wrapper (DDP), an engine (DeepSpeed), or the module itself.
-        original: the module that was handed to `prepare`; its parameter names are the canonical
-            ones.
-        optimizers: bound to the parameters as they are after wrapping and sharding.
-        evaluation_module: what to call where no gradient is wanted; differs from `module` if the
-            wrapper communicates in forward and ranks may run different numbers of batches.
-        clear_gradients: sets the gradients of each optimizer's parameters to None.
-
-    Example:
-        >>> from torch import nn
-        >>> from stratagem import Lite
-        >>> lite = Lite(accelerator="cpu")
-        >>> lite.launch()
-        >>> prepared = lite.strategy.prepare(nn.Linear(2, 1))
-        >>> prepared.module is prepared.original
-        True
-    """
-
-    module: nn.Module
-    original: nn.Module
-    optimizers: list[Optimizer]
-    evaluation_module: nn.Module
-    clear_gradients: list[Callable[[], None]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.clear_gradients = [gradient_clearer(optimizer) for optimizer in self.optimizers]
-
-
-class Strategy(ABC):
+class Strategy(Stepping, ABC):
     """How a model is trained over devices and processes.
 
     Call sequence, each on every rank and in this order:
         1. `__init__`, by the user or from a spec: options only; nothing is known of the machine.
-        2. `bind(components)`: the strategy is complete from here on.
-        3. `setup_environment()`: device and communication. Ranks are known from here on.
-        4. `setup(trainer)`: a hook for subclasses, under the Trainer only.
+           A subclass passes on what it does not take itself: `super().__init__(**components)`.
+        2. `bind(components)`, before each launch, also in the process that launches: refuses what
+           cannot be done, and calls `make_ranks()`.
+        3. `setup_environment()`, on every rank once it runs: reads the ranks again, sets up the
+           device and communication. Collectives (`ranks.all_reduce`, ...) work from here on.
+        4. `setup(trainer)`, at the start of each run of a Trainer.
         5. `model_context()` around the code that builds a model.
-        6. `synchronize_batch_norm(module)`, where `sync_batchnorm` is set; then
-           `prepare(module, optimizers)`, once for each model: converts and moves it, calls
-           `wrap(module)`, then makes the optimizers.
-        7. Each optimizer step: `train_step(prepared, step, micro_batches)` under the Trainer; in a
-           hand-written loop under Lite `no_sync`, `backward`, `clip_gradients`, `optimizer_step`,
-           which `train_step` is made of. An engine that does some of these itself overrides them;
-           one that compiles the whole step overrides `train_step`.
-        8. Collectives (`all_reduce`, `all_gather`, `broadcast`, `barrier`) at any time after 3, by
-           all ranks alike.
-        9. State: `model_state` and `optimizer_state` (and their `load_` counterparts) by all
-           ranks; `save_checkpoint` and `load_checkpoint` by all ranks.
-       10. `teardown()`, at the end of the process.
+        6. `take_batch_size` before a fit; then for each model `synchronize_batch_norm(module)`,
+           where `sync_batchnorm` is set, and `prepare(module, optimizers)`: converts and moves it,
+           calls `wrap(module)`, then makes the optimizers. A module may be prepared again (validate
+           and then fit, a second Trainer): `release` of what was prepared of it comes first.
+        7. Under the Trainer, each optimizer step: `train_step(prepared, step, micro_batches)`, made
+           of `accumulate_all` (with `no_sync`, `accumulate`, `backward`) and `finish_step` (with
+           `clip_gradients`, `optimizer_step`). In a loop under Lite, `no_sync`, `backward`,
+           `clip_gradients` and `optimizer_step` by themselves. An engine that does some of these
+           itself overrides them; one that runs the whole step overrides `train_step`.
+        8. Each evaluation: in the context `evaluation(prepared)`. After the last step of a fit:
+           `end_training(prepared)`.
+        9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`; a load
+           `load_model_state`, `load_optimizer_state`, then `load_state`, whatever the order in a
+           user's dict. On every rank, since they may communicate.
+       10. `release(prepared)`: before the module is prepared again, and when another Trainer takes
+           over; `teardown()` at the end of the process.
 
     It knows nn.Module, Optimizer and tensors, and never Trainer or Module: what it is handed is a
-    module whose `forward(method_name, *args)` calls the user's method, so that hooks of a wrapper
-    fire whatever the method.
+    `StepModule`, whose `forward(method_name, *args)` calls the user's method, so that hooks of a
+    wrapper fire whatever the method.
 
     Args:
         accelerator, checkpoint_io, cluster_environment: objects or discovered names; None leaves
             the choice to the plan.
         precision_plugin: a Precision or the name of one; None leaves the choice to the plan.
         launcher: name of a launcher; None takes the first in its capabilities.
+
+    Attributes:
+        capabilities: of the class; the object that its spec has too.
+        accelerator, precision, checkpoint_io, cluster_environment: those of the plan, after `bind`;
+            `precision_plugin` is the same object as `precision`.
+        components: all of them, with device indices and how the Trainer takes its steps; after
+            `bind`.
+        ranks: the processes that train together; after `bind`, for communication after
+            `setup_environment`.
+        device: this rank's `torch.device`; after `setup_environment`.
+        requested: the components that were asked for in `__init__`, by name.
+
+    Raises:
+        ConfigurationError: an argument that no class of the strategy takes.
 
     Example:
         >>> from stratagem import Trainer
@@ -125,18 +105,24 @@ class Strategy(ABC):
 
     capabilities: ClassVar[Capabilities]
 
-    sync_batchnorm: bool = False
-    """Whether batch norm layers shall take their statistics over all ranks; front ends then call
-    `synchronize_batch_norm` before `prepare`."""
-
     join_uneven_inputs: bool = False
     """Whether the Trainer lets a rank without batches keep step with those that have some."""
 
     accelerator: Accelerator
     precision: Precision
+    precision_plugin: Precision
     checkpoint_io: CheckpointIO
     cluster_environment: ClusterEnvironment
+    components: Components
+    ranks: Ranks
     device: torch.device
+    requested: Mapping[str, Any]
+
+    def __new__(cls, *arguments: Any, **given: Any) -> Any:
+        """Remember what is given, so that `__init__` can tell what a subclass has not passed on."""
+        strategy = super().__new__(cls)
+        strategy.__dict__["_given"] = given
+        return strategy
 
     def __init__(
         self,
@@ -146,6 +132,7 @@ class Strategy(ABC):
         checkpoint_io: CheckpointIO | str | None = None,
         cluster_environment: ClusterEnvironment | str | None = None,
         launcher: str | None = None,
+        **unexpected: Any,
     ) -> None:
         requested = {
             "accelerator": accelerator,
@@ -154,84 +141,70 @@ class Strategy(ABC):
             "cluster_environment": cluster_environment,
             "launcher": launcher,
         }
-        self.requested: Mapping[str, Any] = {k: v for k, v in requested.items() if v is not None}
-        """What was asked for here; resolving reads it."""
+        if unexpected:
+            raise unexpected_arguments(type(self), unexpected)
+        received = {**requested, "precision_plugin": precision_plugin}
+        check_passed_on(type(self), self.__dict__.pop("_given", {}), received)
+        self.requested = {k: v for k, v in requested.items() if v is not None}
+
+    def __getattr__(self, name: str) -> Any:
+        """Say of what is not there yet when it will be."""
+        kind = type(self).__name__
+        if name in ("requested", "_given"):
+            raise ConfigurationError(
+                f"{kind}.__init__ does not call super().__init__(**components): call it first"
+            )
+        when = _THERE.get(name)
+        if when is not None:
+            raise AttributeError(f"{kind}.{name} is not there yet: it is there {when}")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def bind(self, components: Components) -> None:
-        """Take the components of the plan; once before each launch."""
+        """Take the components of the plan; once before each launch.
+
+        Raises:
+            ConfigurationError: a method does not take what front ends call it with, or the class
+                contradicts its capabilities.
+        """
+        check_overrides(type(self), Strategy)
+        check_capabilities(type(self), Strategy, self.capabilities)
         self.components = components
         self.accelerator = components.accelerator
-        self.precision = components.precision
+        self.precision = self.precision_plugin = components.precision
         self.checkpoint_io = components.checkpoint_io
         self.cluster_environment = components.cluster_environment
         self.precision.bind(components.accelerator)
         self.checkpoint_io.bind(components.accelerator)
+        self.ranks = self.make_ranks()
 
     @property
-    def precision_plugin(self) -> Precision:
-        """The same object as `precision`."""
-        return self.precision
+    def sync_batchnorm(self) -> bool:
+        """Whether batch norm layers are to take their statistics over all ranks.
+
+        Front ends then call `synchronize_batch_norm` before `prepare`.
+        """
+        step = self.components.step
+        return step is not None and step.sync_batchnorm
 
     # -- environment
 
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all."""
-        return 0
+    def make_ranks(self) -> Ranks:
+        """Return the processes that train together; by default this one alone.
 
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return 0
-
-    @property
-    def node_rank(self) -> int:
-        """The rank of this process's node."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return 1
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.global_rank == 0
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """This rank's part of the data, (index, count); tensor-parallel ranks share one."""
-        return self.global_rank, self.world_size
+        Called by `bind`, and again by `setup_environment`, since a launcher may have made this
+        process another rank.
+        """
+        return Ranks()
 
     def setup_environment(self) -> None:
         """Set up the device (and, in subclasses, communication)."""
-        self.device = self.accelerator.device(self.components.devices[self.local_rank])
+        self.ranks = self.make_ranks()
+        self.device = self.accelerator.device(self.components.devices[self.ranks.local_rank])
+        self.ranks.device = self.device
         self.accelerator.setup()
         self.accelerator.setup_device(self.device)
 
-    def report_status(self, doing: Callable[[], str]) -> None:
-        """Let errors of communication say what a front end is doing ("fit, epoch 0, step 12").
-
-        Called on every rank after `setup_environment`; nothing to do where one process trains.
-        """
-
     # -- what a front end is going to do
-
-    def take_step_options(
-        self, *, clip: GradientClip | None, accumulation: Mapping[int, int]
-    ) -> None:
-        """Learn how the Trainer takes its steps, when it is made; refuse what cannot be done.
-
-        For engines that clip and accumulate by a config of their own.
-
-        Args:
-            clip: how gradients are clipped; None: not at all.
-            accumulation: micro-batches in a step, by first epoch.
-
-        Raises:
-            ConfigurationError: this strategy cannot, or was told otherwise.
-        """
 
     def take_batch_size(self, batch_size: int | None) -> None:
         """Learn this rank's batch size, from the Trainer's loader, before `prepare`.
@@ -246,7 +219,7 @@ class Strategy(ABC):
         return False
 
     def setup(self, trainer: Any) -> None:
-        """Do more before a Trainer prepares the model; a hook for subclasses."""
+        """Do more before a Trainer prepares a model, at the start of each of its runs."""
 
     def teardown(self) -> None:
         """Release communication and device; the strategy can be bound again."""
@@ -271,7 +244,7 @@ class Strategy(ABC):
         Raises:
             ConfigurationError: this strategy has several ranks, and no way to do it.
         """
-        if self.world_size > 1:
+        if self.ranks.world_size > 1:
             raise ConfigurationError(
                 f"sync_batchnorm=True: {type(self).__name__} has no way to take batch statistics "
                 "over all ranks; leave it out, or use strategy='ddp'"
@@ -293,7 +266,12 @@ class Strategy(ABC):
         if move_to_device:
             module = module.to(self.device)
         references.restore(module)
-        wrapped = self.wrap(module)
+        wrapped: Any = self.wrap(module)
+        if not isinstance(wrapped, nn.Module):
+            raise ConfigurationError(
+                f"{type(self).__name__}.wrap(module) returned {wrapped!r}; expected an nn.Module, "
+                "what training calls: return the module itself where there is nothing to wrap"
+            )
         return PreparedModel(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
 
     def setup_optimizer(self, prepared: PreparedModel, optimizer: Optimizer) -> Optimizer:
@@ -317,161 +295,29 @@ class Strategy(ABC):
             return lambda batch: move_to_device(batch, device)
         return lambda batch: convert(move_to_device(batch, device))
 
-    # -- a training step
+    # -- the life of a prepared model
 
-    def train_step(
-        self, prepared: PreparedModel, step: TrainStep, micro_batches: Sequence[Any]
-    ) -> None:
-        """Run one optimizer step over its micro-batches.
+    def evaluation(self, prepared: PreparedModel) -> AbstractContextManager[Any]:
+        """Return a context for evaluating the model, entered by all ranks before the first batch.
 
-        The loss of each micro-batch counts equally: it is divided by their number. A step whose
-        micro-batches were all skipped (no loss) is not taken.
-        """
-        count = len(micro_batches)
-        backwards = 0
-        for position, micro_batch in enumerate(micro_batches, 1):
-            # Gradients are communicated once, in the last micro-batch's backward.
-            held = None if position == count else self.no_sync(prepared)
-            if held is None:
-                backwards += self.accumulate(prepared, step, micro_batch, count)
-            else:
-                with held:
-                    backwards += self.accumulate(prepared, step, micro_batch, count)
-            if position < count:
-                step.after_micro_batch(micro_batch)
-        if backwards:
-            optimizer = prepared.optimizers[0]
-            # Unscaled before anyone sees the gradients; clipped after user code may change them.
-            if self.precision.scales_loss:
-                self.precision.unscale_gradients(optimizer)
-            step.before_optimizer_step(optimizer)
-            if step.clip is not None:
-                self.clip_gradients(prepared, optimizer, step.clip)
-            self.optimizer_step(prepared, optimizer)
-            step.after_optimizer_step(optimizer)
-            prepared.clear_gradients[0]()
-        step.after_micro_batch(micro_batch)
-
-    def accumulate(
-        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
-    ) -> bool:
-        """Run forward and backward of one of `count` micro-batches; return whether it had a loss.
-
-        An engine that owns accumulation overrides this, to hand over the loss undivided and to be
-        told of each micro-batch.
-        """
-        loss = step.forward(micro_batch)
-        if loss is None:
-            return False
-        step.before_backward(loss)
-        self.backward(prepared, loss if count == 1 else loss / count)
-        step.after_backward()
-        return True
-
-    def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
-        """Return a context in which backward communicates nothing, or None: nothing to hold."""
-        return None
-
-    def backward_in_forward(self, prepared: PreparedModel) -> AbstractContextManager[Any]:
-        """Return a context for one forward in which user code calls `backward` itself.
-
-        The Trainer enters it for each `training_step` of manual optimization.
+        Entering it makes alike what ranks hold, where that may differ (buffers, a replica of each
+        rank's own); leaving it puts back what training goes on from.
         """
         return nullcontext()
 
-    def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
-        """Return a better error for one that came out of forward or backward, or None.
+    def end_training(self, prepared: PreparedModel) -> None:
+        """Called by the Trainer on every rank after the last step of a fit that ends in order.
 
-        Called by both front ends after a step has failed, so that a good one does not pay for it.
-        """
-        return None
-
-    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward from `loss`, a scalar; further arguments are those of `Tensor.backward`."""
-        if self.precision.scales_loss:
-            loss = self.precision.scale_loss(loss)
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def clip_gradients(
-        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
-    ) -> Tensor | None:
-        """Clip the gradients of the optimizer's parameters; return their norm if there is one."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if clip.algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, clip.value)
-            return None
-        return nn.utils.clip_grad_norm_(
-            parameters,
-            clip.value,
-            norm_type=clip.norm_type,
-            error_if_nonfinite=clip.error_if_nonfinite,
-        )
-
-    def optimizer_step(
-        self,
-        prepared: PreparedModel,
-        optimizer: Optimizer,
-        closure: Callable[[], Any] | None = None,
-    ) -> Any:
-        """Step one optimizer; return what its `step` does.
-
-        Args:
-            prepared: the model that it is of.
-            optimizer: one of its optimizers.
-            closure: computes the loss and the gradients again, for optimizers such as LBFGS; only
-                a hand-written loop has one.
-        """
-        if self.precision.scales_loss:
-            self.precision.optimizer_step(optimizer)
-            return None
-        return optimizer.step() if closure is None else optimizer.step(closure)
-
-    def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Return a function that clears an optimizer's gradients, for a hand-written loop."""
-        return gradient_clearer(optimizer)
-
-    def before_evaluation(self, prepared: PreparedModel) -> None:
-        """Make what ranks hold alike before they evaluate; buffers may differ by rank."""
-
-    # -- collectives
-
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        """Return the element-wise reduction over ranks, on every rank; same shape as `tensor`."""
-
-    @abstractmethod
-    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
-        """Return every rank's tensor stacked along a new first dim: (world_size, *tensor.shape).
-
-        Args:
-            tensor: of the same shape and dtype on every rank.
-            sync_grads: let gradients flow through it.
+        Before the callbacks' `on_train_end`: what it changes is what they save.
         """
 
-    @abstractmethod
-    def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return rank `src`'s data on every rank; plain data: nothing received is executed."""
+    def release(self, prepared: PreparedModel) -> None:
+        """Free what this holds for a model (an engine, buffers), which may be prepared again.
 
-    @abstractmethod
-    def gather_plain(self, data: Any) -> list[Any]:
-        """Return every rank's plain data, in the order of ranks, on every rank."""
-
-    @abstractmethod
-    def barrier(self, name: str = "") -> None:
-        """Wait until every rank is here; `name` stands in the error if one does not come."""
-
-    def store(self) -> Any:
-        """Return a `torch.distributed` store of the ranks, over a connection of its own.
-
-        For threads beside training, which must not use its collectives.
-
-        Raises:
-            ConfigurationError: this strategy has none.
+        Called by all ranks before the same module is prepared again, by this strategy or another
+        one, and when another Trainer begins a run; `prepared` is not trained any more, but may
+        still be evaluated or saved.
         """
-        raise ConfigurationError(
-            f"{type(self).__name__} has no store by which its ranks could tell each other how a "
-            "save in the background goes: save sharded checkpoints synchronously"
-        )
 
     # -- state
 
@@ -513,66 +359,23 @@ class Strategy(ABC):
         """
         load_named_state(optimizer, prepared.original, state)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Save; every rank returns once the checkpoint is durable, or copied to be written."""
-        if self.is_global_zero or self.checkpoint_io.takes_shards:
-            self.checkpoint_io.save_checkpoint(checkpoint, path)
-        self.barrier("save_checkpoint")
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Return this strategy's own state for a checkpoint; {} where it has none.
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`; every rank reads it.
+        For what is neither a weight nor an optimizer's: weights as of the last average, a count of
+        rounds. Plain data and tensors; `Shards` where `checkpoint_io.takes_shards`, as
+        `model_state` says. Loading under a strategy of another class leaves it out.
 
-        A strategy whose ranks each need a part of the state calls `open_checkpoint` of the
-        `checkpoint_io`, and finds a `LazyTensor` where a tensor was saved in shards.
+        Args:
+            prepared: the model.
+            optimizers: those that are saved with it.
         """
-        self.finish_saves()
-        return self.checkpoint_io.load_checkpoint(path)
+        return {}
 
-    def finish_saves(self) -> None:
-        """Return once everything that any rank has saved is durable; called by every rank."""
-        if self.checkpoint_io.asynchronous:
-            self.checkpoint_io.wait()
-            self.barrier("finish_saves")
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        """Load what `state` returned, after everything else was loaded.
 
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, on rank 0."""
-        if self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(path)
-
-    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
-        """Let `path` name the checkpoint at `target` too, once that is durable.
-
-        Every rank calls it, and is told whether the format can; where it cannot, save again.
+        Not called for a checkpoint that has none of this class.
         """
-        linked = self.is_global_zero and self.checkpoint_io.link_checkpoint(target, path)
-        return bool(self.broadcast(linked))
-
-
-def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
-    """Return the optimizers, made now if a function was given.
-
-    Example:
-        >>> import torch
-        >>> from stratagem.strategies import make_optimizers
-        >>> weights = torch.ones(2, requires_grad=True)
-        >>> len(make_optimizers(lambda: [torch.optim.SGD([weights], lr=0.1)]))
-        1
-    """
-    return list(optimizers() if callable(optimizers) else optimizers)
-
-
-def gradient_clearer(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that sets the optimizer's gradients to None.
-
-    `Optimizer.zero_grad` costs 6 us of profiler range and bookkeeping a call, this loop 0.1 us; it
-    stands in only where the optimizer's class has not overridden it.
-    """
-    if type(optimizer).zero_grad is not Optimizer.zero_grad:
-        return optimizer.zero_grad
-
-    def clear() -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    return clear

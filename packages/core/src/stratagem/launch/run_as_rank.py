@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from stratagem.errors import CommunicationError, RankFailedError
 from stratagem.launch import rank
 from stratagem.launch.rank import this_rank
-from stratagem.launch.supervisor import Failure, Output, Ranks, StartRank
+from stratagem.launch.supervisor import Failure, Output, RankProcesses, StartRank
 
 Result = TypeVar("Result")
 
@@ -81,7 +81,7 @@ class Watch:
                 if signal.getsignal(number) == signal.SIG_DFL:
                     this_rank.handlers.add(self._end_by_signal)
                     signal.signal(number, self._end_by_signal)
-        self.ranks = Ranks(
+        self.ranks = RankProcesses(
             start, environments, on_failure=self._interrupt, output=Output.of(os.environ)
         )
         this_rank.peers_are_gone = lambda: self.ranks.wait(0)

@@ -173,7 +173,7 @@ class Command:
             )
 
 
-class Ranks:
+class RankProcesses:
     """Child processes, one a rank, and a thread that watches them.
 
     Use as a context: leaving it ends whatever still runs.
@@ -363,7 +363,7 @@ class Ranks:
             prefixer.join(1.0)  # one whose rank never wrote waits for it in vain
         self._error_files.cleanup()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(

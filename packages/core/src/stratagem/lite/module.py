@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.interfaces.strategy import PreparedModel, Strategy
+from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.strategy import Strategy
 
 
 class LiteModule(nn.Module):

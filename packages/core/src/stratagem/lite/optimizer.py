@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from stratagem.interfaces.strategy import PreparedModel, Strategy
+from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.strategy import Strategy
 
 _SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
 
@@ -68,5 +69,5 @@ def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Stra
         {name: value for name, value in optimizer.__dict__.items() if name not in _SHADOWING}
     )
     wrapped.optimizer, wrapped.prepared, wrapped.strategy = optimizer, prepared, strategy
-    wrapped._clear_gradients = strategy.gradient_clearer(optimizer)
+    wrapped._clear_gradients = prepared.gradient_clearer(optimizer)
     return wrapped

@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from stratagem.errors import DivergenceError
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.strategy import Strategy
+    from stratagem.interfaces.ranks import Ranks
 
 DEFAULT_INTERVAL = 100
 
+_COMPARED = (
+    "the optimizer step",
+    "whether training_step has a loss",
+    "how many whole parameters they hold",
+)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 2**18
 
@@ -27,13 +32,13 @@ class DivergenceCheck:
     Sharded parameters differ by design and are left out.
 
     Args:
-        strategy: whose ranks.
+        ranks: those that are compared.
         module: whose parameters, by their canonical names.
         every_n_steps: after how many optimizer steps it compares.
     """
 
-    def __init__(self, strategy: Strategy, module: nn.Module, every_n_steps: int) -> None:
-        self._strategy = strategy
+    def __init__(self, ranks: Ranks, module: nn.Module, every_n_steps: int) -> None:
+        self._ranks = ranks
         self._every = every_n_steps
         self._parameters = [
             (name, parameter)
@@ -52,8 +57,9 @@ class DivergenceCheck:
         hashes = torch.stack([_hash(p) for _, p in self._parameters]) if self._parameters else None
         # RankStatus counts: the same numbers in another parameter are something else.
         together = 0 if hashes is None else int((hashes * _weights(len(hashes))).sum())
-        own = torch.tensor([step, int(has_loss), together], dtype=torch.int64)
-        of_all = self._strategy.all_gather(own)
+        count = len(self._parameters)
+        own = torch.tensor([step, int(has_loss), count, together], dtype=torch.int64)
+        of_all = self._ranks.all_gather(own)
         if bool((of_all == of_all[0]).all()):
             return
         raise DivergenceError(self._difference(of_all, hashes))
@@ -64,14 +70,15 @@ class DivergenceCheck:
             "the model, for changes to parameters outside of the optimizer, and for branches that "
             "depend on the rank"
         )
-        for column, what in ((0, "the optimizer step"), (1, "whether training_step has a loss")):
+        # The number of parameters too, since ranks with more of them would exchange more hashes.
+        for column, what in enumerate(_COMPARED):
             if len(set(of_all[:, column].tolist())) > 1:
                 values = ", ".join(
                     f"rank {r}: {v}" for r, v in enumerate(of_all[:, column].tolist())
                 )
                 return f"ranks differ in {what} ({values}). {advice}"
         assert hashes is not None
-        all_hashes = self._strategy.all_gather(hashes)
+        all_hashes = self._ranks.all_gather(hashes)
         differing = {
             rank: [
                 self._parameters[index][0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,7 +45,7 @@ class LocalSGDStrategy(ParallelStrategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Give every rank the parameters of rank 0."""
-        module.load_state_dict(self.broadcast(module.state_dict()))
+        module.load_state_dict(self.ranks.broadcast(module.state_dict()))
         return module
 
     def optimizer_step(
@@ -60,9 +61,11 @@ class LocalSGDStrategy(ParallelStrategy):
             self._average(p for group in optimizer.param_groups for p in group["params"])
         return result
 
-    def before_evaluation(self, prepared: PreparedModel) -> None:
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Let every rank evaluate the same model."""
         self._average(_tensors_of(prepared.original))
+        yield
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Average the model and return its state, the same on every rank."""
@@ -82,7 +85,7 @@ class LocalSGDStrategy(ParallelStrategy):
         """Replace each tensor by its mean over ranks; one without a mean, by rank 0's."""
         for tensor in tensors:
             mean = tensor.is_floating_point() or tensor.is_complex()
-            tensor.copy_(self.all_reduce(tensor) if mean else self.broadcast(tensor))
+            tensor.copy_(self.ranks.all_reduce(tensor) if mean else self.ranks.broadcast(tensor))
 
 
 def _tensors_of(module: nn.Module) -> Iterable[Tensor]:

@@ -14,7 +14,8 @@ from typing import Any
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointSaveError, ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
-from stratagem.interfaces.checkpoint_io import CheckpointIO, Ranks
+from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.ranks import Ranks
 from stratagem.launch.rank import at_end_of_rank, record_failure, this_rank
 from stratagem.native.checkpoint.snapshot import Snapshots
 from stratagem.state.plain_data import check_contents
@@ -276,9 +277,9 @@ class _Write:
 
 
 def _with_plain_shards(data: Any) -> Any:
-    """Return data with a list of its parts in the place of each `Shards`."""
+    """Return data with a list of its chunks in the place of each `Shards`."""
     if isinstance(data, Shards):
-        return [part for _, part in data.parts]
+        return [chunk for _, chunk in data.chunks]
     if type(data) is dict:
         return {name: _with_plain_shards(value) for name, value in data.items()}
     if type(data) in (list, tuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stratagem.errors import CheckpointSaveError
-from stratagem.interfaces.checkpoint_io import Ranks
+from stratagem.interfaces.ranks import Ranks
 
 Record = dict[str, Any]
 Exchange = Callable[[Record], list[Record]]

@@ -29,7 +29,7 @@ from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch import rank, supervisor
 from stratagem.launch.rank_environment import rank_environment
 from stratagem.launch.run_as_rank import forget_parents_ranks, run_as_rank
-from stratagem.launch.supervisor import Failure, Output, Ranks
+from stratagem.launch.supervisor import Failure, Output, RankProcesses
 from stratagem.plan.plan import RunPlan
 from stratagem.state import plain_data
 
@@ -88,7 +88,7 @@ class ProcessesLauncher(Launcher):
                 environment["MASTER_PORT"] = str(store.port)
                 environment[rank.STORE_VARIABLE] = "parent"
         failures: list[Failure] = []
-        ranks = Ranks(
+        ranks = RankProcesses(
             start,
             environments,
             on_failure=failures.append,
@@ -185,8 +185,8 @@ class _Spawn:
             (folder / "call").write_bytes(pickle.dumps(call))
         except Exception as error:
             given = (call.function, *call.args, *call.kwargs.values())
-            culprits = (_unpicklable(one, type(one).__name__) for one in given)
-            what = next(filter(None, culprits), "what it was given")
+            unpicklable = (_unpicklable(one, type(one).__name__) for one in given)
+            what = next(filter(None, unpicklable), "what it was given")
             raise ConfigurationError(
                 f"the launcher 'spawn' pickles what the ranks need, and {what} cannot be pickled "
                 f"({type(error).__name__}: {error}): define functions and classes at the top of a "
@@ -270,11 +270,12 @@ def _run_call(call: _Call, folder: Path) -> None:
 
 
 def _write(path: Path, result: Any) -> None:
-    if offending := plain_data.find_offending_value(result):
+    if offending_value := plain_data.find_offending_value(result):
         raise ConfigurationError(
             f"what the launched function returns comes back from another process, as plain data "
             f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but "
-            f"{offending}: return model.state_dict() in the place of a model, or save a checkpoint"
+            f"{offending_value}: return model.state_dict() in the place of a model, or save a "
+            "checkpoint"
         )
     torch.save(result, path)
 
@@ -298,7 +299,7 @@ def _environments(plan: RunPlan) -> dict[int, dict[str, str]]:
 
 
 @contextmanager
-def _forwarding_signals(ranks: Ranks) -> Iterator[list[int]]:
+def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
     """Pass on to the ranks what asks this process to end or tells it something."""
     received: list[int] = []
     ending = (signal.SIGTERM, signal.SIGHUP)

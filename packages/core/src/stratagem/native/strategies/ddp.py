@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.interfaces.strategy import Components, PreparedModel
+from stratagem.interfaces.components import Components
+from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.strategies.communication_hooks import CommunicationHook, Hook, Wrapper
 from stratagem.native.strategies.ddp_errors import explain
 from stratagem.native.strategy_specs import DDP
@@ -185,10 +186,12 @@ class DDPStrategy(ParallelStrategy):
             )
         return whole + 1
 
-    def before_evaluation(self, prepared: PreparedModel) -> None:
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
         for buffer in prepared.original.buffers():
             dist.broadcast(buffer, 0)
+        yield
 
     # -- a step
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.strategy import Components
+from stratagem.interfaces.components import Components
 from stratagem.native.strategies.single_device import SingleDeviceStrategy
 from stratagem.native.strategy_specs import DP
 

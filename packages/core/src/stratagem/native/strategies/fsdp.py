@@ -23,7 +23,7 @@ from stratagem.distributed.activation_checkpointing import (
     check_choice,
 )
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.strategy import Components
+from stratagem.interfaces.components import Components
 from stratagem.native.sharding.replicated import find_replicated
 from stratagem.native.sharding.shard_model import shard_model
 from stratagem.native.sharding.usage_check import CheckedReduceScatter
@@ -171,16 +171,22 @@ class FSDPStrategy(ShardedStrategy):
                 f"{shards} shards, or True, False or None"
             )
 
-    def _join_process_group(self) -> None:
-        if self.cpu_offload and not self.accelerator.is_host and self.process_group_backend is None:
-            # The norm of gradients in host memory is reduced there.
-            backend = self.accelerator.process_group_backend
-            self.process_group_backend = f"cpu:gloo,{self.device.type}:{backend}"
-        super()._join_process_group()
+    @property
+    def communication_backend(self) -> str:
+        """What was asked for, or the accelerator's; with shards in host memory, gloo for those.
+
+        The norm of gradients in host memory is reduced there.
+        """
+        backend = super().communication_backend
+        kind = self.accelerator.device(self.components.devices[0]).type
+        offloads = self.cpu_offload and not self.accelerator.is_host
+        if offloads and self.process_group_backend is None:
+            return f"cpu:gloo,{kind}:{backend}"
+        return backend
 
     def mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (ranks) for sharding alone, else (replicas, shards)."""
-        world_size = self.world_size
+        world_size = self.components.device_count
         if self.sharding_strategy == "NO_SHARD":
             return (world_size, 1), ("replicate", "shard")
         if self.sharding_strategy != "HYBRID_SHARD":

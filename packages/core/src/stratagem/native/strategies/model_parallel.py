@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.ranks import DataShard
 from stratagem.interfaces.step_module import StepModule
-from stratagem.interfaces.strategy import PreparedModel
 from stratagem.interfaces.train_step import TrainStep
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.replicated import find_replicated
@@ -35,7 +36,7 @@ class ModelParallelStrategy(ShardedStrategy):
     optimizer state are spread over all ranks.
 
     The ranks of a tensor-parallel group read the same batches. That holds for what a sampler
-    divides; an IterableDataset must divide itself by `strategy.data_shard`, not by rank.
+    divides; an IterableDataset must divide itself by `trainer.ranks.data_shard`, not by rank.
 
     Args:
         data_parallel_size: groups of ranks; "auto": as many as there are nodes, or as
@@ -93,7 +94,7 @@ class ModelParallelStrategy(ShardedStrategy):
         data, tensor, world_size = (
             self.data_parallel_size,
             self.tensor_parallel_size,
-            self.world_size,
+            self.components.device_count,
         )
         if data == "auto" and tensor == "auto":
             sizes = self.components.num_nodes, len(self.components.devices)
@@ -111,32 +112,35 @@ class ModelParallelStrategy(ShardedStrategy):
             )
         return sizes, ("data_parallel", "tensor_parallel")
 
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """This rank's part of the data: that of its tensor-parallel group."""
+    def data_shard_of(self, rank: int, world_size: int) -> DataShard:
+        """Return a rank's part of the data: that of its tensor-parallel group."""
         (groups, ranks), _ = self.mesh_shape()
-        return self.global_rank // ranks, groups
+        return rank // ranks, groups
 
-    def train_step(
-        self, prepared: PreparedModel, step: TrainStep, micro_batches: Sequence[Any]
-    ) -> None:
-        """Run one optimizer step; before the first, see that ranks have the batches they should."""
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        """Run forward and backward; before the first, see that ranks have the batches they should.
+
+        Raises:
+            UserCodeError: ranks of a tensor-parallel group have read different batches.
+        """
         if not self._compared_batches:
             self._compared_batches = True
-            self._compare(micro_batches[0])
-        super().train_step(prepared, step, micro_batches)
+            self._compare(micro_batch)
+        return super().accumulate(prepared, step, micro_batch, count)
 
     def _compare(self, batch: Any) -> None:
         """Refuse different batches in a tensor-parallel group, which would train on nonsense."""
         sums: list[str] = []  # in words, since NaN differs from NaN
         map_tensors(lambda tensor: sums.append(str(float(tensor.double().sum()))), batch)
         by_group: dict[int, list[str]] = {}
-        for group, of_rank in self.gather_plain((self.data_shard[0], sums)):
+        for group, of_rank in self.ranks.gather_plain((self.ranks.data_shard[0], sums)):
             if by_group.setdefault(group, of_rank) != of_rank:
                 raise UserCodeError(
                     f"ranks of the tensor-parallel group {group} read different batches; expected "
                     "the same batch on each. Let a sampler divide the data, or, in an "
-                    "IterableDataset, divide it by trainer.strategy.data_shard, not by rank"
+                    "IterableDataset, divide it by trainer.ranks.data_shard, not by rank"
                 )
 
     def shard(self, module: nn.Module) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,8 +18,8 @@ from torch.optim import Optimizer
 from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_memory
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.strategy import Components, Optimizers, PreparedModel, make_optimizers
-from stratagem.interfaces.train_step import GradientClip
+from stratagem.interfaces.components import Components
+from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import distribute_like, shards_of, whole_on_cpu
@@ -30,6 +29,7 @@ from stratagem.native.sharding.replicated import (
     broadcast_from_first,
     find_replicated,
 )
+from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
@@ -121,9 +121,9 @@ class ShardedStrategy(ParallelStrategy):
 
         What is built can be used once it was prepared.
         """
-        return (
-            nullcontext() if self.world_size == 1 else DeferredBuild(self.accelerator, self.device)
-        )
+        if self.ranks.world_size == 1:
+            return nullcontext()
+        return DeferredBuild(self.accelerator, self.device)
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True
@@ -194,10 +194,12 @@ class ShardedStrategy(ParallelStrategy):
         prepared.reshard()
         return super().optimizer_step(prepared, optimizer, closure)
 
-    def before_evaluation(self, prepared: PreparedModel) -> None:
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
         buffers = prepared.original.buffers()
         broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
+        yield
 
     # -- state
 
@@ -230,13 +232,8 @@ class ShardedStrategy(ParallelStrategy):
         prepared.reshard()
         state = named_state(optimizer, prepared.original)
         saved = {name: self._to_save(entry) for name, entry in state["state"].items()}
-        keeps = self.is_global_zero or self.checkpoint_io.takes_shards
+        keeps = self.ranks.is_global_zero or self.checkpoint_io.takes_shards
         return {**state, "state": saved if keeps else {}}
-
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`; of sharded tensors, each rank will read its part."""
-        self.finish_saves()
-        return self.checkpoint_io.open_checkpoint(path)
 
     def load_optimizer_state(
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
@@ -258,7 +255,7 @@ class ShardedStrategy(ParallelStrategy):
         gathered = {}
         for name, tensor in tensors.items():
             whole = whole_on_cpu(tensor)
-            if self.is_global_zero:
+            if self.ranks.is_global_zero:
                 gathered[name] = whole
         return gathered
 

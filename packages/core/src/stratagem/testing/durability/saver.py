@@ -127,12 +127,12 @@ def save_on_two_ranks(subject: Subject, folder: Path, tell: Tell) -> None:
 
 
 def _save_on_rank(lite: Lite, subject: Subject, folder: Path, tell: Tell) -> None:
-    strategy, io = lite.strategy, lite.strategy.checkpoint_io
+    writer, io = lite.checkpoint_writer, lite.strategy.checkpoint_io
     tell(rank=lite.global_rank, pid=os.getpid())
     _save_for_ever(
         Model(subject.megabytes, lite.global_rank, lite.world_size),
-        lambda checkpoint: strategy.save_checkpoint(checkpoint, folder / NAME),
-        strategy.finish_saves,
+        lambda checkpoint: writer.save(checkpoint, folder / NAME),
+        writer.finish,
         tell if lite.is_global_zero else _tell_nobody,
         asynchronous=subject.asynchronous,
         shards=io.takes_shards,

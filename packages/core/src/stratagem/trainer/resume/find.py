@@ -48,7 +48,7 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
             problem = f"{type(error).__name__}: {error}"
     for text in passed_over:
         warnings.warn(f"ckpt_path='last': {text}", stacklevel=2)
-    found, problem = trainer.strategy.broadcast([found, problem])
+    found, problem = trainer.ranks.broadcast([found, problem])
     folders = ", ".join(str(c.dirpath) for c in savers)
     if problem:
         raise CheckpointNotFoundError(

@@ -67,16 +67,18 @@ class Restarts:
         if self._run_id is None:
             return asked
         environment = self._strategy.cluster_environment
-        told = self._strategy.gather_plain([environment.restart_count(), environment.agent_id()])
+        told = self._strategy.ranks.gather_plain(
+            [environment.restart_count(), environment.agent_id()]
+        )
         self._agents = sorted({agent for _, agent in told if agent is not None})
         found, problem = "", ""
-        if self._strategy.is_global_zero:
+        if self._strategy.ranks.is_global_zero:
             try:
                 found = self._find(max(count for count, _ in told), asked)
                 self._write()
             except (OSError, ValueError) as error:
                 problem = str(error)
-        found, problem = self._strategy.broadcast([found, problem])
+        found, problem = self._strategy.ranks.broadcast([found, problem])
         if problem:
             raise ConfigurationError(
                 f"the run {self._run_id!r} may be started again by the cluster, but where its "
@@ -87,7 +89,7 @@ class Restarts:
 
     def saved(self, path: str | Path) -> None:
         """Note a checkpoint that is durable by now; called on every rank."""
-        if self._run_id is None or not self._strategy.is_global_zero:
+        if self._run_id is None or not self._strategy.ranks.is_global_zero:
             return
         newest = str(paths.absolute(path))
         others = [checkpoint for checkpoint in self._checkpoints if checkpoint != newest]

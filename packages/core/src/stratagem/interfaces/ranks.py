@@ -1,0 +1,160 @@
+"""Ranks: the processes that train together, and how this one communicates with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import ConfigurationError
+
+ReduceOp = Literal["mean", "sum", "max", "min"]
+DataShard = tuple[int, int]
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes that train together, as one of them sees them.
+
+    This class is that of one process alone, whose collectives give back what they are given; a
+    subclass communicates. A strategy makes one in `make_ranks`, and carries it as `ranks`, as Lite
+    and the Trainer do. The numbers are there from `Strategy.bind` on; the collectives work once
+    processes are launched, and are called by all ranks alike, in the same order.
+
+    Args:
+        global_rank: this process's rank among all.
+        local_rank: its rank on its node.
+        node_rank: its node's rank.
+        world_size: the number of ranks.
+        data_shards: the part of the data that each rank reads, (index, count), in the order of
+            ranks; None: one of its own for each rank.
+
+    Attributes:
+        global_rank, local_rank, node_rank, world_size, data_shards: as given.
+        device: where collectives return their tensors; None before the launch.
+        data_groups: the ranks of each part of the data, in the order of its index. Those of one
+            group work on the same batches, and count once where samples are counted.
+
+    Raises:
+        ConfigurationError: the parts of the data do not fit together.
+
+    Example:
+        >>> from stratagem.strategies import Ranks
+        >>> Ranks().all_gather(torch.ones(2)).shape
+        torch.Size([1, 2])
+        >>> # Two pipelines of two stages; ranks 0 and 2 read the first half of the data.
+        >>> Ranks(world_size=4, data_shards=[(0, 2), (1, 2), (0, 2), (1, 2)]).data_groups
+        ((0, 2), (1, 3))
+    """
+
+    def __init__(
+        self,
+        *,
+        global_rank: int = 0,
+        local_rank: int = 0,
+        node_rank: int = 0,
+        world_size: int = 1,
+        data_shards: Sequence[DataShard] | None = None,
+    ) -> None:
+        self.global_rank = global_rank
+        self.local_rank = local_rank
+        self.node_rank = node_rank
+        self.world_size = world_size
+        self.device: torch.device | None = None
+        shards = [(rank, world_size) for rank in range(world_size)]
+        self.data_shards = tuple(shards if data_shards is None else data_shards)
+        self.data_groups = _groups(self.data_shards, world_size)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def data_shard(self) -> DataShard:
+        """This rank's part of the data, (index, count); ranks of a tensor-parallel group share one.
+
+        What a sampler divides is divided by it; an IterableDataset divides itself by it.
+        """
+        return self.data_shards[self.global_rank]
+
+    def by_data_group(self, gathered: Sequence[T]) -> list[list[T]]:
+        """Return what was gathered from every rank, ordered by the part of the data they share.
+
+        Args:
+            gathered: an item for each rank, in the order of ranks, as `gather_plain` returns it.
+
+        Example:
+            >>> from stratagem.strategies import Ranks
+            >>> ranks = Ranks(world_size=4, data_shards=[(0, 2), (1, 2), (0, 2), (1, 2)])
+            >>> ranks.by_data_group(["a", "b", "a too", "b too"])
+            [['a', 'a too'], ['b', 'b too']]
+        """
+        return [[gathered[rank] for rank in group] for group in self.data_groups]
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        """Return the element-wise reduction over ranks, on every rank; same shape as `tensor`.
+
+        Args:
+            tensor: of the same shape and dtype on every rank; it is not changed.
+            op: "mean", "sum", "max" or "min"; the mean of integers is a float.
+        """
+        return tensor
+
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        """Return every rank's tensor stacked along a new first dim: (world_size, *tensor.shape).
+
+        Args:
+            tensor: of the same shape and dtype on every rank.
+            sync_grads: let gradients flow through it.
+        """
+        return tensor.unsqueeze(0)
+
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        """Return rank `src`'s data on every rank; plain data: nothing received is executed."""
+        return data
+
+    def gather_plain(self, data: Any) -> list[Any]:
+        """Return every rank's plain data, in the order of ranks, on every rank."""
+        return [data]
+
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank is here; `name` stands in the error if one does not come."""
+
+    def store(self) -> Any:
+        """Return a `torch.distributed` store of the ranks, over a connection of its own.
+
+        For threads beside training, which must not use its collectives.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no store by which its ranks could tell each other how a "
+            "save in the background goes: save sharded checkpoints synchronously"
+        )
+
+    def report_status(self, doing: Callable[[], str]) -> None:
+        """Let errors of communication say what a front end is doing ("fit, epoch 0, step 12")."""
+
+
+def _groups(shards: Sequence[DataShard], world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each part of the data.
+
+    Raises:
+        ConfigurationError: a shard is not (index, count), counts differ, or a part has no rank.
+    """
+    groups: dict[int, list[int]] = {}
+    for rank, (index, _) in enumerate(shards):
+        groups.setdefault(index, []).append(rank)
+    counts = {count for _, count in shards}
+    if len(shards) != world_size or counts != {len(groups)} or set(groups) != {*range(len(groups))}:
+        listed = ", ".join(f"rank {rank}: {shard}" for rank, shard in enumerate(shards))
+        raise ConfigurationError(
+            f"data_shard is {listed} for {world_size} rank(s); expected (index, count) for each "
+            "rank, one count on all of them, and each index from 0 to count - 1 on at least one "
+            "rank, so that all of the data is read"
+        )
+    return tuple(tuple(groups[index]) for index in range(len(groups)))

@@ -1,0 +1,49 @@
+"""StepOptions: how optimizer steps are taken, as the Trainer was asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class GradientClip:
+    """How gradients are clipped before an optimizer step.
+
+    Attributes:
+        value: the largest norm, or the largest absolute value of an element.
+        algorithm: "norm" or "value".
+        norm_type: which norm; 2.0: Euclidean.
+        error_if_nonfinite: raise if the norm is NaN or infinite.
+    """
+
+    value: float
+    algorithm: Literal["norm", "value"] = "norm"
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a front end takes its optimizer steps; `Strategy.bind` finds it in the components.
+
+    Attributes:
+        clip: how gradients are clipped; None: not at all.
+        accumulation: micro-batches in a step, by first epoch.
+        sync_batchnorm: whether batch norm layers take their statistics over all ranks.
+
+    Example:
+        >>> from stratagem.strategies import StepOptions
+        >>> StepOptions(accumulation={0: 1, 4: 8}).most_micro_batches
+        8
+    """
+
+    clip: GradientClip | None = None
+    accumulation: Mapping[int, int] = field(default_factory=lambda: {0: 1})
+    sync_batchnorm: bool = False
+
+    @property
+    def most_micro_batches(self) -> int:
+        """The largest number of micro-batches in a step, in whatever epoch."""
+        return max(self.accumulation.values())
