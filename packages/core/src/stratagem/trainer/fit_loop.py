@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.trainer.divergence import DivergenceCheck
-from stratagem.trainer.step import Step
+from stratagem.trainer.step import Step, make_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def fit(
         rank_state: where in them this rank begins.
     """
     module, progress, hooks = run.module, run.progress, run.hooks
-    step = run.step = Step(run, prepared)
+    step = run.step = make_step(run, prepared)
     train_steps = _train_steps(run, prepared, step, loader, validation)
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:

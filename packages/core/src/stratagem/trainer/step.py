@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.train_step import TrainStep
-from stratagem.trainer.strategy_check import StrategyCheck
+from stratagem.trainer.strategy_check import StrategyCheck, takes_own_steps
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
@@ -33,7 +33,7 @@ class Step(TrainStep):
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         self.batch_idx = 0
-        self._clip = run.trainer.step_options.clip
+        self.clip = run.trainer.step_options.clip
         self._micro_batches = 0
         """Those of a step that is under way; 0 between two steps."""
         self._expected = 0
@@ -52,21 +52,18 @@ class Step(TrainStep):
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
         self._takes_index = takes_batch_idx(module.training_step)
         self._detect = run.trainer.detect_anomaly
-        self._stepped = self._has_loss = self._skipped = False
+        self._stepped = False
+        self._skipped: bool | None = None
+        """Whether no loss of this step was there; None: none was asked for yet."""
         self._outputs: Any = None
-        self._check = StrategyCheck(strategy, prepared, self._clip)
+        self._check = StrategyCheck(strategy, prepared, run.trainer.step_options.clip)
+        self._is_watched = self._check.is_due
         self._on_batch_start = hooks.of("on_train_batch_start")
         self._on_batch_end = hooks.of("on_train_batch_end")
         self._on_before_backward = hooks.of("on_before_backward")
         self._on_after_backward = hooks.of("on_after_backward")
         self._on_before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._on_before_zero_grad = hooks.of("on_before_zero_grad")
-
-    @property
-    def clip(self) -> GradientClip | None:  # type: ignore[override]
-        """How gradients are to be clipped; that a strategy reads it is noted."""
-        self._check.clip_was_read = True
-        return self._clip
 
     # -- called by the loop
 
@@ -76,8 +73,7 @@ class Step(TrainStep):
         self._micro_batches = self._expected = micro_batches
         self._ended = 0
         self._weights = weights
-        self._loss = None
-        self._stepped = self._has_loss = self._skipped = False
+        self._stepped, self._skipped = False, None
         self._logged.counts = True
 
     @property
@@ -87,24 +83,25 @@ class Step(TrainStep):
 
     @property
     def has_loss(self) -> bool:
-        """Whether the last micro-batch had a loss."""
-        return self._loss is not None
+        """Whether a micro-batch of the last step had a loss."""
+        return self._skipped is False
 
     def finish(self) -> None:
         """End a step: check it, call the hooks of its last batch, and hand its values on.
 
         Batches of a step that was not taken, since none of them had a loss, count too.
         """
-        if self._ended != self._expected or not (
-            self._stepped or (self._skipped and not self._has_loss)
-        ):
-            self._check.explain(self._expected, self._ended, stepped=self._stepped)
-        elif self._check.is_due and self._stepped:
+        stepped = self._stepped
+        if self._ended != self._expected or not (stepped or self._skipped):
+            self._check.explain(self._expected, self._ended, stepped=stepped)
+        if not stepped:
+            self._count_batches()
+        elif self._is_watched:
             self._check.look()
-        self._count_batches()
+            self._is_watched = False
         self._end_batch()
-        self._batch = self._outputs = None
-        if self._stepped and self._logged.row:
+        self._batch = None
+        if stepped and self._logged.row:
             self._logged.end_step(self._progress.global_step - 1)
 
     def manual(
@@ -117,7 +114,7 @@ class Step(TrainStep):
                 self.loss(self.begin(micro_batch), converted=True)
             self._stepped = self._progress.global_step > before
             self._count_batches()
-            self._skipped, self._has_loss = True, False  # of its own steps, no matter how many
+            self._skipped = True  # as for `finish`: user code takes its steps
             self.end(micro_batch)
 
     def _count_batches(self) -> None:
@@ -163,9 +160,10 @@ class Step(TrainStep):
         loss = outputs if outputs.__class__ is Tensor else self._loss_in(outputs)
         self._loss = loss
         if loss is None:
-            self._skipped = True
+            if self._skipped is None:
+                self._skipped = True
             return None
-        self._has_loss = True
+        self._skipped = False
         if self._detect:
             self._check_finite(loss)
         return loss if self._weights is None else loss * self._weight
@@ -284,6 +282,25 @@ def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any
     if type(called) is StepModule and called.module is module and not hooked:
         return module.training_step
     return partial(called, "training_step")
+
+
+class _WatchedStep(Step):
+    """A step under a strategy that takes its steps itself: notes whether it reads how to clip."""
+
+    @property
+    def clip(self) -> GradientClip | None:
+        """How gradients are to be clipped."""
+        self._check.clip_was_read = True
+        return self._clip
+
+    @clip.setter
+    def clip(self, value: GradientClip | None) -> None:
+        self._clip = value
+
+
+def make_step(run: Run, prepared: PreparedModel) -> Step:
+    """Return the step of a fit, watched in its first optimizer step where that is needed."""
+    return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)
 
 
 def takes_batch_idx(method: Any) -> bool:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 _STEPS = ("train_step", "accumulate_all", "finish_step")
 
 
+def takes_own_steps(kind: type[Strategy]) -> bool:
+    """Whether a strategy's class has a part of the step of its own."""
+    return any(getattr(kind, name) is not getattr(Strategy, name) for name in _STEPS)
+
+
 class StrategyCheck:
     """Checks the steps of one fit, so that an author's omission is no silent wrong result.
 
@@ -27,7 +32,7 @@ class StrategyCheck:
         clip: what the Trainer was asked for.
 
     Attributes:
-        is_due: whether the first step is still to be looked at.
+        is_due: whether the first step is to be looked at.
         clip_was_read: whether the strategy has asked how to clip.
     """
 
@@ -39,9 +44,7 @@ class StrategyCheck:
         self._prepared = prepared
         self._clip = clip
         self.clip_was_read = False
-        self.is_due = any(
-            getattr(self._kind, name) is not getattr(Strategy, name) for name in _STEPS
-        )
+        self.is_due = takes_own_steps(self._kind)
 
     def explain(self, expected: int, ended: int, *, stepped: bool) -> NoReturn:
         """Say what a step has left out.
@@ -68,7 +71,6 @@ class StrategyCheck:
         Raises:
             PluginError: gradients are left, or were not clipped.
         """
-        self.is_due = False
         who = f"{self._kind.__name__}.train_step"
         if self._clip is not None and not self.clip_was_read and not self._owns_clipping:
             raise PluginError(
