@@ -153,10 +153,10 @@ def test_of_shards_only_the_parts_are_copied() -> None:
     taken = snapshots.take({"a": [shards]})["a"][0]
     flat.zero_()
     assert (taken.shape, taken.dtype) == ((10, 5), torch.float32)
-    [(offsets, part)] = taken.parts
+    [(offsets, chunk)] = taken.chunks
     assert offsets == (6, 0)
-    assert part.flatten().tolist() == list(range(20))
-    assert part.untyped_storage().nbytes() == 80
+    assert chunk.flatten().tolist() == list(range(20))
+    assert chunk.untyped_storage().nbytes() == 80
 
 
 def test_what_is_not_plain_data_is_refused_at_once_and_nothing_is_copied(

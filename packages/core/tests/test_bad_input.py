@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem import Callback, DataModule, Module, Trainer, seed_everything
+from stratagem import Callback, DataModule, Lite, Module, Trainer, seed_everything
 from stratagem.accelerators import CPUAccelerator
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoint import SingleFileCheckpointIO

@@ -395,8 +395,8 @@ def test_a_backend_for_each_kind_of_device_is_one_that_is_there() -> None:
     strategy = DDPStrategy(process_group_backend="cpu:gloo,cuda:gloo")
     lite = Lite(accelerator="cpu", devices=2, strategy=strategy)
     assert lite.strategy is strategy
+    strategy = DDPStrategy(process_group_backend="cpu:gloo,cuda:carrier_pigeon")
     with pytest.raises(ConfigurationError, match="is not in this build of torch"):
-        strategy = DDPStrategy(process_group_backend="cpu:gloo,cuda:carrier_pigeon")
         Lite(accelerator="cpu", devices=2, strategy=strategy)
 
 

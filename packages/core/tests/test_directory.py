@@ -113,7 +113,7 @@ def test_the_manifest_tells_who_saved_what(fsdp: tuple[Path, Any]) -> None:
     assert manifest["contents"] == ["model", "optimizer", "step", "more"]
     for name, told in manifest["files"].items():
         contents = (fsdp[0] / name).read_bytes()
-        assert told == {"size": len(contents), "xxh3_128": xxhash.xxh3_128_hexdigest(contents)}
+        assert told == {"size": len(contents), "xxh3_128": checksum_of(contents)}
 
 
 @pytest.mark.parametrize(
@@ -434,6 +434,11 @@ def test_a_name_that_leads_out_of_the_directory_is_refused(saved: Path) -> None:
     assert "names the file '../outside'" in refusal(saved)
 
 
+def checksum_of(contents: bytes) -> str:
+    """Return the checksum of a file of one piece, by its definition."""
+    return xxhash.xxh3_128_hexdigest(xxhash.xxh3_128_digest(contents))
+
+
 def sign(path: Path, **changes: Any) -> None:
     """Write the manifest of a directory anew, as someone would who means harm."""
     manifest = json.loads((path / MANIFEST).read_text())
@@ -441,7 +446,7 @@ def sign(path: Path, **changes: Any) -> None:
     for name, entry in manifest["files"].items():
         if (path / name).is_file():
             contents = (path / name).read_bytes()
-            entry.update(size=len(contents), xxh3_128=xxhash.xxh3_128_hexdigest(contents))
+            entry.update(size=len(contents), xxh3_128=checksum_of(contents))
     manifest.update(changes)
     digest = xxhash.xxh3_128_hexdigest(json.dumps(manifest, indent=1).encode())
     (path / MANIFEST).write_text(json.dumps({**manifest, "xxh3_128": digest}, indent=1))
@@ -502,7 +507,7 @@ def first(layout: Any) -> Any:
             ),
             "of which only",
         ),
-        (lambda m: m.storage_data.clear(), "has no part at"),
+        (lambda m: m.storage_data.clear(), "has no chunk at"),
         (lambda m: m.planner_data.update({"model.0.weight": ("step", "x")}), "has no place for"),
     ],
 )
@@ -563,7 +568,7 @@ def deflated() -> bytes:
         (deflated, "is compressed"),
         (lambda: b"nothing" * 900, "no zip archive"),
         (lambda: saved_by_torch([torch.zeros(400)]), "there is a list"),
-        (lambda: saved_by_torch(torch.zeros(400)), "a part has the shape"),
+        (lambda: saved_by_torch(torch.zeros(400)), "a chunk has the shape"),
     ],
 )
 def test_a_part_that_is_no_tensor_or_would_grow_is_refused(

@@ -831,13 +831,14 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 
 def test_plugins_and_shorthands_are_given_once_and_are_plugins() -> None:
-    assert refused(lambda: Lite(accelerator="cpu", plugins=[3])) == (
-        "plugins has 3; expected a CheckpointIO, a ClusterEnvironment or a Precision, or the name "
-        "of one (`stratagem doctor` lists them)"
+    no_plugins: Any = [3]
+    assert refused(lambda: Lite(accelerator="cpu", plugins=no_plugins)) == (
+        "plugins has 3; expected a CheckpointIO, a ClusterEnvironment, a Launcher or a Precision, "
+        "or the name of one (`stratagem doctor` lists them)"
     )
     assert refused(lambda: Lite(accelerator="cpu", plugins="nothing_like_it")) == (
-        "plugins has 'nothing_like_it'; expected a CheckpointIO, a ClusterEnvironment or a "
-        "Precision, or the name of one (`stratagem doctor` lists them)"
+        "plugins has 'nothing_like_it'; expected a CheckpointIO, a ClusterEnvironment, a "
+        "Launcher or a Precision, or the name of one (`stratagem doctor` lists them)"
     )
     twice = TruePrecision("64-true")
     assert refused(

@@ -24,8 +24,10 @@ from stratagem.discovery import (
 from stratagem.discovery.entry_points import PluginEntry
 from stratagem.discovery.registry import Registry
 from stratagem.errors import AmbiguousNameError, ConfigurationError, UnknownNameError
+from stratagem.plan.components import probe_accelerator
 from stratagem.plan.plan import RunPlan, RunRequest
-from stratagem.plan.resolve import probe_accelerator, resolve
+from stratagem.plan.resolve import resolve
+from stratagem.strategies import DDPStrategy
 
 PARALLEL = Capabilities(
     launchers=("script",), one_process=False, many_devices=True, multi_node=True
@@ -60,6 +62,15 @@ STRANGERS = (
     strategy("on_tpu", Capabilities(accelerators=("tpu",))),
     strategy("by_fork", dataclasses.replace(PARALLEL, launchers=("script", "fork"))),
     LauncherSpec(name="fork", target="nowhere:Nothing", api_version=1, interactive=True),
+    LauncherSpec(name="rockets", target="nowhere:Nothing", api_version=1, new_processes=True),
+    LauncherSpec(
+        name="everywhere",
+        target="nowhere:Nothing",
+        api_version=1,
+        interactive=True,
+        spans_nodes=True,
+        devices_elsewhere=True,
+    ),
     PrecisionSpec(
         name="fp8", target="nowhere:Nothing", api_version=1, accelerators=("gpu",), aliases=("8",)
     ),
@@ -861,3 +872,87 @@ def test_a_shorthand_and_what_it_is_short_for_are_refused(also: dict[str, Any]) 
     with pytest.raises(ConfigurationError, match="is short for accelerator=") as caught:
         Lite(gpus=2, **also)
     assert "give one or the other" in str(caught.value)
+
+
+# ---------------------------------------------------------------- launchers of others
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "ddp_sharded"])
+def test_any_launcher_serves_a_strategy_that_takes_any(name: str, plan: Plan) -> None:
+    chosen = plan(strategy=name, devices=2, launcher="rockets")
+    assert (chosen.launcher.name, chosen.launcher.why) == ("rockets", "you named it")
+    assert chosen.runs_elsewhere
+
+
+def test_a_launcher_given_as_an_object_is_asked_what_it_is(plan: Plan) -> None:
+    class Given:
+        new_processes = True
+
+        def launch(self) -> None: ...
+
+    chosen = plan(strategy="ddp", devices=2, launcher=Given())
+    assert (chosen.launcher.name, chosen.launcher.why) == ("Given", "you passed it")
+    assert chosen.runs_elsewhere
+    with pytest.raises(ConfigurationError, match="received a class: call it"):
+        plan(strategy="ddp", devices=2, launcher=Given)
+    with pytest.raises(ConfigurationError, match=r"instance of stratagem\.launch\.Launcher"):
+        plan(strategy="ddp", devices=2, launcher=3)
+
+
+def test_a_launcher_in_the_strategys_own_arguments_may_be_a_strangers(plan: Plan) -> None:
+    assert plan(strategy=DDPStrategy(launcher="rockets"), devices=2).launcher.name == "rockets"
+    with pytest.raises(ConfigurationError, match="give it in one place"):
+        plan(strategy="ddp_spawn", devices=2, launcher="rockets")
+
+
+def test_a_launcher_alone_asks_for_ranks_even_on_one_device(plan: Plan) -> None:
+    chosen = plan(accelerator="cpu", devices=1, launcher="rockets")
+    assert (chosen.strategy.name, chosen.launcher.name) == ("ddp", "rockets")
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"strategy": "ddp", "launcher": "rocket"}, r"unknown launcher 'rocket'.*'rockets'\?"),
+        ({"strategy": "ddp", "launcher": "external"}, "launcher='external' starts no ranks"),
+        (
+            {"strategy": "single_device", "launcher": "rockets"},
+            "'single_device' trains in one process, so the launcher 'rockets' has no ranks",
+        ),
+        (
+            {"strategy": "by_fork", "launcher": "rockets"},
+            "'by_fork' is started by 'script' or 'fork', received launcher='rockets'",
+        ),
+    ],
+)
+def test_a_launcher_that_does_not_fit_is_refused(
+    asked: dict[str, Any], text: str, plan: Plan
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        plan(accelerator="cpu", devices=1, **asked)
+
+
+def test_ranks_that_are_there_already_are_not_started_again(plan: Plan) -> None:
+    environ = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    chosen = plan(strategy="ddp", accelerator="cpu", launcher="rockets", environ=environ)
+    assert chosen.launcher.name == "external"
+
+
+def test_a_launcher_that_spans_nodes_needs_no_cluster_and_no_devices_here(plan: Plan) -> None:
+    chosen = plan(strategy="ddp", accelerator="tpu", devices=4, num_nodes=3, launcher="everywhere")
+    assert (chosen.world_size, chosen.num_nodes, chosen.devices) == (12, 3, (0, 1, 2, 3))
+    with pytest.raises(ConfigurationError, match="num_nodes=3 needs a cluster"):
+        plan(strategy="ddp", accelerator="cpu", devices=4, num_nodes=3, launcher="rockets")
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"devices": 4}, "'everywhere' starts ranks elsewhere: name the accelerator"),
+        ({"accelerator": "tpu"}, "'everywhere' starts ranks elsewhere: pass the number of tpu dev"),
+        ({"accelerator": "tpu", "devices": -1}, "devices=-1 counts the devices of this machine"),
+    ],
+)
+def test_what_is_elsewhere_is_not_counted_here(asked: Any, text: str, plan: Plan) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        plan(strategy="ddp", launcher="everywhere", **asked)

@@ -1,4 +1,4 @@
-"""Shards: the boxes of a tensor that a rank holds."""
+"""Shards: the chunks of a tensor that a rank holds."""
 
 import random
 
@@ -15,10 +15,10 @@ def test_the_boxes_of_a_flat_range_cover_it_and_nothing_else(shape: tuple[int, .
         start, end = sorted(random.choices(range(whole.numel() + 1), k=2))
         shards = Shards.of_flat(shape, whole.flatten()[start:end], start=start)
         rebuilt = torch.full(shape, -1)
-        for offsets, part in shards.parts:
-            box = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
-            assert (rebuilt[box] == -1).all()
-            rebuilt[box] = part
+        for offsets, chunk in shards.chunks:
+            region = tuple(slice(o, o + n) for o, n in zip(offsets, chunk.shape, strict=True))
+            assert (rebuilt[region] == -1).all()
+            rebuilt[region] = chunk
         held = (rebuilt.flatten() >= 0).nonzero().flatten().tolist()
         assert held == list(range(start, end))
         assert torch.equal(rebuilt.flatten()[start:end], whole.flatten()[start:end])
@@ -27,5 +27,5 @@ def test_the_boxes_of_a_flat_range_cover_it_and_nothing_else(shape: tuple[int, .
 def test_the_boxes_alias_the_flat_tensor() -> None:
     flat = torch.zeros(6)
     shards = Shards.of_flat((3, 2), flat, start=0)
-    shards.parts[0][1].fill_(1)
+    shards.chunks[0][1].fill_(1)
     assert flat.tolist() == [1] * 6

@@ -77,7 +77,8 @@ def test_the_comment_of_the_zip_archive_tells_what_is_in_it(saved: Path) -> None
     head, manifest, checksum = zipfile.ZipFile(saved).comment.split(b"\n")
     assert head == b"stratagem checkpoint"
     assert json.loads(manifest) == {
-        "format_version": 1,
+        "format_version": 2,
+        "piece_size": 64 << 20,
         "stratagem": _version.__version__,
         "torch": torch.__version__,
         "strategy": None,
@@ -88,7 +89,7 @@ def test_the_comment_of_the_zip_archive_tells_what_is_in_it(saved: Path) -> None
         "contents": ["number", "weights"],
     }
     data = saved.read_bytes()
-    assert checksum.decode() == f"xxh3_128 {xxhash.xxh3_128(data[:-32]).hexdigest()}"
+    assert checksum.decode() == f"xxh3_128 {checksum_of(data[:-32])}"
     assert data.endswith(checksum)
 
 
@@ -230,6 +231,12 @@ def test_a_file_that_goes_on_being_read_after_another_took_its_name_is_the_one_t
 # ---------------------------------------------------------------- files made to harm
 
 
+def checksum_of(data: bytes, piece_size: int = 64 << 20) -> str:
+    """Return the checksum of format version 2, by its definition."""
+    pieces = [data[start : start + piece_size] for start in range(0, len(data), piece_size)]
+    return xxhash.xxh3_128_hexdigest(b"".join(map(xxhash.xxh3_128_digest, pieces)))
+
+
 def reseal(path: Path, **changes: Any) -> None:
     """Change the manifest of a checkpoint, and make its checksum fit."""
     data, comment = path.read_bytes(), zipfile.ZipFile(path).comment
@@ -237,18 +244,18 @@ def reseal(path: Path, **changes: Any) -> None:
     text = json.dumps({**json.loads(manifest), **changes}).encode()
     before = head + b"\n" + text + b"\nxxh3_128 "
     contents = data[: -len(comment) - 2] + (len(before) + 32).to_bytes(2, "little") + before
-    path.write_bytes(contents + xxhash.xxh3_128(contents).hexdigest().encode())
+    path.write_bytes(contents + checksum_of(contents).encode())
 
 
 def test_a_newer_format_is_refused(saved: Path, nothing_is_loaded: None) -> None:
-    reseal(saved, format_version=2, stratagem="3.1")
+    reseal(saved, format_version=3, stratagem="3.1")
     assert corrupt(saved) == (
-        f"'{saved}' has the file format 2, made by stratagem 3.1; this version reads up to 1: "
+        f"'{saved}' has the file format 3, made by stratagem 3.1; this version reads up to 2: "
         "upgrade stratagem-core"
     )
 
 
-@pytest.mark.parametrize("changes", [{"format_version": "x"}, {"contents": 3}])
+@pytest.mark.parametrize("changes", [{"format_version": "x"}, {"contents": 3}, {"piece_size": 8}])
 def test_a_manifest_of_something_else_is_refused(changes: dict[str, Any], saved: Path) -> None:
     reseal(saved, **changes)
     assert "its manifest cannot be read" in corrupt(saved)

@@ -10,7 +10,7 @@ from stratagem.discovery import Capabilities, Check, ComponentSpec, StrategySpec
 DEEPSPEED = Capabilities(
     precisions=("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"),
     engine_precisions=("bf16-mixed", "bf16-true", "16-mixed", "16-true"),
-    launchers=("script", "spawn", "fork"),
+    launchers=None,
     one_process=False,
     many_devices=True,
     multi_node=True,

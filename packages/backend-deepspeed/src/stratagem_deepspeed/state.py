@@ -2,8 +2,8 @@
 
 An engine keeps float32 weights and optimizer state in flat tensors, of which each rank has a piece.
 DeepSpeed's own checkpoints store those pieces as they lie, so that they load under the same stage
-and number of ranks only. Here each parameter's part of a piece is found and written as the part of
-a named tensor that it is; the canonical state of every other strategy has the same names.
+and number of ranks only. Here each parameter's range within a piece is found and written as a chunk
+of the named tensor; the canonical state of every other strategy has the same names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stratagem_deepspeed.config import stage_of
 from stratagem_deepspeed.engine import EngineModule
 
 
-class Part(Protocol):
+class Chunk(Protocol):
     """A parameter's share on this rank: a range of its elements in row-major order."""
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Part(Protocol):
 
 
 class _Fragment:
-    """A part at stages 1 and 2, in the rank's piece of its parameter group."""
+    """A chunk at stages 1 and 2, in the rank's piece of its parameter group."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.shape = tuple(parameter.shape)
@@ -63,7 +63,7 @@ class _Fragment:
 
 
 class _Slice:
-    """A part at stage 3, where each parameter is cut into as many slices as there are ranks.
+    """A chunk at stage 3, where each parameter is cut into as many slices as there are ranks.
 
     Args:
         parameter: a sharded one.
@@ -126,24 +126,24 @@ class EngineState:
         return {name: saved[id(value)] for name, value in entries.items()}
 
     def load_weights(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Load weights, each rank its part.
+        """Load weights, each rank its own chunks.
 
         Raises:
             CheckpointMismatchError: names or shapes differ; lists them.
         """
         entries = self._entries()
-        parts = {name: self._part(value) for name, value in entries.items()}
+        chunks = {name: self._chunk(value) for name, value in entries.items()}
         shapes = {
-            name: part.shape if part is not None else tuple(value.shape)
-            for (name, value), part in zip(entries.items(), parts.values(), strict=True)
+            name: chunk.shape if chunk is not None else tuple(value.shape)
+            for (name, value), chunk in zip(entries.items(), chunks.values(), strict=True)
             if isinstance(value, Tensor)
         }
         check_weights(entries, shapes, state, strict=strict)
         self._release_gathered()
         others = {}
-        for name, part in parts.items():
-            if name in state and part is not None:
-                part.write(_range_of(state[name], part))
+        for name, chunk in chunks.items():
+            if name in state and chunk is not None:
+                chunk.write(_range_of(state[name], chunk))
             elif name in state:
                 others[name] = read_whole(state[name])
         self._publish()
@@ -158,7 +158,7 @@ class EngineState:
     def _entries(self) -> dict[str, Any]:
         return self._model.state_dict(keep_vars=True)
 
-    def _part(self, value: Any) -> Part | None:
+    def _chunk(self, value: Any) -> Chunk | None:
         """Return a parameter's share on this rank; None: all of it is on every rank."""
         if not isinstance(value, nn.Parameter):
             return None
@@ -170,28 +170,28 @@ class EngineState:
         return None
 
     def _to_save(self, value: Any, key: str | None = None) -> Any:
-        part = self._part(value)
-        if part is None:
+        chunk = self._chunk(value)
+        if chunk is None:
             return value.detach() if isinstance(value, Tensor) else value
-        return self._saved(part, key)
+        return self._saved(chunk, key)
 
-    def _saved(self, part: Part, key: str | None = None) -> Any:
-        own = part.read(key)
+    def _saved(self, chunk: Chunk, key: str | None = None) -> Any:
+        own = chunk.read(key)
         if self._takes_shards:
-            # A rank without a part does not know the dtype; the others tell it.
-            return Shards.of_flat(part.shape, own, start=part.start)
-        return self._gathered(part, own)
+            # A rank without a chunk does not know the dtype; the others tell it.
+            return Shards.of_flat(chunk.shape, own, start=chunk.start)
+        return self._gathered(chunk, own)
 
-    def _gathered(self, part: Part, own: Tensor) -> Tensor:
+    def _gathered(self, chunk: Chunk, own: Tensor) -> Tensor:
         """Return the whole tensor on rank 0, on the CPU; on the others an empty one."""
-        numel = torch.Size(part.shape).numel()
+        numel = torch.Size(chunk.shape).numel()
         device = self._engine.device if self._engine is not None else own.device
         whole = torch.zeros(numel, dtype=torch.float32, device=device)
-        whole[part.start : part.start + part.numel] = own.to(device)
+        whole[chunk.start : chunk.start + chunk.numel] = own.to(device)
         dist.reduce(whole, 0)
         if dist.get_rank() > 0:
             return torch.empty(0)
-        return whole.view(part.shape).to("cpu", dtype=own.dtype)
+        return whole.view(chunk.shape).to("cpu", dtype=own.dtype)
 
     def _release_gathered(self) -> None:
         """Let no rank use weights that it has gathered before: they are going to change."""
@@ -229,10 +229,10 @@ class EngineState:
             for group, names in zip(inner.param_groups, self._called.groups, strict=True)
         ]
         state: dict[str, Any] = {}
-        for name, part, group in self._trained():
+        for name, chunk, group in self._trained():
             if group in shared:
                 # Of the numbers a copy each: torch's optimizers count in them, in place.
-                state[name] = {key: self._saved(part, key) for key in keys} | {
+                state[name] = {key: self._saved(chunk, key) for key in keys} | {
                     key: value.clone() for key, value in shared[group].items()
                 }
         if not self._takes_shards and dist.get_rank() > 0:
@@ -240,7 +240,7 @@ class EngineState:
         return {"state": state, "param_groups": param_groups, "engine": self._engines_own()}
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Load optimizer state, each rank its part.
+        """Load optimizer state, each rank its own chunks.
 
         Raises:
             CheckpointMismatchError: it belongs to other parameters, or another optimizer.
@@ -265,15 +265,15 @@ class EngineState:
                 shared[group], keys = _kinds(there)
         if shared:
             self._begin(shared, keys)
-            for name, part, _ in trained:
+            for name, chunk, _ in trained:
                 for key in keys:
                     value = entries.get(name, {}).get(key)
                     if value is not None:
-                        part.write(_range_of(value, part), key)
+                        chunk.write(_range_of(value, chunk), key)
         self._load_engines_own(saved.get("engine", {}))
 
     def _kinds_of_all(self, inner: Any) -> tuple[dict[int, dict[str, Tensor]], list[str]]:
-        """Return what `_kinds_of` does where some ranks have no part of a group, on every rank."""
+        """Return what `_kinds_of` does where some ranks have no chunk of a group, on every rank."""
         shared: dict[int, dict[str, Tensor]] = {}
         keys: list[str] = []
         for of_rank, names in self._strategy.ranks.gather_plain(_kinds_of(inner, self._flats())):
@@ -285,15 +285,15 @@ class EngineState:
         """Return the optimizer that the engine steps."""
         return getattr(self._zero, "optimizer", self._zero)
 
-    def _trained(self) -> Iterator[tuple[str, Part, int]]:
-        """Yield names, parts and groups of the optimizer's parameters."""
+    def _trained(self) -> Iterator[tuple[str, Chunk, int]]:
+        """Yield names, chunks and groups of the optimizer's parameters."""
         parameters = dict(self._model.named_parameters())
         for group, names in enumerate(self._called.groups):
             for name in names:
                 parameter = parameters[name]
-                part = self._part(parameter) if parameter.requires_grad else None
-                if part is not None:
-                    yield name, part, group
+                chunk = self._chunk(parameter) if parameter.requires_grad else None
+                if chunk is not None:
+                    yield name, chunk, group
 
     def _flats(self) -> list[tuple[int, Tensor]]:
         """Return the flat tensors that the optimizer steps on this rank, each with its group."""
@@ -359,13 +359,13 @@ class EngineState:
             self._engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
 
 
-def _range_of(value: Tensor | LazyTensor, part: Part) -> Tensor:
+def _range_of(value: Tensor | LazyTensor, chunk: Chunk) -> Tensor:
     """Return this rank's range of a whole tensor, or of one that lies in a checkpoint."""
     if isinstance(value, LazyTensor):
-        own = torch.empty(part.numel, dtype=value.dtype)
-        value.read_into(Shards.of_flat(value.shape, own, start=part.start))
+        own = torch.empty(chunk.numel, dtype=value.dtype)
+        value.read_into(Shards.of_flat(value.shape, own, start=chunk.start))
         return own
-    return value.detach().reshape(-1)[part.start : part.start + part.numel]
+    return value.detach().reshape(-1)[chunk.start : chunk.start + chunk.numel]
 
 
 def _kinds_of(

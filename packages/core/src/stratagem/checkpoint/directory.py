@@ -1,12 +1,12 @@
-"""The directory that a sharded checkpoint is: its manifest and checksums; without torch.
+"""The layout of a checkpoint that is a directory: its manifest and checksums, without torch.
 
 ::
 
     step=400/
       manifest.json     says what this is, and has the size and checksum of every other file
       state.ckpt        all but the sharded tensors, as a checkpoint of one file has it
-      .metadata         of torch.distributed.checkpoint: which part of a tensor lies where
-      __0_0.distcp      the tensors' parts that rank 0 wrote
+      .metadata         of torch.distributed.checkpoint: which chunk of a tensor lies where
+      __0_0.distcp      the chunks that rank 0 wrote
       __1_0.distcp      ... and rank 1
 
 The manifest is written last, when the other files are durable. `torch.distributed.checkpoint.load`
@@ -16,15 +16,15 @@ reads the tensors too.
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import xxhash
 
 from stratagem.checkpoint.archive import Manifest, parse_manifest
+from stratagem.checkpoint.checksum import checksum_of_file
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 MANIFEST = "manifest.json"
@@ -33,7 +33,6 @@ LAYOUT = ".metadata"
 
 # Far more than the names of a million tensors' files take.
 _LARGEST_MANIFEST = 256 << 20
-_MAPPED_PIECE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class SavedFile:
 
     Attributes:
         size: in bytes.
-        xxh3_128: its checksum, 32 hexadecimal digits.
+        xxh3_128: its checksum (`stratagem.checkpoint.checksum`), 32 hexadecimal digits.
     """
 
     size: int
@@ -64,6 +63,11 @@ class Directory:
     manifest: Manifest | None
     checksum: str | None
     files: Mapping[str, SavedFile]
+
+    @property
+    def piece_size(self) -> int:
+        """Bytes of a piece of the files' checksums; 0: they are of files as a whole."""
+        return 0 if self.manifest is None else self.manifest.piece_size
 
     @property
     def size(self) -> int:
@@ -145,28 +149,14 @@ def verify_files(directory: Directory, names: Iterable[str] | None = None) -> No
             raise _damaged(path, f"it is missing ({error})") from error
         if size != expected.size:
             raise _damaged(path, f"it has {size} bytes, but {expected.size} were written")
-        found = _checksum_of_file(path, size)
+        with path.open("rb", buffering=0) as file:
+            found = checksum_of_file(cast("BinaryIO", file), size, directory.piece_size)
         if found != expected.xxh3_128:
             raise _damaged(
                 path,
                 f"its contents have the checksum xxh3_128 {found}, but {expected.xxh3_128} was "
                 "written",
             )
-
-
-def _checksum_of_file(path: Path, size: int) -> str:
-    found = xxhash.xxh3_128()
-    if size:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped,
-            memoryview(mapped) as contents,
-        ):
-            mapped.madvise(mmap.MADV_SEQUENTIAL)
-            for start in range(0, size, _MAPPED_PIECE):
-                with contents[start : start + _MAPPED_PIECE] as piece:
-                    found.update(piece)
-    return found.hexdigest()
 
 
 def _checksum_of(contents: dict[str, Any]) -> str:

@@ -14,7 +14,8 @@ from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.hints import names_by_distribution
 from stratagem.discovery.registry import Candidate, PluginReport, Registry
-from stratagem.plan.resolve import CLUSTER_VARIABLE, probe_accelerator
+from stratagem.plan.cluster import CLUSTER_VARIABLE
+from stratagem.plan.components import probe_accelerator
 
 SLOW_IMPORT = 0.2
 """Seconds above which a plugin module's import counts as slow: every program that uses Stratagem

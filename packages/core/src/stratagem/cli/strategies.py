@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from stratagem.discovery.registry import Candidate, Registry
 from stratagem.discovery.specs import StrategySpec
 from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.plan import RunRequest
-from stratagem.plan.resolve import CLUSTER_VARIABLE, resolve
+from stratagem.plan.resolve import resolve
 
 
 @dataclass(frozen=True)

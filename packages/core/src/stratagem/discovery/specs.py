@@ -206,14 +206,26 @@ class ClusterEnvironmentSpec(ComponentSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec(ComponentSpec):
-    """Describes a launcher: how the processes of one node come to be."""
+    """Describes a launcher: what starts the ranks.
+
+    A Launcher that is given as an object says the same by class attributes of these names.
+    """
 
     kind: ClassVar[str] = "launcher"
+    starts_ranks: bool = True
+    """It starts ranks, and any strategy with `launchers=None` can be started by it; False: it runs
+    the function in processes that are there already."""
     interactive: bool = False
     """It works in a notebook or an interactive interpreter."""
     new_processes: bool = False
     """The function runs in new processes, and the calling one is no rank: only what the function
     returns comes back."""
+    spans_nodes: bool = False
+    """It reaches all nodes from the one process that calls it: num_nodes > 1 needs no cluster
+    environment."""
+    devices_elsewhere: bool = False
+    """The ranks' devices are not those of the calling machine: accelerators are not probed there,
+    and the request names the accelerator and the number of devices on each node."""
 
 
 def load_target(target: Target, *, what: str) -> Any:

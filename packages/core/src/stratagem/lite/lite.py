@@ -45,7 +45,7 @@ class Lite(Launched):
         devices: how many, which, -1 for all, or "auto".
         num_nodes: machines taking part.
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
-        plugins: CheckpointIO, ClusterEnvironment or Precision objects, or names of them.
+        plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
         callbacks: objects whose methods `call` finds.
         loggers: where `log` writes.
         gpus: shorthand for `accelerator="gpu", devices=gpus`.
@@ -223,6 +223,7 @@ class Lite(Launched):
             *args, **kwargs: those of `Tensor.backward`.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
+        self._check_backward()
         if self._raise_errors is not None:
             self._raise_errors()
         if self._weight != 1.0:

@@ -10,12 +10,21 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
 
 Devices = int | str | list[int] | tuple[int, ...] | None
 """How many (an int; -1: all), which ([1, 4] or "1, 4"), or "auto"."""
-Plugin = str | Precision | ClusterEnvironment | CheckpointIO
+Plugin = str | Precision | ClusterEnvironment | CheckpointIO | Launcher
 """A component, or the name of one."""
+
+_CLASSES = {
+    "cluster_environment": ClusterEnvironment,
+    "checkpoint_io": CheckpointIO,
+    "precision": Precision,
+    "launcher": Launcher,
+}
+"""By the request's field; a name that several kinds have means the first."""
 
 
 def expand_shorthands(
@@ -51,25 +60,11 @@ def sort_plugins(
     """
     components: dict[str, Any] = {"precision": precision}
     for plugin in as_list(plugins):
-        if isinstance(plugin, str):
-            registry = get_registry()
-            kinds = ("cluster_environment", "checkpoint_io", "precision")
-            kind = next(
-                (k for k in kinds for c in registry.candidates(k) if _is_called(c.spec, plugin)),
-                None,
-            )
-        elif isinstance(plugin, Precision):
-            kind = "precision"
-        elif isinstance(plugin, ClusterEnvironment):
-            kind = "cluster_environment"
-        elif isinstance(plugin, CheckpointIO):
-            kind = "checkpoint_io"
-        else:
-            kind = None
+        kind = _kind_of(plugin)
         if kind is None:
             raise ConfigurationError(
-                f"plugins has {plugin!r}; expected a CheckpointIO, a ClusterEnvironment or a "
-                "Precision, or the name of one (`stratagem doctor` lists them)"
+                f"plugins has {plugin!r}; expected a CheckpointIO, a ClusterEnvironment, a "
+                "Launcher or a Precision, or the name of one (`stratagem doctor` lists them)"
             )
         if kind in components and components[kind] != "32-true":
             raise ConfigurationError(
@@ -77,6 +72,17 @@ def sort_plugins(
             )
         components[kind] = plugin
     return components
+
+
+def _kind_of(plugin: Any) -> str | None:
+    """Return which field of the request a plugin fills, or None."""
+    if isinstance(plugin, str):
+        registry = get_registry()
+        for kind in _CLASSES:
+            if any(_is_called(candidate.spec, plugin) for candidate in registry.candidates(kind)):
+                return kind
+        return None
+    return next((kind for kind, cls in _CLASSES.items() if isinstance(plugin, cls)), None)
 
 
 def _is_called(spec: Any, name: str) -> bool:

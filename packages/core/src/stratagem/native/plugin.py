@@ -27,7 +27,14 @@ def cpu_availability() -> Availability:
 @hookimpl
 def stratagem_components() -> tuple[ComponentSpec, ...]:
     """Return everything that this backend provides."""
-    return (*strategies(), *_precisions(), *_surroundings(), *environments())
+    return (
+        *strategies(),
+        *_accelerators(),
+        *_precisions(),
+        *_checkpoint_formats(),
+        *_launchers(),
+        *environments(),
+    )
 
 
 def _precisions() -> tuple[ComponentSpec, ...]:
@@ -77,7 +84,7 @@ def _precisions() -> tuple[ComponentSpec, ...]:
     )
 
 
-def _surroundings() -> tuple[ComponentSpec, ...]:
+def _accelerators() -> tuple[ComponentSpec, ...]:
     return (
         AcceleratorSpec(
             name="cpu",
@@ -86,6 +93,11 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             summary="The processor; gloo between ranks",
             probe=cpu_availability,
         ),
+    )
+
+
+def _checkpoint_formats() -> tuple[ComponentSpec, ...]:
+    return (
         CheckpointIOSpec(
             name="single_file",
             target="stratagem.native.checkpoint.single_file:SingleFileCheckpointIO",
@@ -104,11 +116,17 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="Another format, written while training goes on",
         ),
+    )
+
+
+def _launchers() -> tuple[ComponentSpec, ...]:
+    return (
         LauncherSpec(
             name="in_process",
             target="stratagem.native.launchers.in_process:InProcessLauncher",
             api_version=1,
             summary="The current process, alone",
+            starts_ranks=False,
             interactive=True,
         ),
         LauncherSpec(
@@ -116,6 +134,7 @@ def _surroundings() -> tuple[ComponentSpec, ...]:
             target="stratagem.native.launchers.external:ExternalLauncher",
             api_version=1,
             summary="The processes are there already (torchrun, a cluster, `stratagem run`)",
+            starts_ranks=False,
             interactive=True,
         ),
         LauncherSpec(

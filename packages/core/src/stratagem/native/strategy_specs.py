@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec
 
 DDP = Capabilities(
-    launchers=("script", "spawn", "fork"),
+    launchers=None,
     one_process=False,
     many_devices=True,
     multi_node=True,
@@ -15,7 +15,7 @@ DDP = Capabilities(
 """What DistributedDataParallel can do."""
 
 FSDP = Capabilities(
-    launchers=("script", "spawn", "fork"),
+    launchers=None,
     one_process=False,
     many_devices=True,
     multi_node=True,

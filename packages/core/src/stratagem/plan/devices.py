@@ -1,11 +1,130 @@
-"""What `devices=` may be: a number of devices, a list of them, or a string of either."""
+"""Devices and nodes: how many processes run where."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.specs import Availability
 from stratagem.errors import ConfigurationError
+from stratagem.plan.cluster import PLAIN, Cluster
+from stratagem.plan.selection import Question, Selection
+
+
+def choose_devices(
+    question: Question,
+    accelerator: Selection,
+    found: Availability,
+    wanted: Capabilities | None,
+    cluster: Cluster,
+) -> tuple[tuple[int, ...], str]:
+    """Return device indices on this node, and why these.
+
+    Args:
+        question: what is to be resolved.
+        accelerator: what was chosen.
+        found: what its probe found on this machine.
+        wanted: capabilities of the strategy that was named; None: none was.
+        cluster: what the environment says.
+
+    Raises:
+        ConfigurationError: what was asked for is not there, or is no number of devices.
+    """
+    asked = question.request.devices
+    if is_zero(asked) and found.indexed:
+        raise ConfigurationError(
+            f"devices=0 leaves nothing to train on with accelerator={accelerator.name!r}: pass "
+            "a number of devices, or accelerator='cpu'"
+        )
+    if asked is None or asked == "auto" or is_zero(asked):
+        return _automatic_devices(question, accelerator, found, wanted, cluster)
+    indices = parse_devices(asked, found, accelerator.name)
+    if found.indexed and max(indices) >= found.count:
+        raise ConfigurationError(
+            f"devices={asked!r} asks for {accelerator.name} device {max(indices)}, but there "
+            f"are {found.count} here ({found.reason}), counted from 0"
+        )
+    return indices, "you asked for it"
+
+
+def _automatic_devices(
+    question: Question,
+    accelerator: Selection,
+    found: Availability,
+    wanted: Capabilities | None,
+    cluster: Cluster,
+) -> tuple[tuple[int, ...], str]:
+    local = None
+    if cluster.has_started_this:
+        local = cluster.local_world_size
+        if local is None and (world := cluster.world_size):
+            local = world // question.request.num_nodes
+    if wanted is not None and not wanted.many_devices:
+        return (0,), f"the strategy uses one {accelerator.name} device"
+    if local and not (wanted is not None and wanted.one_process):
+        return tuple(range(local)), f"as {cluster.name} says"
+    count = found.count if found.auto_count is None else found.auto_count
+    return tuple(range(count)), f"automatic for {accelerator.name}: {found.reason}"
+
+
+def devices_elsewhere(
+    question: Question, accelerator: Selection, launcher: Selection
+) -> tuple[tuple[int, ...], str]:
+    """Return device indices on each of the nodes that a launcher reaches; nothing is probed.
+
+    Raises:
+        ConfigurationError: it was left to this machine to count them.
+    """
+    asked = question.request.devices
+    if asked in (None, "auto", -1, "-1") or is_zero(asked):
+        raise ConfigurationError(
+            f"devices={asked!r} counts the devices of this machine, but the launcher "
+            f"{launcher.name!r} starts ranks elsewhere: pass the number of "
+            f"{accelerator.name} devices to use on each node"
+        )
+    unknown = Availability(0, "not looked for here")
+    return parse_devices(asked, unknown, accelerator.name), "you asked for it"
+
+
+def choose_num_nodes(
+    question: Question,
+    local: int,
+    cluster: Cluster,
+    capabilities: Capabilities,
+    launcher: Selection | None,
+) -> int:
+    """Return how many nodes take part.
+
+    Args:
+        question: what is to be resolved.
+        local: ranks on each node.
+        cluster: what the environment says.
+        capabilities: of the strategy.
+        launcher: the one that was asked for; None: none was.
+
+    Raises:
+        ConfigurationError: it is no number of nodes, or nothing starts ranks on all of them.
+    """
+    asked = question.request.num_nodes
+    if not is_index(asked) or asked < 1:
+        raise ConfigurationError(f"num_nodes={asked!r}: expected a whole number of at least 1")
+    spans_nodes = launcher is not None and launcher.source.spans_nodes
+    if asked > 1 and not cluster.has_started_this and cluster.name == PLAIN and not spans_nodes:
+        missing = [
+            variable
+            for variable in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+            if variable not in question.request.environ
+        ]
+        if missing:
+            raise ConfigurationError(
+                f"num_nodes={asked} needs a cluster, and none was detected: start the script "
+                "with torchrun or a cluster's launcher, or set MASTER_ADDR, MASTER_PORT and "
+                f"NODE_RANK on each node (not set: {', '.join(missing)})"
+            )
+    if asked == 1 and cluster.has_started_this and not capabilities.one_process:
+        world = cluster.world_size or local
+        return max(1, world // (cluster.local_world_size or local))
+    return asked
 
 
 def parse_devices(asked: Any, found: Availability, accelerator: str) -> tuple[int, ...]:

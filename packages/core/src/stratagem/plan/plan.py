@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.discovery.specs import ComponentSpec, LauncherSpec
+from stratagem.plan.selection import Selection
 from stratagem.plan.step_options import StepOptions
 
 
@@ -32,10 +32,11 @@ class RunRequest:
         checkpoint_io: a name, a CheckpointIO, or None for the default.
         async_save: whether it shall write while training goes on.
         cluster_environment: a name, a ClusterEnvironment, or None to detect it.
+        launcher: a name, a Launcher, or None for the strategy's own.
         environ: environment variables at the time of the request.
         step_options: how the Trainer takes its steps; None under Lite.
-        ordinal: how many requests were made before in this process: in a rank that runs the script
-            again, it tells those that came before the launch.
+        ordinal: how many requests this process made before: a rank that runs the script again
+            knows by it which of them came before the launch.
         interactive: whether this is a notebook or an interactive interpreter.
     """
 
@@ -48,30 +49,10 @@ class RunRequest:
     async_save: bool = False
     step_options: StepOptions | None = None
     cluster_environment: Any = None
+    launcher: Any = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     ordinal: int = 0
     interactive: bool = field(default_factory=is_interactive)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A component of a plan: what it is, who provides it, and why it was chosen."""
-
-    kind: str
-    name: str
-    provider: str
-    why: str
-    source: Any = field(repr=False)
-    """Its spec, or the object that the user gave."""
-
-    @property
-    def spec(self) -> ComponentSpec | None:
-        """Its spec, or None if the user gave an object."""
-        return self.source if isinstance(self.source, ComponentSpec) else None
-
-    def build(self) -> Any:
-        """Import and build the component, or return the object that the user gave."""
-        return self.source.build() if isinstance(self.source, ComponentSpec) else self.source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +87,7 @@ class RunPlan:
     @property
     def runs_elsewhere(self) -> bool:
         """Whether ranks are new processes and the one that launches them is none of them."""
-        spec = self.launcher.spec
-        return isinstance(spec, LauncherSpec) and spec.new_processes
+        return bool(getattr(self.launcher.source, "new_processes", False))
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return (what, choice, provider, why) for each choice."""

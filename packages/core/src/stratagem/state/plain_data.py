@@ -17,7 +17,7 @@ import torch
 from stratagem.errors import CheckpointContentError
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
-# An expanded tensor up to this many bytes is nobody's harm.
+# An expanded tensor of up to so many bytes does no harm when it is copied.
 _FREE_SIZE = 64 << 20
 _TORCH = (torch.Size, torch.dtype, torch.device)
 # A subclass is saved under its own name, which `weights_only` does not read; an nn.Buffer is a
@@ -26,7 +26,17 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def find_offending_value(data: Any, path: str = "") -> str | None:
-    """Return where in `data` something is not plain data, and what it is; None if all of it is."""
+    """Return which value in `data` is not plain data, and its type; None if all of it is.
+
+    Args:
+        data: anything.
+        path: what the answer calls `data`, such as "checkpoint".
+
+    Example:
+        >>> from stratagem.state.plain_data import find_offending_value
+        >>> find_offending_value({"rate": 0.1, "seen": range(3)}, "checkpoint")
+        "checkpoint['seen'] is of type builtins.range"
+    """
     try:
         return _find_offending_value(data, path)
     except RecursionError:
@@ -39,16 +49,16 @@ def _find_offending_value(data: Any, path: str) -> str | None:
         return None
     if kind in (dict, OrderedDict, Counter):
         for key, value in data.items():
-            offending = _find_offending_value(key, f"{path} (a key)") or _find_offending_value(
+            found = _find_offending_value(key, f"{path} (a key)") or _find_offending_value(
                 value, f"{path}[{key!r}]"
             )
-            if offending:
-                return offending
+            if found:
+                return found
         return None
     if kind in (list, tuple, set):
         for index, value in enumerate(data):
-            if offending := _find_offending_value(value, f"{path}[{index}]"):
-                return offending
+            if found := _find_offending_value(value, f"{path}[{index}]"):
+                return found
         return None
     # A tensor of another class can be read where its class was registered as safe, as that of
     # torch.distributed.tensor is.
@@ -58,7 +68,7 @@ def _find_offending_value(data: Any, path: str) -> str | None:
 
 
 def find_oversized(data: Any, path: str = "") -> str | None:
-    """Return where in plain data a tensor is far larger than what it stores; None if nowhere.
+    """Return which tensor in plain data is far larger than its storage; None if there is none.
 
     Such a tensor (`torch.zeros(1).expand(2**40)`) is small in a file and in memory, until the first
     copy of it.
@@ -88,10 +98,10 @@ def encode(data: Any) -> torch.Tensor:
     Raises:
         TypeError: something in it is not plain data; says where.
     """
-    if offending := find_offending_value(data):
+    if offending_value := find_offending_value(data):
         raise TypeError(
             f"only plain data (numbers, strings, tensors, and dicts, lists, tuples and sets of "
-            f"them) can be sent to other ranks: {offending}"
+            f"them) can be sent to other ranks: {offending_value}"
         )
     buffer = io.BytesIO()
     torch.save(data, buffer)
@@ -107,14 +117,16 @@ def decode(encoded: torch.Tensor) -> Any:
 
 
 def why_refused(contents: Any) -> str:
-    """Return what could not be loaded again without executing code, or only by much more memory.
+    """Return why contents may not be saved; "": they may.
+
+    They may not where loading would execute code, or take far more memory than the file is large.
 
     Returns:
-        Where it is, and what to store in its place; "": all of it may be saved.
+        The offending value, and what to store in its place.
     """
-    if offending := find_offending_value(contents, "checkpoint"):
+    if offending_value := find_offending_value(contents, "checkpoint"):
         return (
-            f"{offending}, which could not be loaded without executing code. "
+            f"{offending_value}, which could not be loaded without executing code. "
             "Store numbers, strings, tensors, and dicts, lists, tuples and sets of them"
         )
     if oversized := find_oversized(contents, "checkpoint"):

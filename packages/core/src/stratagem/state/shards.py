@@ -1,7 +1,8 @@
-"""Shards, a tensor that is spread over ranks; LazyTensor, one that still lies in a checkpoint."""
+"""Shards, a tensor spread over ranks; LazyTensor, a tensor that still lies in a checkpoint."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,33 +14,33 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The parts of a tensor that this rank holds: what a strategy gives to be saved in parallel.
+    """The chunks of a tensor that this rank holds: what a strategy gives to be saved in parallel.
 
-    Each part is a box within the whole tensor. Together the parts of all ranks cover it; where two
-    ranks hold the same box, one of them writes it.
+    A chunk is a rectangular region of the whole tensor. Together the chunks of all ranks cover it;
+    where two ranks hold the same chunk, one of them writes it.
 
     Attributes:
         shape: of the whole tensor.
         dtype: its dtype.
-        parts: where each box begins, one number for each dim, and the box; on any device. They may
-            alias live tensors. A rank may hold none.
+        chunks: of each its offsets in the whole tensor, one number for each dim, and its values, on
+            any device. They may alias live tensors. A rank may hold none.
 
     Example:
         >>> import torch
         >>> from stratagem.checkpoint import Shards
         >>> whole = torch.arange(6).reshape(3, 2)
         >>> second_half = Shards.of_flat((3, 2), whole.flatten()[3:], start=3)
-        >>> [(offsets, part.tolist()) for offsets, part in second_half.parts]
+        >>> [(offsets, chunk.tolist()) for offsets, chunk in second_half.chunks]
         [((1, 1), [[3]]), ((2, 0), [[4, 5]])]
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Sequence[tuple[tuple[int, ...], Tensor]]
+    chunks: Sequence[tuple[tuple[int, ...], Tensor]]
 
     @staticmethod
     def of_flat(shape: Sequence[int], flat: Tensor, *, start: int) -> Shards:
-        """Return the boxes of a range of a flattened tensor; they alias it.
+        """Return the chunks of a range of a flattened tensor; they alias it.
 
         Args:
             shape: of the whole tensor.
@@ -47,17 +48,15 @@ class Shards:
             start: where the range begins, in elements.
         """
         shape = tuple(shape)
-        parts = []
-        for offsets, box, begin in _boxes(shape, start, start + flat.numel()):
-            size = 1
-            for length in box:
-                size *= length
-            parts.append((offsets, flat[begin - start : begin - start + size].view(box)))
-        return Shards(shape, flat.dtype, parts)
+        chunks = []
+        for offsets, sizes, begin in _chunks_of_range(shape, start, start + flat.numel()):
+            values = flat[begin - start : begin - start + math.prod(sizes)]
+            chunks.append((offsets, values.view(sizes)))
+        return Shards(shape, flat.dtype, chunks)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Shards:
-        """Return the same boxes with `function` of each."""
-        return Shards(self.shape, self.dtype, [(o, function(part)) for o, part in self.parts])
+        """Return the same chunks with `function` of each."""
+        return Shards(self.shape, self.dtype, [(o, function(chunk)) for o, chunk in self.chunks])
 
     # What torch.distributed.checkpoint asks of an object that it saves and fills.
 
@@ -74,30 +73,30 @@ class Shards:
                 index=MetadataIndex(fqn, offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offsets), part.shape),
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), chunk.shape),
                     properties=TensorProperties(dtype=self.dtype),
                     size=torch.Size(self.shape),
                 ),
             )
-            for offsets, part in self.parts
+            for offsets, chunk in self.chunks
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
-            ChunkStorageMetadata(torch.Size(offsets), part.shape) for offsets, part in self.parts
+            ChunkStorageMetadata(torch.Size(offsets), chunk.shape) for offsets, chunk in self.chunks
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for offsets, part in self.parts:
+        for offsets, chunk in self.chunks:
             if offsets == tuple(index.offset):
-                return part
-        raise KeyError(f"{index}: this rank holds {[offsets for offsets, _ in self.parts]}")
+                return chunk
+        raise KeyError(f"{index}: this rank holds {[offsets for offsets, _ in self.chunks]}")
 
 
 class LazyTensor(ABC):
-    """A tensor in a checkpoint of which each rank reads the part that it needs.
+    """A tensor that still lies in a checkpoint, of which each rank reads what it needs.
 
     Attributes:
         shape: of the whole tensor.
@@ -125,9 +124,9 @@ class LazyTensor(ABC):
 
     @abstractmethod
     def read_into(self, target: Tensor | Shards) -> None:
-        """Fill `target`, a tensor of this shape, or parts of one, from the checkpoint.
+        """Fill `target`, a tensor of this shape, or chunks of one, from the checkpoint.
 
-        Nothing is communicated. Numbers are converted to the target's format.
+        Nothing is communicated. Values are converted to the target's dtype.
 
         Raises:
             CheckpointCorruptError: the checkpoint lacks some of it.
@@ -176,22 +175,20 @@ def _has_shards(data: Any) -> bool:
     return False
 
 
-def _boxes(
+def _chunks_of_range(
     shape: tuple[int, ...], start: int, end: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cut the range [start, end) of a flattened tensor into boxes of the tensor.
+    """Cut the range [start, end) of a flattened tensor into chunks of the tensor.
 
     Returns:
-        Of each its offsets, its shape, and where it begins in the flattened tensor.
+        Of each its offsets, its sizes, and where it begins in the flattened tensor.
     """
     if start >= end:
         return []
     if len(shape) <= 1:
         return [((start,) if shape else (), (end - start,) if shape else (), start)]
-    row = 1
-    for length in shape[1:]:
-        row *= length
-    boxes = []
+    row = math.prod(shape[1:])
+    chunks = []
     first, last = -(-start // row), end // row  # the whole rows between
     if first > last:  # within one row
         pieces = [(start, end)]
@@ -199,10 +196,11 @@ def _boxes(
         pieces = [(start, first * row), (last * row, end)]
         if first < last:
             zeros = (0,) * (len(shape) - 1)
-            boxes.append(((first, *zeros), (last - first, *shape[1:]), first * row))
+            chunks.append(((first, *zeros), (last - first, *shape[1:]), first * row))
     for begin, stop in pieces:
         if begin < stop:
             index = begin // row
-            for offsets, box, at in _boxes(shape[1:], begin - index * row, stop - index * row):
-                boxes.append(((index, *offsets), (1, *box), at + index * row))
-    return sorted(boxes, key=lambda box: box[2])
+            within = _chunks_of_range(shape[1:], begin - index * row, stop - index * row)
+            for offsets, sizes, at in within:
+                chunks.append(((index, *offsets), (1, *sizes), at + index * row))
+    return sorted(chunks, key=lambda chunk: chunk[2])

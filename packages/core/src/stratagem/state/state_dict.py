@@ -1,9 +1,9 @@
-"""Weights and optimizer state by parameter name, so that any strategy can load them.
+"""The state dict of weights and optimizers, by parameter name: what any strategy can load.
 
 The format is the one of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`:
 `{"state": {name: {...}}, "param_groups": [{"params": [name, ...], "lr": ...}, ...]}`. It is made
-here because that function takes 0.7 s to import and, before the first step, changes training (it
-runs a hidden step to make the state).
+here since that function takes 0.7 s to import and, before the first step, changes training: it runs
+a hidden step to initialize the state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DISPENSABLE = frozenset(
 
 
 def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return the optimizer's state with names of `module`'s parameters in the place of indices.
+    """Return the optimizer's state dict with parameter names in the place of indices.
 
     Raises:
         CheckpointMismatchError: the optimizer holds a parameter that the module does not.
@@ -51,7 +51,7 @@ def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 
 
 def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what `named_state` returned; groups are matched by their parameters' names.
+    """Load what `named_state` returned; parameter groups are matched by the names in them.
 
     Raises:
         CheckpointMismatchError: the groups hold other parameters, or lack options that this
@@ -78,8 +78,8 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
 def _merged(
     optimizer: Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a group with the saved options, and its own ones where the checkpoint has none."""
-    # What is not among the defaults was put there by a scheduler or a user.
+    """Return a parameter group with the saved options, or its own where none was saved."""
+    # An option that is not among the defaults was added by a scheduler or a user.
     missing = (own.keys() & optimizer.defaults.keys()) - saved.keys() - _DISPENSABLE
     if missing:
         there, here = (sorted(group.keys() - {"params"}) for group in (saved, own))
@@ -94,7 +94,7 @@ def _merged(
 def matching_groups(
     own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the saved parameter group of each own one, by the names of their parameters.
+    """Return the saved parameter group of each own group, matched by parameter names.
 
     Raises:
         CheckpointMismatchError: the groups hold other parameters; says which.
@@ -116,7 +116,7 @@ def matching_groups(
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load weights by name, after checking that they fit.
+    """Load weights by name, once names and shapes are checked.
 
     Args:
         module: receives them.
@@ -139,7 +139,7 @@ def check_weights(
     *,
     strict: bool,
 ) -> None:
-    """Refuse weights that do not fit a model.
+    """Compare the names and shapes of weights with those of a model.
 
     Args:
         own: the names that the model's state has.
@@ -177,10 +177,10 @@ def _names_by_index(optimizer: Optimizer, module: nn.Module) -> dict[int, str]:
     """Return the name of each parameter, by the index that `Optimizer.state_dict` gives it."""
     names = {id(p): name for name, p in module.named_parameters(remove_duplicate=True)}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = sum(1 for p in ordered if id(p) not in names)
-    if strangers:
+    unknown = sum(1 for p in ordered if id(p) not in names)
+    if unknown:
         raise CheckpointMismatchError(
-            f"the optimizer holds {strangers} parameter(s) that the model does not have, so its "
+            f"the optimizer holds {unknown} parameter(s) that the model does not have, so its "
             "state cannot be saved by name: build it from model.parameters() of the model that you "
             "hand over"
         )

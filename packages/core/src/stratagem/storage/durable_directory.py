@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratagem.storage.durable_file import (
+from stratagem.storage.local import (
     make_directory,
+    remove,
     remove_leftovers,
-    remove_path,
+    sync_directory,
     temporary_path,
 )
-from stratagem.storage.streamed_file import sync_directory
 
 # From the present working directory; put each at the other's place (renameat2(2)).
 _AT_FDCWD = -100
@@ -93,7 +93,7 @@ class DurableDirectory:
 
     def close(self) -> None:
         """Remove the temporary directory, or what it has replaced."""
-        remove_path(self.temporary)
+        remove(self.temporary)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -116,14 +116,3 @@ def _exchange(first: Path, second: Path) -> None:
         f"{os.strerror(number)}: this file system cannot put a directory in the place of another "
         "in one step; save to a path where there is nothing yet",
     )
-
-
-def remove_any(path: Path) -> None:
-    """Remove a checkpoint, a file or a directory, if there is one; all of it or nothing."""
-    if path.is_dir() and not path.is_symlink():
-        doomed = temporary_path(path.parent)
-        # Under this name it is a leftover: what a kill leaves of it, the next save removes.
-        path.rename(doomed)
-        remove_path(doomed)
-    else:
-        path.unlink(missing_ok=True)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
-import secrets
-import shutil
-import time
-import zlib
 from pathlib import Path
 from types import TracebackType
 
-from stratagem.storage.streamed_file import StreamedFile, sync_directory
-
-_PREFIX, _SUFFIX = ".stratagem-", ".saving"
-# Whether locks of another host are seen depends on the network file system. What came from another
-# host is therefore a leftover only if it has not changed for so long, in seconds.
-_FOREIGN_AGE = 24 * 3600
+from stratagem.storage.local import (
+    make_directory,
+    remove_leftovers,
+    sync_directory,
+    temporary_path,
+)
+from stratagem.storage.streamed_file import StreamedFile
 
 
 class DurableFile:
@@ -86,41 +82,6 @@ class DurableFile:
         sync_directory(self.path.parent)
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of writers that are dead; those of living ones are left alone."""
-    for leftover in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
-        try:
-            flags = os.O_RDONLY if leftover.is_dir() else os.O_RDWR
-            descriptor = os.open(leftover, flags | os.O_NOFOLLOW)
-        except OSError:
-            continue  # it has its name by now, or it is somebody else's
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if leftover.name.startswith(_PREFIX + _host()) or (
-                time.time() - os.fstat(descriptor).st_mtime > _FOREIGN_AGE
-            ):
-                remove_path(leftover)
-        except OSError:
-            pass  # its writer lives, or nobody can tell
-        finally:
-            os.close(descriptor)
-
-
-def temporary_path(directory: Path) -> Path:
-    """Return a path in `directory` that nobody has, for what is being written."""
-    return directory / f"{_PREFIX}{_host()}-{secrets.token_hex(8)}{_SUFFIX}"
-
-
-def remove_path(path: Path) -> None:
-    """Remove a file, a link or a whole directory, if it is there."""
-    while path.is_dir() and not path.is_symlink():
-        try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            pass  # another process removes it too, as a leftover
-    path.unlink(missing_ok=True)
-
-
 def _create_locked(directory: Path) -> tuple[Path, int]:
     while True:
         path = temporary_path(directory)
@@ -136,17 +97,3 @@ def _create_locked(directory: Path) -> tuple[Path, int]:
             return path, descriptor
         # In the moment between the two, another writer took it for a leftover.
         os.close(descriptor)
-
-
-@functools.cache
-def _host() -> str:
-    return f"{zlib.crc32(os.uname().nodename.encode()):08x}"
-
-
-def make_directory(directory: Path) -> None:
-    """Make a directory and those above it, so that they too are there after a power cut."""
-    if directory.is_dir():
-        return
-    make_directory(directory.parent)
-    directory.mkdir(exist_ok=True)
-    sync_directory(directory.parent)

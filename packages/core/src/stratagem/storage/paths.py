@@ -2,7 +2,7 @@
 
 The only place that asks which of the two a path is. Local paths are `Path`s and URLs are `str`s,
 since `pathlib` makes "s3:/bucket" of "s3://bucket"; `at` makes one of them of what a user gives.
-fsspec is imported when the first URL comes up; `remote_files` is what needs it.
+fsspec is imported when the first URL comes up; `remote` is what needs it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from stratagem.errors import CheckpointSaveError, ConfigurationError
+from stratagem.storage import local
 from stratagem.storage.remote import RemoteFile, fetch, file_system, is_object_store, protocols
 
 Location = Path | str
@@ -237,16 +237,17 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a file, a link, or a directory with what is in it, if there is one."""
+    """Remove a file, a link, or a directory with what is in it, if there is one.
+
+    Of a local directory all or nothing is left, also by a kill.
+    """
     path = at(path)
     if not isinstance(path, Path):
         with file_system(path) as (files, there):
             if files.exists(there):
                 files.rm(there, recursive=bool(files.isdir(there)))
-    elif path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
     else:
-        path.unlink(missing_ok=True)
+        local.remove(path)
 
 
 def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> bool:
@@ -283,11 +284,7 @@ def _link_local(target: Path, path: Path) -> bool:
     except IsADirectoryError:
         temporary.unlink()
         return False
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    local.sync_directory(path.parent)
     return True
 
 

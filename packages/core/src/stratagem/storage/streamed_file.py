@@ -53,15 +53,6 @@ class StreamedFile:
         self._file.close()
 
 
-def sync_directory(directory: os.PathLike[str]) -> None:
-    """Return once the names in a directory are on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Ask the kernel to begin writing a range to the disk; its answer changes nothing."""
     if (function := _sync_file_range()) is not None:

@@ -26,7 +26,7 @@ from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths
 from stratagem.trainer import elsewhere
-from stratagem.trainer.checks import check_divergence_detection, check_module
+from stratagem.trainer.checks import check_detect_divergence, check_module
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
 from stratagem.trainer.metrics import LatestValues
@@ -46,7 +46,7 @@ class Trainer(Ranked, OptionAttributes):
         devices: how many, which, -1 for all, or "auto".
         num_nodes: machines taking part.
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
-        plugins: CheckpointIO, ClusterEnvironment or Precision objects, or names of them.
+        plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
         logger: a Logger, several, False for none, or True for a CSVLogger.
         callbacks: a Callback or several.
         max_epochs: epochs to train; -1: no limit; None: 1000, unless max_steps or max_time is set.
@@ -136,7 +136,7 @@ class Trainer(Ranked, OptionAttributes):
         self._launched = Launched(
             step_options=self.step_options, **{name: given[name] for name in REQUESTED}
         )
-        check_divergence_detection(self.plan, self.detect_divergence)
+        check_detect_divergence(self.detect_divergence, self.plan)
         self.loggers = make_loggers(logger, self.default_root_dir, quick=bool(self.fast_dev_run))
         self.callbacks = make_callbacks(
             callbacks,

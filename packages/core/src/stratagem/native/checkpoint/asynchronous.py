@@ -271,9 +271,9 @@ class _Write:
 
 
 def _with_plain_shards(data: Any) -> Any:
-    """Return data with a list of its parts in the place of each `Shards`."""
+    """Return data with a list of its chunks in the place of each `Shards`."""
     if isinstance(data, Shards):
-        return [part for _, part in data.parts]
+        return [chunk for _, chunk in data.chunks]
     if type(data) is dict:
         return {name: _with_plain_shards(value) for name, value in data.items()}
     if type(data) in (list, tuple):

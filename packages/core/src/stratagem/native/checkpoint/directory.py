@@ -1,4 +1,4 @@
-"""DirectoryCheckpointIO: a directory that all ranks write together, each its own part."""
+"""DirectoryCheckpointIO: a directory that all ranks write together, each its own chunks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from torch import Tensor
 
-from stratagem.checkpoint import catalog
 from stratagem.checkpoint.archive import Manifest
+from stratagem.checkpoint.checksum import Checksum
 from stratagem.checkpoint.directory import (
     LAYOUT,
     MANIFEST,
@@ -25,8 +24,8 @@ from stratagem.checkpoint.directory import (
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.native.checkpoint.archive_io import manifest_of, write_archive
-from stratagem.native.checkpoint.directory_reading import open_directory
 from stratagem.native.checkpoint.exchange import Exchange, Record, StoreExchange, exchange_alone
+from stratagem.native.checkpoint.reader import CheckpointReader
 from stratagem.native.checkpoint.shard_writer import ShardWriter
 from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO
 from stratagem.state.plain_data import why_refused
@@ -63,6 +62,7 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def __init__(self, *, verify: bool = True) -> None:
         self.verify = verify
+        self._reader = CheckpointReader(verify=verify)
         self._exchange: StoreExchange | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -86,17 +86,15 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
-        if not paths.is_url(path) and Path(path).is_dir():
-            return open_directory(Path(path), verify=self.verify, ranks=self.ranks)
-        return SingleFileCheckpointIO(verify=self.verify).load_checkpoint(path)
+        return self._reader.open(path, ranks=self.ranks)
 
     def verify_checkpoint(self, path: str | Path) -> None:
         """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
-        catalog.verify(path)
+        self._reader.verify(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at `path`."""
-        SingleFileCheckpointIO().remove_checkpoint(path)
+        paths.remove(path)
 
     def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
         """Make `path` a symbolic link to `target`; see `CheckpointIO.link_checkpoint`."""
@@ -108,6 +106,7 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait for no other rank any more."""
+        self._reader.forget()
         if self._exchange is not None:
             self._exchange.stop()
             self._exchange = None
@@ -120,25 +119,25 @@ class _Save:
         ranks = io.ranks
         self._path = path
         self._rank = 0 if ranks is None else ranks.global_rank
-        self._rest, parts, self._paths = _split(checkpoint)
-        self._writer = ShardWriter(parts)
+        self._rest, chunks, self._paths = _split(checkpoint)
+        self._writer = ShardWriter(chunks)
         self._manifest: Manifest = manifest_of(checkpoint, io)
         self._directory: DurableDirectory | None = None
         # A rank that fails says so in what it tells, so that none of the others waits for it.
-        own = {"parts": self._writer.describe(), **self._begin()}
+        own = {"chunks": self._writer.describe(), **self._begin()}
         told = [own] if ranks is None else ranks.gather_plain(own)
         self._temporary = Path(told[0]["temporary"])
         try:
             _raise_first(told, path)
-            self._agree([of_rank["parts"] for of_rank in told])
+            self._agree([of_rank["chunks"] for of_rank in told])
         except BaseException:
             self._close()
             raise
 
     def _begin(self) -> Record:
-        record: Record = {"temporary": "", "error": "", "errno": None, "offending": False}
+        record: Record = {"temporary": "", "error": "", "errno": None, "is_content": False}
         if why := why_refused(self._rest):
-            return {**record, "error": why, "offending": True}
+            return {**record, "error": why, "is_content": True}
         if self._rank == 0:
             try:
                 self._directory = DurableDirectory(self._path, may_replace=is_directory_checkpoint)
@@ -147,9 +146,9 @@ class _Save:
             record["temporary"] = str(self._directory.temporary)
         return record
 
-    def _agree(self, parts: list[Any]) -> None:
+    def _agree(self, chunks: list[Any]) -> None:
         try:
-            self._writer.agree(parts, self._rank)
+            self._writer.agree(chunks, self._rank)
         except ValueError as error:
             raise CheckpointContentError(
                 f"cannot save {str(self._path)!r}: the ranks' shards do not make whole tensors: "
@@ -157,9 +156,9 @@ class _Save:
             ) from error
 
     def write(self, exchange: Exchange) -> None:
-        """Write this rank's part; on rank 0, put the checkpoint in its place when all have."""
+        """Write this rank's chunks; on rank 0, put the checkpoint in its place when all have."""
         try:
-            written = exchange(self._write_part())
+            written = exchange(self._write_share())
             _raise_first(written, self._path)
             done: Record = {"error": "", "errno": None}
             if self._directory is not None:
@@ -168,7 +167,7 @@ class _Save:
         finally:
             self._close()
 
-    def _write_part(self) -> Record:
+    def _write_share(self) -> Record:
         files: dict[str, SavedFile] = {}
         try:
             create = partial(_HashedFile, files)
@@ -222,15 +221,15 @@ def _split(
     Returns:
         What is left, with None in their places; they, by names; and where each of them was.
     """
-    parts: dict[str, Tensor | Shards] = {}
+    chunks: dict[str, Tensor | Shards] = {}
     places: dict[str, tuple[Any, ...]] = {}
 
     def take(data: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(data, (Tensor, Shards)):
             name = ".".join(map(str, path))
-            if name in parts:  # {"a": {"b.c": ...}} and {"a.b": {"c": ...}}
+            if name in chunks:  # {"a": {"b.c": ...}} and {"a.b": {"c": ...}}
                 name = repr(path)
-            parts[name], places[name] = data, path
+            chunks[name], places[name] = data, path
             return None
         if isinstance(data, dict):
             return {key: take(value, (*path, key)) for key, value in data.items()}
@@ -242,7 +241,7 @@ def _split(
         name: take(entry, (name,)) if has_shards(entry) else entry
         for name, entry in checkpoint.items()
     }
-    return rest, parts, places
+    return rest, chunks, places
 
 
 def _told(error: Exception) -> Record:
@@ -259,7 +258,7 @@ def _raise_first(records: list[Record], path: Path) -> None:
             continue
         where = f"rank {rank}: " if len(records) > 1 else ""
         message = f"cannot save {str(path)!r}: {where}{record['error']}"
-        if record.get("offending"):
+        if record.get("is_content"):
             raise CheckpointContentError(message)
         state = "what was there before is unchanged" if path.exists() else "nothing is there"
         raise CheckpointSaveError(f"{message}; {state}", errno=record["errno"])
@@ -276,7 +275,7 @@ class _HashedFile:
     def __init__(self, files: dict[str, SavedFile], path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._file: StreamedFile | None = StreamedFile(os.open(path, flags, 0o666))
-        self._hash = xxhash.xxh3_128()
+        self._checksum = Checksum()
         self._files = files
         self._name = path.name
         self._size = 0
@@ -284,9 +283,10 @@ class _HashedFile:
     def write(self, data: Any) -> int:
         with memoryview(data) as view:
             assert self._file is not None
-            self._hash.update(view)
-            self._size += view.nbytes
-            return self._file.write(view.cast("B"))
+            data = view.cast("B")
+            self._checksum.update(data)
+            self._size += len(data)
+            return self._file.write(data)
 
     def tell(self) -> int:
         return self._size
@@ -301,4 +301,4 @@ class _HashedFile:
                 file.sync()
             finally:
                 file.close()
-            self._files[self._name] = SavedFile(self._size, self._hash.hexdigest())
+            self._files[self._name] = SavedFile(self._size, self._checksum.hexdigest())

@@ -1,8 +1,8 @@
-"""ShardReader: tensors of a directory, of which each rank reads the parts that it needs.
+"""ShardReader: tensors of a directory, of which each rank reads what it needs.
 
-The directory is one that `ShardWriter` or `dcp.save` has written. DCP finds which saved parts a
-part is made of; its reader is not used, since it executes what the layout file tells it to. Here
-the layout is read by an unpickler that makes nothing but descriptions of tensors.
+The directory is one that `ShardWriter` or `dcp.save` has written. DCP finds which saved chunks a
+wanted one is made of; its reader is not used, since it executes what the layout file tells it to.
+Here the layout is read by an unpickler that makes nothing but descriptions of tensors.
 """
 
 from __future__ import annotations
@@ -70,24 +70,24 @@ class ShardReader:
         self._check_places()
 
     def read(self, name: str, target: Tensor | Shards) -> None:
-        """Fill a tensor, or parts of it."""
+        """Fill a tensor, or chunks of it."""
         if isinstance(target, Tensor):
             target = Shards(self.tensors[name].shape, target.dtype, [((0,) * target.ndim, target)])
-        parts = {offsets: part for offsets, part in target.parts if part.numel()}
-        wanted = [ChunkStorageMetadata(torch.Size(o), part.shape) for o, part in parts.items()]
+        chunks = {offsets: chunk for offsets, chunk in target.chunks if chunk.numel()}
+        wanted = [ChunkStorageMetadata(torch.Size(o), chunk.shape) for o, chunk in chunks.items()]
         entry = self._entries[name]
         for item in create_read_items_for_chunk_list(name, entry, wanted):
             saved = self._load(name, self._metadata.storage_data[item.storage_index])
             expected = entry.chunks[item.storage_index.index or 0].sizes
             if saved.shape != expected:
-                raise self._damage(name, f"a part has the shape {saved.shape}, not {expected}")
-            part = parts[tuple(item.dest_index.offset or ())]
-            part[_box(item.dest_offsets, item.lengths)] = saved[
-                _box(item.storage_offsets, item.lengths)
+                raise self._damage(name, f"a chunk has the shape {saved.shape}, not {expected}")
+            chunk = chunks[tuple(item.dest_index.offset or ())]
+            chunk[_slices(item.dest_offsets, item.lengths)] = saved[
+                _slices(item.storage_offsets, item.lengths)
             ]
 
     def _load(self, name: str, place: _StorageInfo) -> Tensor:
-        """Return a part that was saved."""
+        """Return a chunk that was saved."""
         try:
             with (self.folder / place.relative_path).open("rb", buffering=0) as file:
                 piece = io.BufferedReader(_Piece(file.fileno(), place.offset, place.length))
@@ -111,7 +111,7 @@ class ShardReader:
         )
 
     def _check_places(self) -> None:
-        """Refuse a layout whose parts are not in the directory, or hold less than they claim."""
+        """Refuse a layout whose chunks are not in the directory, or hold less than they claim."""
         sizes: dict[str, int] = {}
         places: Mapping[Any, Any] = self._metadata.storage_data
         for index, info in places.items():
@@ -137,7 +137,7 @@ class ShardReader:
             for chunk in saved.chunks:
                 info = places.get(MetadataIndex(name, chunk.offsets))
                 if info is None:
-                    raise self._refusal(f"{name!r} has no part at {tuple(chunk.offsets)}")
+                    raise self._refusal(f"{name!r} has no chunk at {tuple(chunk.offsets)}")
                 stored += info.length
                 covered += math.prod(chunk.sizes)
             if covered < math.prod(saved.shape) or stored < covered * saved.dtype.itemsize:
@@ -200,7 +200,7 @@ class _Piece(io.RawIOBase):
 
 
 def _check_stored(piece: IO[bytes], length: int) -> None:
-    """Refuse a part that would grow when it is read.
+    """Refuse a chunk that would grow when it is read.
 
     Raises:
         ValueError: says which entry.
@@ -215,7 +215,7 @@ def _check_stored(piece: IO[bytes], length: int) -> None:
     piece.seek(0)
 
 
-def _box(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
 
 

@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.planner import (
 
 from stratagem.state.shards import Shards
 
-Components = Mapping[str, Tensor | Shards]
-"""By name, whole tensors (alike on every rank) or the parts that this rank holds."""
+HeldTensors = Mapping[str, Tensor | Shards]
+"""By name, whole tensors (alike on every rank) or the chunks that this rank holds."""
 
 
 class ShardWriter:
@@ -49,23 +49,23 @@ class ShardWriter:
     `write`; on one rank `layout`, with what all `write` calls have returned.
 
     Args:
-        parts: what this rank holds.
+        tensors: what this rank holds of each.
     """
 
-    def __init__(self, parts: Components) -> None:
+    def __init__(self, tensors: HeldTensors) -> None:
         self._planner = _SavePlanner()
-        self._planner.set_up_planner(dict(parts), is_coordinator=True)
+        self._planner.set_up_planner(dict(tensors), is_coordinator=True)
 
     def describe(self) -> list[Any]:
-        """Return which parts this rank holds, as plain data."""
+        """Return which chunks this rank holds, as plain data."""
         plan = self._planner.create_local_plan()
         return [_describe(item) for item in plan.items]
 
     def agree(self, descriptions: Sequence[list[Any]], rank: int) -> None:
-        """Decide from all ranks' parts who writes what; every rank comes to the same end.
+        """Decide from all ranks' chunks who writes what; every rank comes to the same end.
 
         Raises:
-            ValueError: the parts overlap, or do not cover a tensor.
+            ValueError: the chunks overlap, or do not cover a tensor.
         """
         plans = [SavePlan([_item(one) for one in of_rank]) for of_rank in descriptions]
         plans, self._metadata = self._planner.create_global_plan(plans)
@@ -80,7 +80,7 @@ class ShardWriter:
             create: opens a file, which has `write`, `tell` and `close`.
 
         Returns:
-            Where each part lies, as plain data.
+            Where each chunk lies, as plain data.
         """
         if not self._plan.items:
             return []
@@ -117,10 +117,10 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return _part(self.state_dict[index.fqn], index)
+        return _chunk(self.state_dict[index.fqn], index)
 
 
-def _part(held: Tensor | Shards, index: MetadataIndex) -> Tensor:
+def _chunk(held: Tensor | Shards, index: MetadataIndex) -> Tensor:
     return held.__get_tensor_shard__(index) if isinstance(held, Shards) else held
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stratagem.checkpoint import catalog
-from stratagem.checkpoint.archive import check_entries, read_archive, verify_checksum
-from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointSaveError
+from stratagem.errors import CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.native.checkpoint.archive_io import load_archive, manifest_of, write_archive
-from stratagem.state.plain_data import check_contents, find_oversized
+from stratagem.native.checkpoint.archive_io import manifest_of, write_archive
+from stratagem.native.checkpoint.reader import CheckpointReader
+from stratagem.state.plain_data import check_contents
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
-from stratagem.storage.durable_directory import remove_any
 from stratagem.storage.durable_file import DurableFile
 from stratagem.storage.remote import RemoteFile
 
@@ -41,6 +39,7 @@ class SingleFileCheckpointIO(CheckpointIO):
 
     def __init__(self, *, verify: bool = True) -> None:
         self.verify = verify
+        self._reader = CheckpointReader(verify=verify)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write `checkpoint` to `path`; see `CheckpointIO.save_checkpoint`.
@@ -72,52 +71,23 @@ class SingleFileCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; see `CheckpointIO.load_checkpoint`."""
-        path = paths.at(path)
-        if not paths.exists(path):
-            folder = paths.parent(path)
-            there = sorted(paths.name_of(e.path) for e in catalog.find_all([folder]))
-            raise CheckpointNotFoundError(
-                f"there is no checkpoint at {str(path)!r}; in {str(folder)!r} there are: "
-                f"{', '.join(there) or 'none'}"
-            )
-        if isinstance(path, Path) and path.is_dir():
-            return read_whole(self.open_checkpoint(path))
-        with paths.open_local(path) as file:
-            archive = read_archive(file, str(path))
-            if self.verify:
-                verify_checksum(file, archive, str(path))
-            check_entries(file, archive, str(path))
-            # By the descriptor: the file that was checked, though another may have its name by now.
-            loaded = load_archive(f"/proc/self/fd/{file.fileno()}", str(path), archive.size)
-        if not isinstance(loaded, dict):
-            raise CheckpointCorruptError(
-                f"{str(path)!r} holds a {type(loaded).__name__}; expected a dict of state"
-            )
-        if oversized := find_oversized(loaded, "checkpoint"):
-            raise CheckpointCorruptError(f"{str(path)!r} was refused: {oversized}")
-        return loaded
+        return read_whole(self.open_checkpoint(path))
 
     def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
-        path = paths.at(path)
-        if not isinstance(path, Path) or not path.is_dir():
-            return self.load_checkpoint(path)
-        # torch.distributed.checkpoint takes a while to import.
-        from stratagem.native.checkpoint.directory_reading import open_directory
-
-        return open_directory(path, verify=self.verify, ranks=self.ranks)
+        return self._reader.open(path, ranks=self.ranks)
 
     def verify_checkpoint(self, path: str | Path) -> None:
         """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
-        catalog.verify(path)
+        self._reader.verify(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at `path`, if there is anything."""
-        path = paths.at(path)
-        if isinstance(path, Path):
-            remove_any(path)
-        else:
-            paths.remove(path)
+        paths.remove(path)
+
+    def teardown(self) -> None:
+        """Close the file that was verified last."""
+        self._reader.forget()
 
     def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
         """Make `path` a symbolic link to `target`, or a copy of it on an object store.

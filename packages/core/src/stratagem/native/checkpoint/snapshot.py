@@ -83,7 +83,7 @@ class _Taking:
         if isinstance(data, Tensor):
             copied = self._tensor(data)
         elif isinstance(data, Shards):
-            copied = data.map(self._box)
+            copied = data.map(self._chunk)
         elif kind in (dict, OrderedDict, Counter):
             copied = kind()
             for key, value in data.items():
@@ -123,12 +123,12 @@ class _Taking:
             self._alive.append(storage)
         return self._storages[storage._cdata]
 
-    def _box(self, part: Tensor) -> Tensor:
-        """Copy only the part, which may lie in the memory of a larger tensor."""
-        if not self._has_plain_memory(part):
-            return part.detach().to("cpu", copy=True)
-        part = part.detach().contiguous()
-        return self._copy_of(part.view(-1).view(torch.uint8)).view(part.dtype).view(part.shape)
+    def _chunk(self, chunk: Tensor) -> Tensor:
+        """Copy only the chunk, which may lie in the memory of a larger tensor."""
+        if not self._has_plain_memory(chunk):
+            return chunk.detach().to("cpu", copy=True)
+        chunk = chunk.detach().contiguous()
+        return self._copy_of(chunk.view(-1).view(torch.uint8)).view(chunk.dtype).view(chunk.shape)
 
     def _copy_of(self, whole: Tensor) -> Tensor:
         """Return a copy of a tensor of bytes."""

@@ -184,8 +184,8 @@ class _Spawn:
             (folder / "call").write_bytes(pickle.dumps(call))
         except Exception as error:
             given = (call.function, *call.args, *call.kwargs.values())
-            culprits = (_unpicklable(one, type(one).__name__) for one in given)
-            what = next(filter(None, culprits), "what it was given")
+            unpicklable = (_unpicklable(one, type(one).__name__) for one in given)
+            what = next(filter(None, unpicklable), "what it was given")
             raise ConfigurationError(
                 f"the launcher 'spawn' pickles what the ranks need, and {what} cannot be pickled "
                 f"({type(error).__name__}: {error}): define functions and classes at the top of a "
@@ -269,11 +269,12 @@ def _run_call(call: _Call, folder: Path) -> None:
 
 
 def _write(path: Path, result: Any) -> None:
-    if offending := plain_data.find_offending_value(result):
+    if offending_value := plain_data.find_offending_value(result):
         raise ConfigurationError(
             f"what the launched function returns comes back from another process, as plain data "
             f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but "
-            f"{offending}: return model.state_dict() in the place of a model, or save a checkpoint"
+            f"{offending_value}: return model.state_dict() in the place of a model, or save a "
+            "checkpoint"
         )
     torch.save(result, path)
 

@@ -15,10 +15,10 @@ from stratagem.state.shards import LazyTensor, Shards
 
 
 def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:
-    """Return this rank's part of a tensor, laid out as `pattern` is.
+    """Return a tensor sharded as `pattern` is.
 
-    Nothing is communicated, and the part is a copy: neither the whole tensor nor the file that it
-    is mapped from stays alive by it.
+    Nothing is communicated, and this rank's chunk is a copy: neither the whole tensor nor the file
+    that it is mapped from stays alive by it.
 
     Args:
         pattern: a parameter, sharded or not.
@@ -31,13 +31,13 @@ def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:
     shape, offset = compute_local_shape_and_global_offset(
         pattern.shape, pattern.device_mesh, pattern.placements
     )
-    part = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
+    region = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
     local = pattern.to_local()
     mine = torch.empty_like(local, dtype=whole.dtype)
     if isinstance(whole, LazyTensor):
         whole.read_into(Shards(whole.shape, whole.dtype, [(tuple(offset), mine)]))
     elif mine.numel():
-        mine.copy_(whole[part])
+        mine.copy_(whole[region])
     return DTensor.from_local(
         mine,
         pattern.device_mesh,
@@ -56,8 +56,8 @@ def shards_of(value: Any) -> Any:
     _, offset = compute_local_shape_and_global_offset(
         value.shape, value.device_mesh, value.placements
     )
-    parts = [(tuple(offset), local)] if local.numel() else []
-    return Shards(tuple(value.shape), value.dtype, parts) if value.numel() else local
+    chunks = [(tuple(offset), local)] if local.numel() else []
+    return Shards(tuple(value.shape), value.dtype, chunks) if value.numel() else local
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""DDPShardedStrategy: DDP, with each rank holding the optimizer state of its part of parameters."""
+"""DDPShardedStrategy: DDP with the optimizer state of each parameter on one of the ranks."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class DDPShardedStrategy(DDPStrategy):
         return self.shard(optimizer)
 
     def shard(self, optimizer: Optimizer) -> ShardedOptimizer:
-        """Return an optimizer that keeps this rank's part of the state of `optimizer`."""
+        """Return an optimizer that keeps this rank's shard of the state of `optimizer`."""
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer
         return ShardedOptimizer(optimizer, parameters_as_bucket_view=self.parameters_as_bucket_view)
 
     def optimizer_state(self, prepared: PreparedModel, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state by names: all of it on rank 0, this rank's part elsewhere."""
+        """Return an optimizer's state by names: whole on rank 0, this rank's shard elsewhere."""
         if not isinstance(optimizer, ShardedOptimizer):
             return super().optimizer_state(prepared, optimizer)
         groups = super().optimizer_state(prepared, optimizer.source)
@@ -85,7 +85,7 @@ class DDPShardedStrategy(DDPStrategy):
     def load_optimizer_state(
         self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load a whole optimizer state; this rank keeps its part."""
+        """Load a whole optimizer state; this rank keeps its shard."""
         if not isinstance(optimizer, ShardedOptimizer):
             super().load_optimizer_state(prepared, optimizer, state)
             return
@@ -98,7 +98,7 @@ class DDPShardedStrategy(DDPStrategy):
             optimizer.optim,
             prepared.original,
             {
-                "state": {name: part for name, part in state["state"].items() if name in own},
+                "state": {name: entry for name, entry in state["state"].items() if name in own},
                 "param_groups": [
                     {**group, "params": [name for name in group["params"] if name in own]}
                     for group in state["param_groups"]
@@ -110,7 +110,7 @@ class DDPShardedStrategy(DDPStrategy):
         """Return every rank's entries on rank 0, and `own` elsewhere.
 
         What is no tensor goes to all ranks at once; tensors go to rank 0 one by one, so that only
-        rank 0 ever holds more than its part.
+        rank 0 ever holds more than its shard.
         """
         described = self.ranks.gather_plain(
             {
@@ -145,9 +145,9 @@ class DDPShardedStrategy(DDPStrategy):
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """A user's optimizer, stepped on this rank's part of its parameters.
+    """A user's optimizer, stepped on this rank's shard of its parameters.
 
-    The parameters are shared out once; after a step every rank sends its part to the others. The
+    The parameters are shared out once; after a step every rank sends its shard to the others. The
     user's optimizer and this one share their parameter groups, so that a scheduler that was made
     for the one steers the other. Under both there is a third, `optim`: a copy of the user's
     optimizer with this rank's parameters, which holds the state.
@@ -198,7 +198,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self.source._opt_called = value  # type: ignore[attr-defined]
 
     def step(self, closure: Any = None, **arguments: Any) -> Any:
-        """Step this rank's part, then bring every rank's part to all."""
+        """Step this rank's shard, then bring every rank's shard to all."""
         result = super().step(closure, **arguments)
         self._opt_called = True
         return result

@@ -1,0 +1,226 @@
+"""The one reader of checkpoints: a file, a directory, or a file at a URL; verified, then opened."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from stratagem.checkpoint import catalog
+from stratagem.checkpoint.archive import check_entries, read_archive, verify_checksum
+from stratagem.checkpoint.directory import LAYOUT, STATE, read_directory, verify_files
+from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
+from stratagem.interfaces.ranks import Ranks
+from stratagem.native.checkpoint.archive_io import load_archive
+from stratagem.state.plain_data import find_oversized
+from stratagem.storage import paths
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, verify: bool = True, ranks: Ranks | None = None
+) -> dict[str, Any]:
+    """Return a checkpoint of either format, without executing anything.
+
+    A file is loaded, its tensors mapped into memory. Of a directory each sharded tensor is a
+    `LazyTensor`, and the ranks share the verification; every one of them makes the call.
+
+    Args:
+        path: a file, a directory, or the URL of a file.
+        verify: compare with the checksums before anything is loaded.
+        ranks: those that make the call; None: this process alone.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
+    """
+    return CheckpointReader(verify=verify).open(path, ranks=ranks)
+
+
+class CheckpointReader:
+    """Opens checkpoints, and remembers the file that it has verified last.
+
+    That file stays open, so that `open` right after `verify` reads it once, and reads what was
+    verified even if another file has got its name.
+
+    Args:
+        verify: compare with the checksums before anything is loaded.
+    """
+
+    def __init__(self, *, verify: bool = True) -> None:
+        self._verify = verify
+        self._verified: BinaryIO | None = None
+        self._verified_state: os.stat_result | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # To another process goes no open file.
+        return _make_reader, (self._verify,)
+
+    def verify(self, path: str | os.PathLike[str]) -> None:
+        """Read a checkpoint whole and compare it with its checksums.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
+            OSError: it cannot be read.
+        """
+        self.forget()
+        path = paths.at(path)
+        if not isinstance(path, Path) or not path.is_file():
+            catalog.verify(path)
+            return
+        file = cast("BinaryIO", path.open("rb", buffering=0))
+        try:
+            before = os.fstat(file.fileno())
+            _verify_file(file, str(path))
+        except BaseException:
+            file.close()
+            raise
+        self._verified, self._verified_state = file, before
+
+    def open(self, path: str | os.PathLike[str], *, ranks: Ranks | None = None) -> dict[str, Any]:
+        """Return a checkpoint; see `open_checkpoint`."""
+        path = paths.at(path)
+        if isinstance(path, Path) and path.is_dir():
+            self.forget()
+            return _open_directory(path, verify=self._verify, ranks=ranks)
+        _check_exists(path)
+        verified = self._take_verified(path)
+        opened: AbstractContextManager[BinaryIO] = (
+            paths.open_local(path) if verified is None else nullcontext(verified)
+        )
+        try:
+            with opened as file:
+                return _open_file(file, str(path), verify=self._verify and verified is None)
+        finally:
+            if verified is not None:
+                verified.close()
+
+    def forget(self) -> None:
+        """Close the file that was verified last."""
+        if self._verified is not None:
+            self._verified.close()
+        self._verified = self._verified_state = None
+
+    def _take_verified(self, path: paths.Location) -> BinaryIO | None:
+        """Return the file that was verified last, if it is at `path` and has not changed since."""
+        file, before = self._verified, self._verified_state
+        if file is None or before is None:
+            return None
+        try:
+            at_path = Path(path).stat()
+        except (OSError, ValueError):
+            at_path = None  # a URL
+        if at_path is not None and _identity(at_path) == _identity(before):
+            self._verified = self._verified_state = None
+            return file
+        self.forget()
+        return None
+
+
+def _make_reader(verify: bool) -> CheckpointReader:
+    return CheckpointReader(verify=verify)
+
+
+def _identity(state: os.stat_result) -> tuple[int, ...]:
+    """Return what changes where a file is replaced or written to."""
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+def _check_exists(path: paths.Location) -> None:
+    if paths.exists(path):
+        return
+    folder = paths.parent(path)
+    there = sorted(paths.name_of(entry.path) for entry in catalog.find_all([folder]))
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint at {str(path)!r}; in {str(folder)!r} there are: "
+        f"{', '.join(there) or 'none'}"
+    )
+
+
+# -- one file
+
+
+def _verify_file(file: BinaryIO, path: str) -> None:
+    archive = read_archive(file, path)
+    verify_checksum(file, archive, path)
+    check_entries(file, archive, path)
+
+
+def _open_file(file: BinaryIO, path: str, *, verify: bool) -> dict[str, Any]:
+    archive = read_archive(file, path)
+    if verify:
+        verify_checksum(file, archive, path)
+    check_entries(file, archive, path)
+    # By the descriptor: the file that was verified, though another may have its name by now.
+    loaded = load_archive(f"/proc/self/fd/{file.fileno()}", path, archive.size)
+    if not isinstance(loaded, dict):
+        raise CheckpointCorruptError(
+            f"{path!r} holds a {type(loaded).__name__}; expected a dict of state"
+        )
+    if oversized := find_oversized(loaded, "checkpoint"):
+        raise CheckpointCorruptError(f"{path!r} was refused: {oversized}")
+    return loaded
+
+
+# -- a directory
+
+
+def _open_directory(path: Path, *, verify: bool, ranks: Ranks | None) -> dict[str, Any]:
+    # Here for its cost: torch.distributed.checkpoint takes 0.5 s to import, and most checkpoints
+    # are files.
+    from stratagem.native.checkpoint.shard_reader import ShardReader
+
+    directory = read_directory(path)
+    if verify:
+        names = sorted(directory.files)
+        own = names if ranks is None else names[ranks.global_rank :: ranks.world_size]
+        found = ""
+        try:
+            verify_files(directory, own)
+        except CheckpointCorruptError as error:
+            found = str(error)
+        for damage in [found] if ranks is None else ranks.gather_plain(found):
+            if damage:
+                raise CheckpointCorruptError(damage)
+    reader = ShardReader(path, (path / LAYOUT).read_bytes())
+    checkpoint: dict[str, Any] = {}
+    if directory.manifest is not None:
+        # Verified with the other files.
+        with (path / STATE).open("rb", buffering=0) as file:
+            checkpoint = _open_file(cast("BinaryIO", file), str(path / STATE), verify=False)
+    elif reader.objects:
+        raise CheckpointCorruptError(
+            f"{str(path)!r} was saved by torch.distributed.checkpoint with objects that are no "
+            f"tensors: {', '.join(reader.objects[:5])}; loading them would execute code. Save the "
+            "tensors alone"
+        )
+    for name, tensor in reader.tensors.items():
+        _insert(checkpoint, reader.paths[name], tensor, path)
+    return checkpoint
+
+
+def _insert(checkpoint: dict[str, Any], place: tuple[Any, ...], value: Any, path: Path) -> None:
+    """Put a tensor where it was when the checkpoint was saved.
+
+    Args:
+        checkpoint: changed in place.
+        place: keys and indices that lead to the tensor.
+        value: the tensor.
+        path: of the checkpoint, for errors.
+    """
+    at: Any = checkpoint
+    try:
+        for key, after in pairwise(place):
+            if isinstance(at, dict):
+                at = at.setdefault(key, [] if isinstance(after, int) else {})
+            else:
+                at = at[key]
+        if isinstance(at, list) and place[-1] == len(at):
+            at.append(value)
+        else:
+            at[place[-1]] = value
+    except (LookupError, TypeError, IndexError) as error:
+        raise CheckpointCorruptError(
+            f"{str(path)!r} is damaged: its layout has a tensor at {place!r}, where "
+            f"{STATE} has no place for one"
+        ) from error

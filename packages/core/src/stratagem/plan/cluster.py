@@ -1,0 +1,153 @@
+"""Cluster: what the environment says of the processes that run already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stratagem.discovery.registry import Candidate
+from stratagem.discovery.specs import ClusterEnvironmentSpec, load_target
+from stratagem.errors import ConfigurationError, UnknownNameError
+from stratagem.plan.selection import Question, Selection, given, selection_of
+
+CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
+"""Names the cluster environment; "none" switches detection off."""
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the environment says of the processes that run already.
+
+    Attributes:
+        environment: the cluster environment.
+        has_started_this: whether it has started this process as one of its ranks.
+        why_not_started: why it has not, where it was chosen by name; "": it has, or need not.
+        passed_over: the environments that were looked for and not taken, each with the reason.
+        environ: environment variables.
+    """
+
+    environment: Selection
+    has_started_this: bool
+    why_not_started: str = ""
+    passed_over: tuple[Selection, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The environment's name."""
+        return self.environment.name
+
+    @property
+    def world_size(self) -> int | None:
+        """How many ranks it has started; None: it does not say."""
+        return self._number("world_size")
+
+    @property
+    def local_world_size(self) -> int | None:
+        """How many of them on this node; None: it does not say."""
+        return self._number("local_world_size")
+
+    @property
+    def rank(self) -> int | None:
+        """Which of them this process is; None: it does not say."""
+        return self._number("rank")
+
+    def said_by(self, *what: str) -> str:
+        """Return the variables that hold these numbers, with their values, in parentheses."""
+        names = (getattr(self.environment.spec, f"{each}_variable", "") for each in what)
+        said = ", ".join(f"{name}={self.environ[name]}" for name in names if name in self.environ)
+        return said and f" ({said})"
+
+    def _number(self, what: str) -> int | None:
+        spec = self.environment.spec
+        if not isinstance(spec, ClusterEnvironmentSpec):
+            source = self.environment.source
+            return int(getattr(source, "global_rank" if what == "rank" else what)())
+        if what == "local_world_size" and spec.local_world_size is not None:
+            function = load_target(spec.local_world_size, what=f"local_world_size of {spec.name!r}")
+            return int(function(self.environ))
+        variable = str(getattr(spec, f"{what}_variable"))
+        text = self.environ.get(variable)
+        if text is None:
+            return None
+        if not text.strip().isdigit():
+            raise ConfigurationError(
+                f"the cluster environment {self.name!r} expects a number in {variable}, "
+                f"received {variable}={text!r}"
+            )
+        return int(text)
+
+
+def find_cluster(question: Question) -> Cluster:
+    """Return the cluster that was asked for, or the one that is detected.
+
+    Raises:
+        ConfigurationError: what was asked for is no cluster environment.
+    """
+    environ = question.request.environ
+    asked = question.asked("cluster_environment", None)
+    if asked is not None and not isinstance(asked, str):
+        selected = given(
+            "cluster_environment",
+            asked,
+            method="creates_processes_externally",
+            base="stratagem.environments.ClusterEnvironment",
+        )
+        external = bool(asked.creates_processes_externally)
+        return Cluster(environment=selected, has_started_this=external, environ=environ)
+    if asked is not None:
+        return _named(question.find("cluster_environment", asked, "you named it"), environ)
+    switch = environ.get(CLUSTER_VARIABLE, "")
+    if switch.casefold() == "none":
+        why = f"detection is switched off by {CLUSTER_VARIABLE}=none"
+        plain = question.find("cluster_environment", PLAIN, why)
+        return Cluster(environment=plain, has_started_this=False, environ=environ)
+    if switch:
+        try:
+            selected = question.find("cluster_environment", switch, f"{CLUSTER_VARIABLE}={switch}")
+        except UnknownNameError as error:
+            raise UnknownNameError(f"{CLUSTER_VARIABLE}={switch}: {error}") from None
+        return _named(selected, environ)
+    return _detected(question)
+
+
+def _named(
+    selected: Selection, environ: Mapping[str, str], passed_over: tuple[Selection, ...] = ()
+) -> Cluster:
+    spec = selected.spec
+    assert isinstance(spec, ClusterEnvironmentSpec)
+    why_not = spec.why_not(environ)
+    return Cluster(
+        environment=selected,
+        has_started_this=not why_not and spec.local_rank_variable in environ,
+        why_not_started=why_not,
+        passed_over=passed_over,
+        environ=environ,
+    )
+
+
+def _detected(question: Question) -> Cluster:
+    """Return the detected cluster, with the reason why each of the others was passed over."""
+    environ = question.request.environ
+    candidates: list[tuple[Candidate, ClusterEnvironmentSpec]] = [
+        (candidate, candidate.spec)
+        for candidate in question.registry.candidates("cluster_environment")
+        if isinstance(candidate.spec, ClusterEnvironmentSpec) and candidate.spec.variables
+    ]
+    candidates.sort(key=lambda each: each[1].priority, reverse=True)
+    detected: Selection | None = None
+    passed_over = []
+    for candidate, spec in candidates:
+        why_not = spec.why_not(environ)
+        if not why_not and detected is not None:
+            why_not = f"{detected.name} goes before it"
+        if why_not:
+            passed_over.append(selection_of(candidate, why_not))
+        else:
+            verb = "is" if len(spec.variables) == 1 else "are"
+            detected = selection_of(candidate, f"{', '.join(spec.variables)} {verb} set")
+    if detected is None:
+        detected = question.find("cluster_environment", PLAIN, "no cluster was detected")
+    return _named(detected, environ, tuple(passed_over))

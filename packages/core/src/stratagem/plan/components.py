@@ -1,0 +1,323 @@
+"""Accelerator, launcher, precision and checkpoint format: each chosen with a reason, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from stratagem.discovery.capabilities import Capabilities
+from stratagem.discovery.specs import (
+    AcceleratorSpec,
+    Availability,
+    PrecisionSpec,
+    load_target,
+)
+from stratagem.errors import ConfigurationError
+from stratagem.plan.cluster import Cluster
+from stratagem.plan.devices import is_zero
+from stratagem.plan.selection import (
+    GIVEN,
+    Question,
+    Selection,
+    capabilities_of,
+    either,
+    given,
+    selection_of,
+    takes,
+)
+
+ASYNC = "async"
+DEFAULT_LAUNCHER = "script"
+"""What starts the ranks of a strategy that takes any launcher, where none is asked for."""
+
+# -- accelerator
+
+
+def choose_accelerator(
+    question: Question, wanted: Capabilities | None, *, elsewhere: Selection | None
+) -> tuple[Selection, Availability]:
+    """Return the accelerator, and what its probe found.
+
+    Args:
+        question: what is to be resolved.
+        wanted: capabilities of the strategy that was named; None: none was.
+        elsewhere: the launcher whose devices are not on this machine, if it is such a one; nothing
+            is probed then.
+
+    Raises:
+        ConfigurationError: it is not available here, or none is.
+    """
+    asked = question.asked("accelerator", "auto")
+    if not isinstance(asked, str):
+        name = getattr(asked, "name", None)
+        if not isinstance(name, str) or isinstance(asked, type):
+            raise ConfigurationError(
+                f"accelerator={asked!r}: expected a name or an instance of "
+                "stratagem.accelerators.Accelerator"
+            )
+        selected = Selection("accelerator", name, GIVEN, "you passed it", asked)
+    elif asked != "auto":
+        selected = question.find("accelerator", asked, "you named it")
+    elif question.request.devices is None or is_zero(question.request.devices):
+        selected = question.find("accelerator", "cpu", f"devices={question.request.devices!r}")
+    elif elsewhere is not None:
+        raise ConfigurationError(
+            "accelerator='auto' takes the best of this machine, but the launcher "
+            f"{elsewhere.name!r} starts ranks elsewhere: name the accelerator that is there"
+        )
+    else:
+        return _best_accelerator(question, wanted)
+    if elsewhere is not None:
+        return selected, Availability(0, f"not looked for: {elsewhere.name} starts ranks elsewhere")
+    return selected, _available(question, selected)
+
+
+def _best_accelerator(
+    question: Question, wanted: Capabilities | None
+) -> tuple[Selection, Availability]:
+    accelerators = [
+        (candidate, candidate.spec)
+        for candidate in question.registry.candidates("accelerator")
+        if isinstance(candidate.spec, AcceleratorSpec)
+    ]
+    accelerators.sort(key=lambda each: each[1].priority, reverse=True)
+    refused = []
+    for candidate, spec in accelerators:
+        if wanted is not None and not takes(wanted.accelerators, selection_of(candidate, "")):
+            refused.append(f"{spec.name} (not for this strategy)")
+            continue
+        found = question.probe(spec)
+        if found.count:
+            why = f"the best that is available here ({found.reason})"
+            return selection_of(candidate, why), found
+        refused.append(f"{spec.name} ({found.reason})")
+    raise ConfigurationError(
+        "no accelerator is available for this request: "
+        + ("; ".join(refused) or "none is known")
+        + ". Name another strategy, or run where there is one (`stratagem doctor` lists them)"
+    )
+
+
+def _available(question: Question, selected: Selection) -> Availability:
+    found = question.probe(selected.source)
+    if not found.count:
+        raise ConfigurationError(
+            f"accelerator={selected.name!r} is not available on this machine: {found.reason}; "
+            "pass accelerator='auto' to take what there is"
+        )
+    return found
+
+
+def probe_accelerator(accelerator: Any) -> Availability:
+    """Return what an accelerator (its spec, or an object) finds on this machine.
+
+    A probe that fails finds nothing, and its error is the reason: a vendor's broken SDK must not
+    stop a request that can be met without it.
+    """
+    try:
+        if isinstance(accelerator, AcceleratorSpec):
+            function = load_target(accelerator.probe, what=f"probe of {accelerator.name!r}")
+        else:
+            function = accelerator.availability
+        found = function()
+    except (Exception, SystemExit) as error:
+        return Availability(0, f"its probe failed with {type(error).__name__}: {error}")
+    if not isinstance(found, Availability):
+        return Availability(
+            0, f"its probe returned {found!r}; expected stratagem.discovery.Availability"
+        )
+    return found
+
+
+# -- launcher
+
+
+def asked_launcher(
+    question: Question, strategy: Selection | None, cluster: Cluster
+) -> Selection | None:
+    """Return the launcher that was asked for; None: none was, or the ranks are there already.
+
+    Args:
+        question: what is to be resolved.
+        strategy: what it starts; None: not chosen yet.
+        cluster: what the environment says.
+
+    Raises:
+        ConfigurationError: it cannot start ranks, or the strategy takes no such launcher.
+    """
+    asked = question.asked("launcher", None)
+    if asked is None or cluster.has_started_this:
+        return None
+    if strategy is not None:
+        _check_starts(question, strategy, asked)
+    if not isinstance(asked, str):
+        return given("launcher", asked, method="launch", base="stratagem.launch.Launcher")
+    selected = question.find("launcher", asked, "you named it")
+    if not can(selected, "starts_ranks"):
+        raise ConfigurationError(
+            f"launcher={asked!r} starts no ranks: expected one that does, such as "
+            f"{DEFAULT_LAUNCHER!r} (`stratagem doctor` lists them)"
+        )
+    return selected
+
+
+def _check_starts(question: Question, strategy: Selection, asked: Any) -> None:
+    """Refuse a launcher that does not go with a strategy."""
+    capabilities = capabilities_of(strategy)
+    if capabilities.one_process:
+        if question.request.launcher is None:
+            return
+        raise ConfigurationError(
+            f"the strategy {strategy.name!r} trains in one process, so the launcher "
+            f"{_name_of(asked)!r} has no ranks to start: pass a strategy for several processes "
+            "such as 'ddp', or no launcher"
+        )
+    accepted = capabilities.launchers
+    if accepted is not None and _name_of(asked) not in accepted:
+        raise ConfigurationError(
+            f"the strategy {strategy.name!r} is started by {either(accepted)}, received "
+            f"launcher={asked!r}"
+        )
+
+
+def choose_launcher(
+    question: Question,
+    strategy: Selection,
+    capabilities: Capabilities,
+    cluster: Cluster,
+    asked: Selection | None,
+) -> Selection:
+    """Return the launcher.
+
+    Args:
+        question: what is to be resolved.
+        strategy, capabilities: what it starts.
+        cluster: what the environment says.
+        asked: the launcher that was asked for; None: none was.
+
+    Raises:
+        ConfigurationError: it needs a script, and this is a notebook or an interpreter.
+    """
+    if capabilities.one_process:
+        return question.find("launcher", "in_process", "the strategy needs one process")
+    if cluster.has_started_this:
+        return question.find("launcher", "external", f"{cluster.name} has started the processes")
+    how = f"how {strategy.name} starts its processes"
+    if asked is None:
+        names = capabilities.launchers or (DEFAULT_LAUNCHER,)
+        selected = question.find("launcher", names[0], how)
+    elif question.request.launcher is None:
+        selected = replace(asked, why=how)
+    else:
+        selected = asked
+    if question.request.interactive and not can(selected, "interactive"):
+        notebook = "ddp_notebook" in question.registry.names("strategy")
+        fork = capabilities.launchers is None or "fork" in capabilities.launchers
+        raise ConfigurationError(
+            f"the strategy {strategy.name!r} starts its processes by the launcher "
+            f"{selected.name!r}, which needs a script and cannot work in a notebook or an "
+            "interactive interpreter: move the code to a script, or pass devices=1"
+            + (", or strategy='ddp_notebook'" if notebook else "")
+            + (", or start_method='fork' to the strategy" if fork else "")
+        )
+    return selected
+
+
+def can(launcher: Selection | None, what: str) -> bool:
+    """Return what a launcher's spec, or its class, says of it; False where there is none."""
+    return launcher is not None and bool(getattr(launcher.source, what, what == "starts_ranks"))
+
+
+def _name_of(component: Any) -> str:
+    return component if isinstance(component, str) else type(component).__name__
+
+
+# -- precision
+
+
+def choose_precision(
+    question: Question, strategy: Selection, capabilities: Capabilities, accelerator: Selection
+) -> Selection:
+    """Return the precision.
+
+    Raises:
+        ConfigurationError: it is none, or does not go with the strategy or the accelerator.
+    """
+    asked = question.asked("precision", "32-true")
+    selected = _asked_precision(question, asked, strategy, capabilities)
+    if (
+        capabilities.precisions is not None
+        and selected.spec is not None
+        and selected.name not in capabilities.precisions
+    ):
+        raise ConfigurationError(
+            f"the strategy {strategy.name!r} takes the precisions "
+            f"{either(capabilities.precisions)}, received precision={asked!r}: change one of "
+            "the two"
+        )
+    spec = selected.spec
+    if isinstance(spec, PrecisionSpec) and not takes(spec.accelerators, accelerator):
+        raise ConfigurationError(
+            f"precision={asked!r} works on {either(spec.accelerators)}, received "
+            f"accelerator={accelerator.name!r}: change one of the two"
+        )
+    return selected
+
+
+def _asked_precision(
+    question: Question, asked: Any, strategy: Selection, capabilities: Capabilities
+) -> Selection:
+    if not isinstance(asked, (str, int)):
+        name = getattr(asked, "name", None)
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"precision={asked!r}: expected a name, 64, 32, 16, 'bf16', or an instance of "
+                "stratagem.precision.Precision"
+            )
+        return Selection("precision", name, GIVEN, "you passed it", asked)
+    why = "the default" if asked == "32-true" else "you named it"
+    of_engine = _of_engine(str(asked), capabilities)
+    if of_engine is None:
+        return question.find("precision", str(asked), why)
+    why += f"; {strategy.name} does it itself"
+    return Selection("precision", of_engine.name, strategy.provider, why, of_engine)
+
+
+def _of_engine(asked: str, capabilities: Capabilities) -> PrecisionSpec | None:
+    """Return the spec of a precision that the strategy's engine implements, or None."""
+    name = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}.get(asked, asked).casefold()
+    if name not in capabilities.engine_precisions:
+        return None
+    return PrecisionSpec(
+        name=name,
+        target="stratagem.interfaces.precision:EnginePrecision",
+        api_version=1,
+        summary="by the strategy's engine",
+        init_args={"name": name},
+    )
+
+
+# -- checkpoint format
+
+
+def choose_checkpoint_io(question: Question, capabilities: Capabilities) -> Selection:
+    """Return the checkpoint format, asynchronous if that was asked for.
+
+    Raises:
+        ConfigurationError: what was asked for is no checkpoint format.
+    """
+    asked = question.asked("checkpoint_io", None)
+    if asked is None:
+        selected = question.find("checkpoint_io", capabilities.checkpoint_io, "the default")
+    elif isinstance(asked, str):
+        selected = question.find("checkpoint_io", asked, "you named it")
+    else:
+        base = "stratagem.checkpoint.CheckpointIO"
+        selected = given("checkpoint_io", asked, method="save_checkpoint", base=base)
+    if not question.request.async_save or selected.name == ASYNC:
+        return selected
+    why = f"async_save=True; it writes {selected.name}"
+    asynchronous = question.find("checkpoint_io", ASYNC, why)
+    assert asynchronous.spec is not None
+    inner = selected.name if selected.spec is not None else selected.source
+    return replace(asynchronous, source=replace(asynchronous.spec, init_args={"inner": inner}))

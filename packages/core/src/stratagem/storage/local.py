@@ -1,0 +1,88 @@
+"""Steps on a local file system that several writers take: temporary names, removal, fsync."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import secrets
+import shutil
+import time
+import zlib
+from pathlib import Path
+
+_PREFIX, _SUFFIX = ".stratagem-", ".saving"
+# Whether locks of another host are seen depends on the network file system. What came from another
+# host is therefore a leftover only if it has not changed for so long, in seconds.
+_FOREIGN_AGE = 24 * 3600
+
+
+def sync_directory(directory: os.PathLike[str]) -> None:
+    """Return once the names in a directory are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it, so that they too are there after a power cut."""
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    sync_directory(directory.parent)
+
+
+def temporary_path(directory: Path) -> Path:
+    """Return a path in `directory` that nobody has, for what is being written or removed."""
+    return directory / f"{_PREFIX}{_host()}-{secrets.token_hex(8)}{_SUFFIX}"
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a directory with what is in it, if there is one.
+
+    All of it or nothing: a directory is renamed first, to a name under which the next save
+    removes what a kill leaves of it.
+    """
+    if path.is_dir() and not path.is_symlink():
+        if not _is_temporary(path):
+            doomed = temporary_path(path.parent)
+            path.rename(doomed)
+            path = doomed
+        while path.is_dir():
+            try:
+                shutil.rmtree(path)
+            except FileNotFoundError:
+                pass  # another process removes it too, as a leftover
+    path.unlink(missing_ok=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the temporary files of writers that are dead; those of living ones are left alone."""
+    for leftover in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
+        try:
+            flags = os.O_RDONLY if leftover.is_dir() else os.O_RDWR
+            descriptor = os.open(leftover, flags | os.O_NOFOLLOW)
+        except OSError:
+            continue  # it has its name by now, or it is somebody else's
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if leftover.name.startswith(_PREFIX + _host()) or (
+                time.time() - os.fstat(descriptor).st_mtime > _FOREIGN_AGE
+            ):
+                remove(leftover)
+        except OSError:
+            pass  # its writer lives, or nobody can tell
+        finally:
+            os.close(descriptor)
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)
+
+
+@functools.cache
+def _host() -> str:
+    return f"{zlib.crc32(os.uname().nodename.encode()):08x}"
