@@ -223,7 +223,7 @@ class Lite(Launched):
             *args, **kwargs: those of `Tensor.backward`.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
-        self._check_backward()
+        check_backward(self.plan)
         if self._raise_errors is not None:
             self._raise_errors()
         if self._weight != 1.0:
