@@ -1,4 +1,4 @@
-"""The micro-batches of a step: read one at a time where their number is known, and counted right."""
+"""The micro-batches of a step: read one at a time, and counted right."""
 
 from __future__ import annotations
 

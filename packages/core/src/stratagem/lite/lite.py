@@ -197,6 +197,8 @@ class Lite(Launched):
             The loader, or a list of them.
         """
         index, count = self._launched_strategy().ranks.data_shard
+        rng_of = (self.strategy.accelerator, self.device)
+        moves = move_to_device and not self.strategy.accelerator.is_host
         wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
@@ -204,9 +206,11 @@ class Lite(Launched):
             name = "the data loader"
             if len(dataloaders) > 1:
                 name += f" {len(wrapped)} of setup_dataloaders()"
-            device = self.device if move_to_device else None
+            device = self.device if moves else None
             shard = (index, count)
-            wrapped.append(LiteDataLoader(loader, device, name, self.global_rank, shard))
+            wrapped.append(
+                LiteDataLoader(loader, device, name, self.global_rank, shard, rng_of=rng_of)
+            )
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     # -- a step
