@@ -136,9 +136,9 @@ def _longest_chain(groups: list[set[str]], arrows: set[tuple[str, str]]) -> int:
 def _lines_of_source(text: str, tree: ast.Module) -> int:
     docs: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                docs.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            docs.update(range(value.lineno, (value.end_lineno or value.lineno) + 1))
     code: set[int] = set()
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

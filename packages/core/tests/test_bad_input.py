@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem import Callback, DataModule, Module, Trainer, seed_everything
+from stratagem import Callback, DataModule, Lite, Module, Trainer, seed_everything
 from stratagem.accelerators import CPUAccelerator
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoint import SingleFileCheckpointIO
@@ -278,6 +278,9 @@ def test_manual_optimization_clips_and_accumulates_by_itself() -> None:
     class Engine(SingleDeviceStrategy):
         capabilities = Capabilities(manual_backward=False)
 
+        def train_step(self, prepared: Any, step: Any, micro_batches: Any) -> None:
+            """The engine's affair."""
+
     assert configuration(lambda: trainer(strategy=Engine()).fit(Manual(), loader())) == (
         "the strategy 'Engine' runs backward itself, so it cannot train a Module with "
         "automatic_optimization = False"
@@ -465,7 +468,7 @@ def test_a_model_checkpoint_needs_checkpointing() -> None:
 
 
 def test_what_a_run_knows_needs_a_run() -> None:
-    for name in ("optimizers", "lr_scheduler_configs", "num_training_batches", "last_run"):
+    for name in ("optimizers", "lr_scheduler_configs", "num_training_batches", "run"):
         assert configuration(lambda name=name: getattr(trainer(), name)) == (  # type: ignore[misc]
             "this needs a model that was fitted, validated, tested or predicted with this Trainer; "
             "there was none yet"
@@ -565,8 +568,12 @@ def test_ranks_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert elastic.node_rank() == 3
 
 
+def with_backend(name: Any) -> None:
+    Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend=name))
+
+
 def test_ddp_refuses_a_backend_that_is_not_built_in_and_a_timeout_of_nothing() -> None:
-    text = configuration(lambda: DDPStrategy(process_group_backend="mpi"))
+    text = configuration(lambda: with_backend("mpi"))
     assert re.fullmatch(
         r"process_group_backend='mpi' is not in this build of torch; expected one of .*gloo.*", text
     )
@@ -580,7 +587,7 @@ def test_ddp_refuses_a_backend_that_is_not_built_in_and_a_timeout_of_nothing() -
         assert text.startswith(f"timeout={unusable!r}: expected seconds")
     for backend in ("fake", "undefined", 3):
         named: Any = backend
-        text = configuration(partial(DDPStrategy, process_group_backend=named))
+        text = configuration(partial(with_backend, named))
         assert text.startswith(f"process_group_backend={backend!r} is not in this build of torch")
         assert "fake" not in text.partition("expected one of")[2]
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 import xxhash
 
-from stratagem.checkpoint import CheckpointIO, archive
+from stratagem.checkpoint import CheckpointIO
+from stratagem.checkpoint.checksum import checksum_of_file
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointCorruptError
 from stratagem.testing.durability.harness import formats
@@ -172,8 +173,8 @@ class Counted:
 def test_what_was_verified_just_now_is_read_once_unless_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = Counted(archive.checksum_of_file)
-    monkeypatch.setattr(archive, "checksum_of_file", counted)
+    counted = Counted(checksum_of_file)
+    monkeypatch.setattr("stratagem.checkpoint.archive.checksum_of_file", counted)
     io: CheckpointIO = get_registry().find("checkpoint_io", "single_file").spec.build()
     first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
     for number, path in enumerate((first, second)):

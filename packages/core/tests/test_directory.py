@@ -507,7 +507,7 @@ def first(layout: Any) -> Any:
             ),
             "of which only",
         ),
-        (lambda m: m.storage_data.clear(), "has no part at"),
+        (lambda m: m.storage_data.clear(), "has no chunk at"),
         (lambda m: m.planner_data.update({"model.0.weight": ("step", "x")}), "has no place for"),
     ],
 )
@@ -568,7 +568,7 @@ def deflated() -> bytes:
         (deflated, "is compressed"),
         (lambda: b"nothing" * 900, "no zip archive"),
         (lambda: saved_by_torch([torch.zeros(400)]), "there is a list"),
-        (lambda: saved_by_torch(torch.zeros(400)), "a part has the shape"),
+        (lambda: saved_by_torch(torch.zeros(400)), "a chunk has the shape"),
     ],
 )
 def test_a_part_that_is_no_tensor_or_would_grow_is_refused(

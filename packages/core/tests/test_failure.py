@@ -374,7 +374,7 @@ def test_parameters_that_differ_in_value_or_place_are_seen(
     class Listening:
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
             of_theirs.append(tensor)
-            return torch.stack([tensor, tensor + 1] if len(tensor) == 3 else [tensor, tensor])
+            return torch.stack([tensor, tensor + 1] if len(tensor) == 4 else [tensor, tensor])
 
     of_theirs: list[torch.Tensor] = []
     modules = [nn.Module(), nn.Module()]

@@ -559,7 +559,7 @@ def test_log_works_within_a_run_only() -> None:
     with pytest.raises(UserCodeError) as caught:
         model.log("x", 1.0)
     assert str(caught.value) == (
-        "self.log('x', ...) works while a Trainer runs this model, in its steps and events only"
+        "self.log('x', ...) works while a Trainer runs this model, in its steps and hooks only"
     )
     trainer_with().fit(model, numbers())
     with pytest.raises(UserCodeError, match="works while a Trainer runs this model"):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,11 +46,6 @@ from stratagem_deepspeed.optimizers import (
 )
 from stratagem_deepspeed.plugin import DEEPSPEED
 from stratagem_deepspeed.state import EngineState
-
-_called_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[EngineModule]] = (
-    weakref.WeakKeyDictionary()
-)
-"""What calls a model that was prepared before; the StepModule around it is made anew each time."""
 
 
 class DeepSpeedStrategy(ParallelStrategy):
@@ -116,9 +110,6 @@ class DeepSpeedStrategy(ParallelStrategy):
     """
 
     capabilities = DEEPSPEED
-
-    _with_trainers: ClassVar[weakref.WeakSet[DeepSpeedStrategy]] = weakref.WeakSet()
-    """Those that run, or have run, under a Trainer in this process."""
 
     def __init__(
         self,
@@ -269,30 +260,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         ranks = self.ranks
         return quiet_rank(ranks.global_rank, ranks.local_rank, ranks.world_size)
 
-    def setup(self, trainer: Any) -> None:
-        """Free the engines of Trainers that have ended: a process trains one model after another.
-
-        What they hold is not garbage while anything refers to a Module that they have trained.
-        """
-        super().setup(trainer)
-        self._trainer = weakref.ref(trainer)
-        others = [one for one in DeepSpeedStrategy._with_trainers if one is not self]
-        for other in others:
-            its = other._trainer()
-            if its is None or its.state.status != "running":
-                other.release()
-        DeepSpeedStrategy._with_trainers.add(self)
-
-    def release(self) -> None:
-        """Free all engines: optimizer state and buffers. Models can be prepared again."""
-        if self._engines:
-            while self._engines:
-                self._engines.pop().release()
-            gc.collect()
-
     def teardown(self) -> None:
         """Free the engines, then release what others hold."""
-        self.release()
+        while self._engines:
+            self._engines.pop().release()
         super().teardown()
 
     # -- model and optimizers
@@ -322,12 +293,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         Without an optimizer there is nothing to shard but parameters: an engine is made at stage 3
         alone, for a model that was built in shards.
         """
-        model = _model_of(module)
-        before = _called_by.get(model, lambda: None)()
-        if before is not None:
-            before.release()
         called = EngineModule(module)
-        _called_by[model] = weakref.ref(called)
         trains = callable(optimizers) or bool(optimizers) or self.facts.loop != "Trainer"
         optimizer = only_one(make_optimizers(optimizers))
         if optimizer is not None or (trains and self.makes_optimizers):
@@ -388,6 +354,18 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._engines = [one for one in self._engines if one.engine is not None] + [called]
         return optimizer
 
+    def release(self, prepared: PreparedModel) -> None:
+        """Free the model's engine: optimizer state and buffers.
+
+        They are not garbage while anything refers to a module that they have trained.
+        """
+        called = prepared.module
+        assert isinstance(called, EngineModule)
+        if called.engine is not None:
+            called.release()
+            self._engines = [one for one in self._engines if one is not called]
+            gc.collect()
+
     # -- a training step
 
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -432,12 +410,6 @@ class DeepSpeedStrategy(ParallelStrategy):
         assert isinstance(called, EngineModule)
         called.engine.step()
 
-    # -- the rest
-
-    def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Return what does nothing: gradients are the engine's, and its step clears them."""
-        return _nothing
-
     # -- state
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
@@ -475,18 +447,21 @@ class DeepSpeedStrategy(ParallelStrategy):
         assert isinstance(prepared.module, EngineModule)
         return EngineState(prepared.module, self)
 
-    def before_evaluation(self, prepared: PreparedModel) -> None:
+    @contextlib.contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
         for buffer in prepared.original.buffers():
             dist.broadcast(buffer, 0)
+        yield
 
 
 @dataclass(eq=False)
 class EnginePrepared(PreparedModel):
     """A model and its engine, which clears the gradients in its step."""
 
-    def __post_init__(self) -> None:
-        self.clear_gradients = [_nothing for _ in self.optimizers]
+    def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Return what does nothing: gradients are the engine's, and its step clears them."""
+        return _nothing
 
 
 def _of_steps(step: StepOptions | None) -> dict[str, Any]:
@@ -508,11 +483,6 @@ def _of_steps(step: StepOptions | None) -> dict[str, Any]:
 
 def _nothing() -> None:
     pass
-
-
-def _model_of(module: nn.Module) -> nn.Module:
-    """Return the user's model in a StepModule, or a module as it is."""
-    return next(iter(module.children()), module)
 
 
 def _share_start(model: nn.Module, precision: Precision) -> None:

@@ -6,7 +6,7 @@
     ├── ConfigurationError          what was asked for cannot be (also a ValueError)
     │   ├── UnknownNameError        no component has that name (also a LookupError)
     │   └── AmbiguousNameError      several distributions claim that name
-    ├── PluginError                 a plugin registered something invalid
+    ├── PluginError                 a plugin, or a component of one, breaks its contract
     ├── UserCodeError               a Module, loader or callback breaks its contract
     │   └── NonFiniteLossError      the loss is NaN or infinite and detection is on
     ├── CheckpointError
@@ -46,7 +46,7 @@ class AmbiguousNameError(ConfigurationError):
 
 
 class PluginError(StratagemError):
-    """A plugin returned something that is not a valid component."""
+    """A plugin or a component of one does not keep its side of the contract."""
 
 
 class UserCodeError(StratagemError):

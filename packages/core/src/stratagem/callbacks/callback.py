@@ -45,10 +45,6 @@ class Callback:
         """Return what a checkpoint has to hold; plain data."""
         return {}
 
-    def own_state(self, states: dict[str, Any]) -> dict[str, Any] | None:
-        """Return its state among those of a checkpoint, by `state_key`; None: there is none."""
-        return states.get(self.state_key)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 

@@ -72,18 +72,18 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         """Look at the value, if validation comes in the middle of epochs."""
-        if not trainer.sanity_checking and trainer.validates_within_epochs:
+        if not trainer.sanity_checking and trainer.run.validates_within_epochs:
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Look at the value, if the epoch's values are complete only now."""
-        if not trainer.has_validation or (
-            trainer.has_validated and not trainer.validates_within_epochs
+        if not trainer.run.has_validation or (
+            trainer.run.has_validated and not trainer.run.validates_within_epochs
         ):
             self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:
-        score = float(trainer.metric(self.monitor, "EarlyStopping"))
+        score = float(trainer.run.metric(self.monitor, "EarlyStopping"))
         sign = 1.0 if self.mode == "min" else -1.0
         if sign * score < sign * self.best_score - self.min_delta:
             self.best_score = score

@@ -191,21 +191,17 @@ class ModelCheckpoint(Callback):
             "every_n_epochs": self.every_n_epochs,
             "train_time_interval": self.train_time_interval,
         }
-        told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-        return f"ModelCheckpoint({told}"
+        listed = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        return f"ModelCheckpoint({listed}"
 
-    def own_state(self, states: dict[str, Any]) -> dict[str, Any] | None:
-        """Return its state also if its folder has another name by now, where only one can be it."""
-        if self.state_key in states:
-            return super().own_state(states)
-        trigger = self.every_n_train_steps or self.train_time_interval or self.every_n_epochs
-        of_format_1 = f"ModelCheckpoint({self.monitor}, {self.mode}, {trigger})"
-        alike = [
-            state
-            for key, state in states.items()
-            if key == of_format_1 or key.startswith(self._key_without_folder() + ", dirpath=")
-        ]
-        return alike[0] if len(alike) == 1 else None
+    def on_load_checkpoint(
+        self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Find its state also if its folder has another name by now, where only one can be it."""
+        states = checkpoint.get("callbacks", {})
+        alike = [key for key in states if key.startswith(self._key_without_folder() + ", dirpath=")]
+        if self.state_key not in states and len(alike) == 1:
+            states[self.state_key] = states[alike[0]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return which checkpoints are kept; names are relative to the folder."""
@@ -220,7 +216,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back which checkpoints are kept; when a fit goes on, those that are gone go."""
+        """Restore which checkpoints are kept; when a fit goes on, gone ones are dropped."""
         self._resumed = state
         self._take(state, lambda name: str(paths.join(state["dirpath"], name)))
 
@@ -240,7 +236,7 @@ class ModelCheckpoint(Callback):
         def locate(name: str) -> str | None:
             for folder in folders:
                 path = str(paths.join(folder, name))
-                if is_of_run(path, trainer.run_id, default=folder == folders[-1]):
+                if is_of_run(path, trainer.run.run_id, default=folder == folders[-1]):
                     return path
             return None
 
@@ -260,7 +256,7 @@ class ModelCheckpoint(Callback):
         """Choose the folder, alike on every rank."""
         if stage == "fit":
             if self.dirpath is None:
-                self.dirpath = paths.join(trainer.checkpoint_root, "checkpoints")
+                self.dirpath = paths.join(trainer.run.checkpoint_root, "checkpoints")
             self.dirpath = paths.at(trainer.ranks.broadcast(str(self.dirpath)))
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
@@ -277,7 +273,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Start the clock; what was resumed from need not be saved again."""
         self._trains = True
-        self._last_time_saved = trainer.agreed_time()
+        self._last_time_saved = trainer.run.agreed_time()
         self._last_step_saved = trainer.global_step
 
     def on_train_batch_end(
@@ -292,7 +288,7 @@ class ModelCheckpoint(Callback):
         every, interval = self.every_n_train_steps, self.train_time_interval
         if (every is not None and step % every == 0) or (
             interval is not None
-            and trainer.agreed_time() - self._last_time_saved >= interval.total_seconds()
+            and trainer.run.agreed_time() - self._last_time_saved >= interval.total_seconds()
         ):
             self._save(trainer)
 
@@ -307,7 +303,7 @@ class ModelCheckpoint(Callback):
         """Save after the training epoch, unless it is to happen after validation."""
         if self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
             # What was monitored may be of an earlier epoch, or not there yet.
-            known = trainer.has_validated or not trainer.has_validation
+            known = trainer.run.has_validated or not trainer.run.has_validation
             self._save(trainer, among_best=known or self.monitor is None)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -341,7 +337,7 @@ class ModelCheckpoint(Callback):
     def _after_training_epoch(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
-        return not trainer.validates_within_epochs
+        return not trainer.run.validates_within_epochs
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         if self.every_n_epochs is None or trainer.global_step == self._last_step_saved:
@@ -352,12 +348,12 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, *, among_best: bool = True) -> None:
         self._last_step_saved = trainer.global_step
-        self._last_time_saved = trainer.agreed_time()
+        self._last_time_saved = trainer.run.agreed_time()
         value = None
         if among_best and self.save_top_k != 0:
             value = float(trainer.global_step)
             if self.monitor is not None:
-                value = float(trainer.metric(self.monitor, "ModelCheckpoint"))
+                value = float(trainer.run.metric(self.monitor, "ModelCheckpoint"))
             if not self._kept.is_among_best(value):
                 value = None
         if value is None and not (self.keep_latest_k or self.save_last):
@@ -368,7 +364,7 @@ class ModelCheckpoint(Callback):
         path = self._names.choose(ranks, self.dirpath, self.format_checkpoint_name(trainer))
         if self.save_last and not (last and self._names.may_move(ranks, last)):
             last = self.last_model_path = self._names.choose(ranks, self.dirpath, "last")
-        # All of it is told to the state first, so that the checkpoint knows of itself.
+        # The state first, so that it is in the checkpoint itself.
         dropped = self._kept.add(path, value)
         try:
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)

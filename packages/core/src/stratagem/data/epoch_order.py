@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -234,6 +235,25 @@ _KNOWN = (
     WeightedRandomSampler,
 )
 """Samplers that draw alike in each process, an epoch's indices at once or from a generator."""
+
+
+def has_exact_length(loader: Any) -> bool:
+    """Whether a loader yields exactly as many batches as its length says.
+
+    Lists do, and torch's DataLoader where torch's samplers choose the samples; the length of a
+    dataset that is iterated over, or of anything else's, may be an estimate.
+    """
+    if type(loader) in (list, tuple):
+        return True
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ or kind.__len__ is not DataLoader.__len__:
+        return False
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while type(sampler) in (BatchSampler, ShardedSampler):
+        sampler = sampler.sampler
+    return type(sampler) in _KNOWN
 
 
 def _copy(sampler: Any) -> Any:

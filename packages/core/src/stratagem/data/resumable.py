@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem.data.epoch_order import Indices, Order, Reshard, order_of
+from stratagem.data.epoch_order import Indices, Order, Reshard, has_exact_length, order_of
+from stratagem.data.sharding import length_of
 from stratagem.rng import generator_states, generators_of, rng_state, set_generator_states
 
 
@@ -45,8 +46,9 @@ class Resumable:
     Attributes:
         loader: what is iterated over; the user's loader, or a copy of it with wrapped indices.
         inexact: why a resumed run differs from one that was not interrupted; "" if it does not.
-        left: batches of the present epoch that `begin` has yet to yield; infinity: as many as the
-            loader's length says.
+        left: batches of the present epoch that `begin` has yet to yield, where they were dealt out
+            again to other ranks; infinity: as many as the loader's length says.
+        has_exact_length: whether it yields exactly as many batches as its length says.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Resumable:
         self.loader = loader
         self.inexact = ""
         self.left = math.inf
+        self.has_exact_length = has_exact_length(loader)
         self._name = name
         self._rank = rank
         self._shard = shard
@@ -134,6 +137,12 @@ class Resumable:
         if size is None:
             size = getattr(getattr(self.loader, "batch_sampler", None), "batch_size", None)
         return size if isinstance(size, int) else 1
+
+    def batches_left(self, done: int) -> float:
+        """Return the batches of the present epoch after the first `done`; infinity: not known."""
+        if self.left != math.inf:
+            return self.left
+        return length_of(self.loader) - done if self.has_exact_length else math.inf
 
     # -- going on
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.registry import Candidate, get_registry
+from stratagem.errors import StratagemError
 
 
 def exporter(
@@ -22,6 +23,8 @@ def exporter(
     """
 
     def find(name: str) -> Any:
+        if name == "__all__":
+            return [known for known in names() if _is_there(find, known)]
         if name in bases:
             return getattr(importlib.import_module(bases[name]), name)
         if name.startswith("_"):
@@ -47,6 +50,15 @@ def exporter(
         return sorted({*bases, *(c.spec.class_name for c in _candidates(kind))})
 
     return find, names
+
+
+def _is_there(find: Callable[[str], Any], name: str) -> bool:
+    """Whether a name can be imported: another distribution's class may lack what it needs."""
+    try:
+        find(name)
+    except (ImportError, StratagemError):
+        return False
+    return True
 
 
 def _candidates(kind: str) -> list[Candidate]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,6 +69,21 @@ def _leave_together(statuses: RankStatuses) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def fail_at_end(error: BaseException, what: str) -> None:
+    """Let this process, which is ending already, exit with an error once all else is done."""
+    record_failure(error)
+    shown = "".join(traceback.format_exception(error))
+    print(f"stratagem: {what}:\n{shown}", end="", file=sys.stderr, flush=True)
+    this_rank.failed = True
+    # What is called at the end is called from the last to the first.
+    this_rank.at_end.insert(0, _exit_with_error)
+
+
+def _exit_with_error() -> None:
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _end_with_error(message: str) -> NoReturn:

@@ -43,8 +43,8 @@ class ParallelStrategy(Strategy):
         **components: see `Strategy`.
 
     Raises:
-        ConfigurationError: the backend is not in this build of torch, or an argument is not what
-            is said here.
+        ConfigurationError: an argument is not what is said here; when it is bound, the backend is
+            not in this build of torch.
 
     Example:
         >>> from stratagem.strategies import DDPStrategy, ParallelStrategy
@@ -67,13 +67,6 @@ class ParallelStrategy(Strategy):
         if start_method is not None:
             components["launcher"] = _launcher(start_method, components.get("launcher"))
         super().__init__(**components)
-        if process_group_backend is not None and not (
-            isinstance(process_group_backend, str) and _is_there(process_group_backend)
-        ):
-            raise ConfigurationError(
-                f"process_group_backend={process_group_backend!r} is not in this build of torch; "
-                f"expected one of {', '.join(filter(_is_there, dist.Backend.backend_list))}"
-            )
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST_TIMEOUT:
             raise ConfigurationError(
@@ -89,9 +82,16 @@ class ParallelStrategy(Strategy):
         """Take the components of the plan; see `Strategy.bind`.
 
         Raises:
-            ConfigurationError: the process group's backend cannot move the accelerator's tensors.
+            ConfigurationError: the process group's backend is not in this build of torch, or cannot
+                move the accelerator's tensors; or the class's capabilities say one_process.
         """
         super().bind(components)
+        if self.capabilities.one_process and components.device_count > 1:
+            raise ConfigurationError(
+                f"{type(self).__name__}.capabilities has one_process=True, so that one process was "
+                f"to drive {components.device_count} devices, but a ParallelStrategy has a process "
+                "for each: set one_process=False"
+            )
         self._check_backend()
 
     @property
@@ -100,7 +100,13 @@ class ParallelStrategy(Strategy):
         return self.process_group_backend or self.accelerator.process_group_backend
 
     def _check_backend(self) -> None:
-        backend = self.communication_backend
+        asked, backend = self.process_group_backend, self.communication_backend
+        # Not in `__init__`: an accelerator's module may register a backend of its own.
+        if asked is not None and not (isinstance(asked, str) and _is_there(asked)):
+            raise ConfigurationError(
+                f"process_group_backend={asked!r} is not in this build of torch; expected one of "
+                f"{', '.join(filter(_is_there, dist.Backend.backend_list))}"
+            )
         takes = dist.Backend.backend_capability.get(backend)
         kind = self.accelerator.device(self.components.devices[0]).type
         if takes is not None and kind not in takes:

@@ -2,65 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.data.pytree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
+from stratagem.interfaces.author_checks import (
+    check_capabilities,
+    check_overrides,
+    check_passed_on,
+    unexpected_arguments,
+)
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.precision import Precision
-from stratagem.interfaces.prepared_model import (
-    Optimizers,
-    PreparedModel,
-    gradient_clearer,
-    make_optimizers,
-)
+from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
 from stratagem.interfaces.ranks import Ranks
-from stratagem.interfaces.train_step import TrainStep
-from stratagem.plan.step_options import GradientClip
+from stratagem.interfaces.stepping import Stepping
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
+_THERE = {
+    **dict.fromkeys(("components", "accelerator", "precision", "precision_plugin"), "after bind()"),
+    **dict.fromkeys(("checkpoint_io", "cluster_environment", "ranks"), "after bind()"),
+    "device": "once processes are launched",
+}
 
-class Strategy:
+
+class Strategy(Stepping, ABC):
     """How a model is trained over devices and processes.
 
     Call sequence, each on every rank and in this order:
         1. `__init__`, by the user or from a spec: options only; nothing is known of the machine.
-        2. `bind(components)`: the strategy is complete from here on.
-        3. `setup_environment()`: device and communication. Ranks are known from here on.
-        4. `setup(trainer)`: a hook for subclasses, under the Trainer only.
+           A subclass passes on what it does not take itself: `super().__init__(**components)`.
+           Launchers such as "spawn" pickle the strategy after `bind`; what cannot be pickled
+           belongs into `setup_environment` or later.
+        2. `bind(components)`, before each launch, also in the process that launches: refuses what
+           cannot be done, and calls `make_ranks()`.
+        3. `setup_environment()`, on every rank once it runs: reads the ranks again, sets up the
+           device and communication. Collectives (`ranks.all_reduce`, ...) work from here on.
+        4. `setup(trainer)`, at the start of each run of a Trainer.
         5. `model_context()` around the code that builds a model.
-        6. `synchronize_batch_norm(module)`, where `sync_batchnorm` is set; then
-           `prepare(module, optimizers)`, once for each model: converts and moves it, calls
-           `wrap(module)`, then makes the optimizers.
-        7. Each optimizer step: `train_step(prepared, step, micro_batches)` under the Trainer; in a
-           hand-written loop under Lite `no_sync`, `backward`, `clip_gradients`, `optimizer_step`,
-           which `train_step` is made of. An engine that does some of these itself overrides them;
-           one that compiles the whole step overrides `train_step`.
-        8. Collectives (`all_reduce`, `all_gather`, `broadcast`, `barrier`) at any time after 3, by
-           all ranks alike.
-        9. State: `model_state` and `optimizer_state` (and their `load_` counterparts) by all
-           ranks; `save_checkpoint` and `load_checkpoint` by all ranks.
-       10. `teardown()`, at the end of the process.
+        6. `take_batch_size` before a fit; then for each model `synchronize_batch_norm(module)`,
+           where `sync_batchnorm` is set, and `prepare(module, optimizers)`: converts and moves it,
+           calls `wrap(module)`, then makes the optimizers. A module may be prepared again (validate
+           and then fit, a second Trainer): `release` of what was prepared of it comes first.
+        7. Under the Trainer, each optimizer step: `train_step(prepared, step, micro_batches)`, made
+           of `accumulate_all` (with `no_sync`, `accumulate`, `backward`) and `finish_step` (with
+           `clip_gradients`, `optimizer_step`). In a loop under Lite, `no_sync`, `backward`,
+           `clip_gradients` and `optimizer_step` by themselves. An engine that does some of these
+           itself overrides them; one that runs the whole step overrides `train_step`.
+        8. Each evaluation: in the context `evaluation(prepared)`. After the last step of a fit:
+           `end_training(prepared)`.
+        9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`; a load
+           `load_model_state`, `load_optimizer_state`, then `load_state`, whatever the order in a
+           user's dict. On every rank, since they may communicate.
+       10. `release(prepared)`: before the module is prepared again, and when another Trainer takes
+           over; `teardown()` at the end of the process.
 
     It knows nn.Module, Optimizer and tensors, and never Trainer or Module: what it is handed is a
-    module whose `forward(method_name, *args)` calls the user's method, so that hooks of a wrapper
-    fire whatever the method.
+    `StepModule`, whose `forward(method_name, *args)` calls the user's method, so that hooks of a
+    wrapper fire whatever the method.
 
     Args:
         accelerator, checkpoint_io, cluster_environment: objects or discovered names; None leaves
             the choice to the plan.
         precision_plugin: a Precision or the name of one; None leaves the choice to the plan.
         launcher: name of a launcher; None takes the first in its capabilities.
+
+    Attributes:
+        capabilities: of the class; the object that its spec has too.
+        accelerator, precision, checkpoint_io, cluster_environment: those of the plan, after `bind`;
+            `precision_plugin` is the same object as `precision`.
+        components: all of them, with device indices and how the Trainer takes its steps; after
+            `bind`.
+        ranks: the processes that train together; after `bind`, for communication after
+            `setup_environment`.
+        device: this rank's `torch.device`; after `setup_environment`.
+        requested: the components that were asked for in `__init__`, by name.
+
+    Raises:
+        ConfigurationError: an argument that no class of the strategy takes.
 
     Example:
         >>> from stratagem import Trainer
@@ -81,10 +111,19 @@ class Strategy:
 
     accelerator: Accelerator
     precision: Precision
+    precision_plugin: Precision
     checkpoint_io: CheckpointIO
     cluster_environment: ClusterEnvironment
+    components: Components
     ranks: Ranks
     device: torch.device
+    requested: Mapping[str, Any]
+
+    def __new__(cls, *arguments: Any, **given: Any) -> Any:
+        """Remember what is given, so that `__init__` can tell what a subclass has not passed on."""
+        strategy = super().__new__(cls)
+        strategy.__dict__["_given"] = given
+        return strategy
 
     def __init__(
         self,
@@ -94,6 +133,7 @@ class Strategy:
         checkpoint_io: CheckpointIO | str | None = None,
         cluster_environment: ClusterEnvironment | str | None = None,
         launcher: str | None = None,
+        **unexpected: Any,
     ) -> None:
         requested = {
             "accelerator": accelerator,
@@ -102,14 +142,36 @@ class Strategy:
             "cluster_environment": cluster_environment,
             "launcher": launcher,
         }
-        self.requested: Mapping[str, Any] = {k: v for k, v in requested.items() if v is not None}
-        """What was asked for here; resolving reads it."""
+        if unexpected:
+            raise unexpected_arguments(type(self), unexpected)
+        received = {**requested, "precision_plugin": precision_plugin}
+        check_passed_on(type(self), self.__dict__.pop("_given", {}), received)
+        self.requested = {k: v for k, v in requested.items() if v is not None}
+
+    def __getattr__(self, name: str) -> Any:
+        """Say of what is not there yet when it will be."""
+        kind = type(self).__name__
+        if name == "requested":
+            raise ConfigurationError(
+                f"{kind}.__init__ does not call super().__init__(**components): call it first"
+            )
+        when = _THERE.get(name)
+        if when is not None:
+            raise AttributeError(f"{kind}.{name} is not there yet: it is there {when}")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def bind(self, components: Components) -> None:
-        """Take the components of the plan; once before each launch."""
+        """Take the components of the plan; once before each launch.
+
+        Raises:
+            ConfigurationError: a method does not take what front ends call it with, or the class
+                contradicts its capabilities.
+        """
+        check_overrides(type(self), Strategy)
+        check_capabilities(type(self), Strategy, self.capabilities)
         self.components = components
         self.accelerator = components.accelerator
-        self.precision = components.precision
+        self.precision = self.precision_plugin = components.precision
         self.checkpoint_io = components.checkpoint_io
         self.cluster_environment = components.cluster_environment
         self.ranks = self.make_ranks()
@@ -122,11 +184,6 @@ class Strategy:
         """
         step = self.components.step
         return step is not None and step.sync_batchnorm
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """The same object as `precision`."""
-        return self.precision
 
     # -- environment
 
@@ -161,7 +218,7 @@ class Strategy:
         return False
 
     def setup(self, trainer: Any) -> None:
-        """Do more before a Trainer prepares the model; a hook for subclasses."""
+        """Do more before a Trainer prepares a model, at the start of each of its runs."""
 
     def teardown(self) -> None:
         """Release communication and device; the strategy can be bound again."""
@@ -206,7 +263,12 @@ class Strategy:
         module = self.precision.convert_module(module)
         if move_to_device:
             module = module.to(self.device)
-        wrapped = self.wrap(module)
+        wrapped: Any = self.wrap(module)
+        if not isinstance(wrapped, nn.Module):
+            raise ConfigurationError(
+                f"{type(self).__name__}.wrap(module) returned {wrapped!r}; expected an nn.Module, "
+                "what training calls: return the module itself where there is nothing to wrap"
+            )
         return PreparedModel(wrapped, module, make_optimizers(optimizers), evaluation_module=module)
 
     def setup_optimizer(self, prepared: PreparedModel, optimizer: Optimizer) -> Optimizer:
@@ -230,130 +292,29 @@ class Strategy:
             return lambda batch: move_to_device(batch, device)
         return lambda batch: convert(move_to_device(batch, device))
 
-    # -- a training step
+    # -- the life of a prepared model
 
-    def train_step(
-        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
-    ) -> None:
-        """Run one optimizer step over its micro-batches.
+    def evaluation(self, prepared: PreparedModel) -> AbstractContextManager[Any]:
+        """Return a context for evaluating the model, entered by all ranks before the first batch.
 
-        The loss of each micro-batch counts equally: it is divided by their number. A step whose
-        micro-batches were all skipped (no loss) is not taken.
-
-        Args:
-            prepared: the model.
-            step: what the front end does for each of them.
-            micro_batches: may be read from the loader as this goes through them: their number is
-                known before, they come once, and none is kept.
-        """
-        count = len(micro_batches)
-        backwards = position = 0
-        # No `enumerate`, whose tuple would keep a batch while the next one is read.
-        for micro_batch in micro_batches:
-            position += 1  # noqa: SIM113
-            # Gradients are communicated once, in the last micro-batch's backward.
-            held = None if position == count else self.no_sync(prepared)
-            if held is None:
-                backwards += self.accumulate(prepared, step, micro_batch, count)
-            else:
-                with held:
-                    backwards += self.accumulate(prepared, step, micro_batch, count)
-            if position < count:
-                step.after_micro_batch(micro_batch)
-                del micro_batch
-        if backwards:
-            optimizer = prepared.optimizers[0]
-            # Unscaled before anyone sees the gradients; clipped after user code may change them.
-            if self.precision.scales_loss:
-                self.precision.unscale_gradients(optimizer)
-            step.before_optimizer_step(optimizer)
-            if step.clip is not None:
-                self.clip_gradients(prepared, optimizer, step.clip)
-            self.optimizer_step(prepared, optimizer)
-            step.after_optimizer_step(optimizer)
-            prepared.clear_gradients[0]()
-        step.after_micro_batch(micro_batch)
-
-    def accumulate(
-        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
-    ) -> bool:
-        """Run forward and backward of one of `count` micro-batches; return whether it had a loss.
-
-        An engine that owns accumulation overrides this, to hand over the loss undivided and to be
-        told of each micro-batch.
-        """
-        loss = step.forward(micro_batch)
-        if loss is None:
-            return False
-        step.before_backward(loss)
-        self.backward(prepared, loss if count == 1 else loss / count)
-        step.after_backward()
-        return True
-
-    def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
-        """Return a context in which backward communicates nothing, or None: nothing to hold."""
-        return None
-
-    def backward_in_forward(self, prepared: PreparedModel) -> AbstractContextManager[Any]:
-        """Return a context for one forward in which user code calls `backward` itself.
-
-        The Trainer enters it for each `training_step` of manual optimization.
+        Entering it makes alike what ranks hold, where that may differ (buffers, a replica of each
+        rank's own); leaving it puts back what training goes on from.
         """
         return nullcontext()
 
-    def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
-        """Return a better error for one that came out of forward or backward, or None.
+    def end_training(self, prepared: PreparedModel) -> None:
+        """Called by the Trainer on every rank after the last step of a fit that ends in order.
 
-        Called by both front ends after a step has failed, so that a good one does not pay for it.
+        Before the callbacks' `on_train_end`: what it changes is what they save.
         """
-        return None
 
-    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward from `loss`, a scalar; further arguments are those of `Tensor.backward`."""
-        if self.precision.scales_loss:
-            loss = self.precision.scale_loss(loss)
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def release(self, prepared: PreparedModel) -> None:
+        """Free what this holds for a model (an engine, buffers), which may be prepared again.
 
-    def clip_gradients(
-        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
-    ) -> Tensor | None:
-        """Clip the gradients of the optimizer's parameters; return their norm if there is one."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if clip.algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, clip.value)
-            return None
-        return nn.utils.clip_grad_norm_(
-            parameters,
-            clip.value,
-            norm_type=clip.norm_type,
-            error_if_nonfinite=clip.error_if_nonfinite,
-        )
-
-    def optimizer_step(
-        self,
-        prepared: PreparedModel,
-        optimizer: Optimizer,
-        closure: Callable[[], Any] | None = None,
-    ) -> Any:
-        """Step one optimizer; return what its `step` does.
-
-        Args:
-            prepared: the model that it is of.
-            optimizer: one of its optimizers.
-            closure: computes the loss and the gradients again, for optimizers such as LBFGS; only
-                a hand-written loop has one.
+        Called by all ranks before the same module is prepared again, by this strategy or another
+        one, and when another Trainer begins a run; `prepared` is not trained any more, but may
+        still be evaluated or saved.
         """
-        if self.precision.scales_loss:
-            self.precision.optimizer_step(optimizer)
-            return None
-        return optimizer.step() if closure is None else optimizer.step(closure)
-
-    def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Return a function that clears an optimizer's gradients, for a hand-written loop."""
-        return gradient_clearer(optimizer)
-
-    def before_evaluation(self, prepared: PreparedModel) -> None:
-        """Make what ranks hold alike before they evaluate; buffers may differ by rank."""
 
     # -- state
 
@@ -394,3 +355,24 @@ class Strategy:
             CheckpointMismatchError: it belongs to other parameters; lists them.
         """
         load_named_state(optimizer, prepared.original, state)
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Return this strategy's own state for a checkpoint; {} where it has none.
+
+        For what is neither a weight nor an optimizer's: weights as of the last average, a count of
+        rounds. Plain data and tensors; `Shards` where `checkpoint_io.takes_shards`, as
+        `model_state` says. Loading under a strategy of another class leaves it out.
+
+        Args:
+            prepared: the model.
+            optimizers: those that are saved with it.
+        """
+        return {}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        """Load what `state` returned, after everything else was loaded.
+
+        Not called for a checkpoint that has none of this class.
+        """

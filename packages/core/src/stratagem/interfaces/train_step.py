@@ -11,15 +11,24 @@ from stratagem.plan.step_options import GradientClip
 
 
 class TrainStep:
-    """What one optimizer step consists of; the strategy decides when each part happens.
+    """What one optimizer step consists of; the strategy decides when each piece happens.
 
-    For each micro-batch: `forward`, then `before_backward`, `after_backward` around its backward,
-    then `after_micro_batch` (for the last one, after the optimizer step). Once, after the last
-    backward: `before_optimizer_step`, with gradients unscaled and not yet clipped, and
-    `after_optimizer_step`, with gradients not yet cleared.
+    For each micro-batch, in this order:
+        1. `begin(micro_batch)`, once: converts it, and calls the hooks of its start.
+        2. `loss(batch, converted=True)` of what `begin` returned; or several times, of parts of it,
+           or not at all on a rank that has no loss to compute (a stage of a pipeline).
+        3. `before_backward(loss)` and `after_backward()`, around each backward.
+        4. `end(micro_batch)`, once.
 
-    A strategy that runs the whole step as one program calls `forward` and `after_micro_batch` if
-    it can, and leaves out the events that it has no place for.
+    Then once, after the last backward: `before_optimizer_step`, with gradients unscaled and not yet
+    clipped, and `after_optimizer_step`, with gradients not yet cleared. `Strategy.accumulate_all`
+    does the first part, `Strategy.finish_step` the second.
+
+    A strategy that runs the whole step as one program calls `begin` and `end` of each micro-batch,
+    `after_optimizer_step`, and leaves out the hooks that it has no place for.
+
+    Attributes:
+        clip: how gradients are to be clipped; None: not at all.
 
     Example:
         >>> import torch
@@ -30,8 +39,8 @@ class TrainStep:
         >>> net = torch.nn.Linear(1, 1, bias=False)
         >>> prepared = lite.strategy.prepare(net, [torch.optim.SGD(net.parameters(), lr=0.5)])
         >>> class Square(TrainStep):
-        ...     def forward(self, micro_batch):
-        ...         return prepared.module(micro_batch).square().mean()
+        ...     def loss(self, part, *, converted=False):
+        ...         return prepared.module(part).square().mean()
         >>> for _ in range(20):
         ...     lite.strategy.train_step(prepared, Square(), [torch.ones(4, 1)])
         >>> abs(net.weight.item()) < 1e-4
@@ -40,21 +49,36 @@ class TrainStep:
 
     clip: GradientClip | None = None
 
-    def forward(self, micro_batch: Any) -> Tensor | None:
-        """Return the micro-batch's loss, a scalar with a gradient; None skips it."""
+    def begin(self, micro_batch: Any) -> Any:
+        """Return the micro-batch on the device, converted, after the hooks of its start."""
+        return micro_batch
+
+    def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
+        """Return the loss of a micro-batch or of a part of it; calls user code and no hooks.
+
+        It can be called again, for parts of a micro-batch or to learn shapes. What user code logs
+        counts between `begin` and `end` only.
+
+        Args:
+            part: a micro-batch, or some of its samples.
+            converted: whether it comes from what `begin` returned.
+
+        Returns:
+            A scalar with a gradient; None skips the micro-batch.
+        """
         raise NotImplementedError
 
+    def end(self, micro_batch: Any) -> None:
+        """Called when all work on a micro-batch is done, but for the optimizer step."""
+
     def before_backward(self, loss: Tensor) -> None:
-        """Told the loss before its backward."""
+        """Called with the loss before its backward."""
 
     def after_backward(self) -> None:
-        """Told after each backward."""
+        """Called after each backward."""
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Told when all gradients are there, before they are clipped."""
+        """Called when all gradients are there, before they are clipped."""
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Told after the optimizer step, before gradients are cleared; counts the step."""
-
-    def after_micro_batch(self, micro_batch: Any) -> None:
-        """Told when all work on a micro-batch is done."""
+        """Called after the optimizer step, before gradients are cleared; counts the step."""

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.data import sharding
-from stratagem.data.pytree import map_tensors, move_to_device
-from stratagem.discovery.registry import get_registry
-from stratagem.distributed.checkpoint_writer import CheckpointWriter
 from stratagem.distributed.uneven_inputs import UnevenInputs
-from stratagem.errors import CheckpointMismatchError, ConfigurationError, naming
-from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.interfaces.cluster_environment import ClusterEnvironment
-from stratagem.interfaces.components import Components
-from stratagem.interfaces.launcher import Launcher
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
-from stratagem.interfaces.ranks import Ranks, ReduceOp
-from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Strategy
-from stratagem.launch.environment import environment_of_request
-from stratagem.launch.rank import at_end_of_rank, this_rank
-from stratagem.launch.watch import run_as_rank
 from stratagem.lite.dataloader import LiteDataLoader
+from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
 from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
-from stratagem.plan.plan import RunPlan, RunRequest
-from stratagem.plan.resolve import resolve
+from stratagem.lite.prepare import prepare
+from stratagem.lite.request import Devices, Plugin, as_list
+from stratagem.lite.state import STRATEGY_STATE, collect, restore
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
 from stratagem.state.shards import read_whole
@@ -45,7 +34,7 @@ from stratagem.storage import paths
 PathLike = str | os.PathLike[str]
 
 
-class Lite:
+class Lite(Launched):
     """Gives a hand-written loop devices, processes, precision and checkpoints.
 
     Either subclass it, write the loop in `run` and call that; or make one, call `launch` and go on
@@ -63,8 +52,8 @@ class Lite:
         gpus: shorthand for `accelerator="gpu", devices=gpus`.
         tpu_cores: shorthand for `accelerator="tpu", devices=tpu_cores`.
         async_save: write checkpoints while training goes on, in whatever format.
-        step_options: how a front end that is made of this one takes its steps, as the Trainer's
-            are; None: your own loop clips and accumulates.
+        step_options: what the strategy is to know of your steps, such as
+            `StepOptions(sync_batchnorm=True)`; your own loop clips and accumulates.
 
     Raises:
         ConfigurationError: the request cannot be met; nothing has been started.
@@ -87,8 +76,6 @@ class Lite:
         True
     """
 
-    _made: ClassVar[int] = 0
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a subclass's `run` launch the processes before it runs."""
         super().__init_subclass__(**kwargs)
@@ -98,174 +85,38 @@ class Lite:
 
     def __init__(
         self,
-        accelerator: Any = "auto",
-        strategy: Any = "auto",
-        devices: int | str | list[int] | tuple[int, ...] | None = "auto",
+        accelerator: str | Accelerator = "auto",
+        strategy: str | Strategy = "auto",
+        devices: Devices = "auto",
         num_nodes: int = 1,
-        precision: Any = "32-true",
-        plugins: Any = None,
-        callbacks: Any = None,
-        loggers: Any = None,
+        precision: str | int | Precision = "32-true",
+        plugins: Plugin | Sequence[Plugin] | None = None,
+        callbacks: object | Sequence[object] | None = None,
+        loggers: object | Sequence[object] | None = None,
         *,
         gpus: int | str | list[int] | None = None,
         tpu_cores: int | str | list[int] | None = None,
         async_save: bool = False,
         step_options: StepOptions | None = None,
     ) -> None:
-        for shorthand, name, value in (("gpus", "gpu", gpus), ("tpu_cores", "tpu", tpu_cores)):
-            if value:  # 0 of them means the CPU, as devices=0 does
-                if accelerator not in ("auto", name) or devices not in ("auto", None):
-                    raise ConfigurationError(
-                        f"{shorthand}={value!r} is short for accelerator={name!r} and devices="
-                        f"{value!r}; received accelerator={accelerator!r} and devices={devices!r} "
-                        "as well: give one or the other"
-                    )
-                accelerator, devices = name, value
-        parts = _sort_plugins(plugins, precision)
-        ordinal, Lite._made = Lite._made, Lite._made + 1
-        self.plan: RunPlan = resolve(
-            RunRequest(
-                accelerator=accelerator,
-                strategy=strategy,
-                devices=devices,
-                num_nodes=num_nodes,
-                environ=environment_of_request(ordinal),
-                ordinal=ordinal,
-                async_save=async_save,
-                step_options=step_options,
-                **parts,
-            ),
-            get_registry(),
+        super().__init__(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            plugins=plugins,
+            gpus=gpus,
+            tpu_cores=tpu_cores,
+            async_save=async_save,
+            step_options=step_options,
         )
-        plan = self.plan
-        self.strategy: Strategy = plan.strategy.build()
-        """The strategy; its ranks and device are there once processes are launched."""
-        self.strategy.bind(
-            Components(
-                accelerator=plan.accelerator.build(),
-                precision=plan.precision.build(),
-                checkpoint_io=plan.checkpoint_io.build(),
-                cluster_environment=plan.cluster_environment.build(),
-                devices=plan.devices,
-                num_nodes=plan.num_nodes,
-                step=plan.request.step_options,
-            )
-        )
-        self._launched = False
         self._in_run = False
         self._prepared: list[PreparedModel] = []
         self._weight = 1.0
         """What the present batch counts; see `join`."""
-        self._raise_errors: Callable[[], None] | None = None
-        """Raises what failed in the background, where something may run there."""
-        self._callbacks = _as_list(callbacks)
-        self._loggers = _as_list(loggers)
-
-    # -- launching
-
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Start the processes and set up their environment.
-
-        Args:
-            function: called as `function(lite, *args, **kwargs)` on every rank; None returns, and
-                the script goes on on every rank.
-
-        Returns:
-            What the function returns on this rank.
-
-        Raises:
-            ConfigurationError: the launcher needs a function, and none was given.
-            RankFailedError: another rank failed; shows its traceback.
-        """
-        if this_rank.is_launched and self.plan.runs_elsewhere and function is not None:
-            # This process is a rank already: of a launch that this call is a part of.
-            return run_as_rank(self._run_on_rank, function, self, *args, **kwargs)
-        launcher = self.plan.launcher.build()
-        if function is None:
-            if self.plan.runs_elsewhere:
-                raise ConfigurationError(
-                    f"the launcher {self.plan.launcher.name!r} runs a function in new processes, "
-                    "so launch() needs one: pass it (lite.launch(main), with main(lite)), or put "
-                    "the code into run() of a subclass"
-                )
-            return launcher.launch(self.plan, self._setup_environment)
-        return launcher.launch(self.plan, self._run_on_rank, function, self, *args, **kwargs)
-
-    def _run_on_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._setup_environment()
-        result = function(*args, **kwargs)
-        self.strategy.checkpoint_io.wait()
-        return result
-
-    def _setup_environment(self) -> None:
-        if not self._launched:
-            self.strategy.setup_environment()
-            checkpoint_io = self.strategy.checkpoint_io
-            checkpoint_io.setup(self.strategy.ranks, self.plan.strategy.name)
-            if checkpoint_io.asynchronous:
-                self._raise_errors = checkpoint_io.raise_errors
-            self._launched = True
-            at_end_of_rank(functools.partial(_teardown, weakref.ref(self.strategy)))
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether this process is a rank, with its environment set up."""
-        return self._launched
-
-    def _launched_strategy(self) -> Strategy:
-        if not self._launched:
-            raise ConfigurationError(
-                "nothing was launched yet: call lite.launch() first, or put the code into a "
-                "subclass's run() and call that"
-            )
-        return self.strategy
-
-    # -- who and where
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that train together, as this one sees them."""
-        return self.strategy.ranks
-
-    @property
-    def checkpoint_writer(self) -> CheckpointWriter:
-        """What saves and loads checkpoints from all ranks together."""
-        strategy = self.strategy
-        return CheckpointWriter(
-            strategy.ranks,
-            strategy.checkpoint_io,
-            reads_parts=strategy.capabilities.sharded_state,
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self._launched_strategy().device
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all."""
-        return self.ranks.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return self.ranks.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The rank of this process's node."""
-        return self.ranks.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.ranks.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.ranks.is_global_zero
+        self._callbacks = as_list(callbacks)
+        self._loggers = as_list(loggers)
 
     @property
     def loggers(self) -> list[Any]:
@@ -302,16 +153,23 @@ class Lite:
                 "its parameters, then setup_optimizers(optimizer)"
             )
         _check_parameters(module, optimizers)
-        step_module = StepModule(module)
-        if strategy.sync_batchnorm:
-            strategy.synchronize_batch_norm(step_module)
-        prepared = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
+        if optimizers:
+            self._check_backward()
+        prepared = prepare(strategy, module, optimizers, move_to_device=move_to_device)
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         if not prepared.optimizers:
             return model
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         return (model, *wrapped)
+
+    def _check_backward(self) -> None:
+        if not self.plan.capabilities.manual_backward:
+            raise ConfigurationError(
+                f"the strategy {self.plan.strategy.name!r} runs backward itself "
+                "(manual_backward=False in its capabilities), so that a loop of your own cannot "
+                "train with it: use the Trainer, or another strategy"
+            )
 
     def setup_module(self, module: nn.Module, *, move_to_device: bool = True) -> LiteModule:
         """Prepare a model without optimizers; `setup_optimizers` follows."""
@@ -325,6 +183,7 @@ class Lite:
         Returns:
             The optimizer, or a tuple of them.
         """
+        self._check_backward()
         wrapped = []
         for optimizer in optimizers:
             prepared = self._prepared_of(optimizer)
@@ -378,30 +237,6 @@ class Lite:
             wrapped.append(LiteDataLoader(loader, device, name, self.global_rank, shard))
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
-    def init_module(self) -> AbstractContextManager[None]:
-        """Return a context in which to build a model.
-
-        Its parameters are made on the device, in the right dtype and, under a sharding
-        strategy, sharded.
-        """
-        return self._init_context(self._launched_strategy().model_context())
-
-    def init_tensor(self) -> AbstractContextManager[None]:
-        """Return a context in which new tensors are on the device, in the right dtype."""
-        return self._init_context(nullcontext())
-
-    @contextmanager
-    def _init_context(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self.device)
-            stack.enter_context(self.strategy.precision.init_context())
-            stack.enter_context(context)
-            yield
-
-    def to_device(self, data: Any) -> Any:
-        """Return a model, tensor or nested collection of tensors on this rank's device."""
-        return move_to_device(data, self.device)
-
     # -- a step
 
     def backward(
@@ -416,6 +251,7 @@ class Lite:
             *args, **kwargs: those of `Tensor.backward`.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
+        self._check_backward()
         if self._raise_errors is not None:
             self._raise_errors()
         if self._weight != 1.0:
@@ -537,66 +373,6 @@ class Lite:
         """Return the precision's forward context, for code outside of a model's forward."""
         return self.strategy.precision.forward_context() or nullcontext()
 
-    # -- collectives
-
-    def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
-        """Return every rank's tensors: each of shape (world_size, *shape).
-
-        Args:
-            data: a tensor, number, or nested collection of them, of the same shape on every rank.
-            sync_grads: let gradients flow through it.
-        """
-        ranks = self.ranks
-        return map_tensors(
-            lambda tensor: ranks.all_gather(tensor, sync_grads=sync_grads), _tensors(data)
-        )
-
-    def all_reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
-        """Return the reduction of tensors over ranks.
-
-        Args:
-            data: a tensor, number, or nested collection of them, of the same shape on every rank.
-            reduce_op: "mean", "sum", "max" or "min".
-        """
-        ranks = self.ranks
-        return map_tensors(lambda tensor: ranks.all_reduce(tensor, reduce_op), _tensors(data))
-
-    def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return rank `src`'s data on every rank.
-
-        Args:
-            data: plain data: numbers, strings, tensors, and dicts, lists, tuples and sets of them.
-            src: whose.
-
-        Raises:
-            TypeError: it is not plain data; says where.
-        """
-        return self.ranks.broadcast(data, src)
-
-    def barrier(self, name: str = "") -> None:
-        """Wait until every rank is here."""
-        self.ranks.barrier(name)
-
-    @contextmanager
-    def rank_zero_first(self, *, local: bool = False) -> Iterator[None]:
-        """Let rank 0 run the block before the others do.
-
-        Args:
-            local: rank 0 of each node.
-        """
-        rank = self.local_rank if local else self.global_rank
-        if rank > 0:
-            self.barrier("rank_zero_first")
-        yield
-        if rank == 0:
-            self.barrier("rank_zero_first")
-        self.barrier("rank_zero_first")
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only."""
-        if self.is_global_zero:
-            print(*args, **kwargs)
-
     # -- state
 
     def save(self, path: PathLike | Mapping[str, Any], state: Any = None) -> None:
@@ -640,19 +416,7 @@ class Lite:
                 "save() expects a path and a dict of state, received "
                 f"{type(path).__name__} and {type(state).__name__}"
             )
-        checkpoint = {name: self._state_of(value) for name, value in state.items()}
-        self.checkpoint_writer.save(checkpoint, paths.at(path))
-
-    def _state_of(self, value: Any) -> Any:
-        if isinstance(value, LiteModule):
-            return self.strategy.model_state(value.prepared)
-        if isinstance(value, LiteOptimizer):
-            return self.strategy.optimizer_state(value.prepared, value.optimizer)
-        if isinstance(value, LiteDataLoader):
-            return self.ranks.gather_plain(value.state_dict())
-        if hasattr(value, "state_dict"):
-            return value.state_dict()
-        return value
+        self.checkpoint_writer.save(collect(self.strategy, state), paths.at(path))
 
     def load(
         self, path: PathLike, state: dict[str, Any] | None = None, *, strict: bool = True
@@ -675,30 +439,9 @@ class Lite:
                 wrong with it.
         """
         checkpoint = self.checkpoint_writer.load(paths.at(path))
-        if state is None:
-            return read_whole(checkpoint)
-        missing = [name for name in state if name not in checkpoint]
-        if missing and strict:
-            raise CheckpointMismatchError(
-                f"{os.fspath(path)!r} lacks the entries {', '.join(missing)}; it has "
-                f"{', '.join(checkpoint)}. Pass strict=False to leave them as they are"
-            )
-        for name, target in state.items():
-            if name in missing:
-                continue
-            value = checkpoint.pop(name)
-            if isinstance(target, LiteModule):
-                with naming(path):
-                    self.strategy.load_model_state(target.prepared, value, strict=strict)
-            elif isinstance(target, LiteOptimizer):
-                with naming(path):
-                    self.strategy.load_optimizer_state(target.prepared, target.optimizer, value)
-            elif isinstance(target, LiteDataLoader):
-                target.resume(value)
-            elif hasattr(target, "load_state_dict"):
-                target.load_state_dict(read_whole(value))
-            else:
-                state[name] = read_whole(value)
+        if state is not None:
+            restore(self.strategy, checkpoint, state, path=path, strict=strict)
+        checkpoint.pop(STRATEGY_STATE, None)
         return read_whole(checkpoint)
 
     @staticmethod
@@ -734,13 +477,6 @@ class Lite:
             method(*args, **kwargs)
 
 
-def _teardown(strategy: weakref.ref[Strategy]) -> None:
-    """At the end of the process, release what a strategy holds, if it is still there."""
-    alive = strategy()
-    if alive is not None:
-        alive.teardown()
-
-
 def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a `run` so that the outermost call launches the processes."""
 
@@ -762,44 +498,6 @@ def _run(lite: Any, *args: Any, **kwargs: Any) -> Any:
     return lite.run(*args, **kwargs)
 
 
-def _sort_plugins(plugins: Any, precision: Any) -> dict[str, Any]:
-    """Return the request's parts from a list of plugin objects and names."""
-    parts: dict[str, Any] = {"precision": precision}
-    for plugin in _as_list(plugins):
-        if isinstance(plugin, str):
-            registry = get_registry()
-            kinds = ("cluster_environment", "checkpoint_io", "precision", "launcher")
-            kind = next(
-                (k for k in kinds for c in registry.candidates(k) if _is_called(c.spec, plugin)),
-                None,
-            )
-        elif isinstance(plugin, Precision):
-            kind = "precision"
-        elif isinstance(plugin, ClusterEnvironment):
-            kind = "cluster_environment"
-        elif isinstance(plugin, CheckpointIO):
-            kind = "checkpoint_io"
-        elif isinstance(plugin, Launcher):
-            kind = "launcher"
-        else:
-            kind = None
-        if kind is None:
-            raise ConfigurationError(
-                f"plugins has {plugin!r}; expected a CheckpointIO, a ClusterEnvironment, a "
-                "Launcher or a Precision, or the name of one (`stratagem doctor` lists them)"
-            )
-        if kind in parts and parts[kind] != "32-true":
-            raise ConfigurationError(
-                f"{kind} was given twice: {parts[kind]!r} and {plugin!r}; give it once"
-            )
-        parts[kind] = plugin
-    return parts
-
-
-def _is_called(spec: Any, name: str) -> bool:
-    return name.casefold() in {n.casefold() for n in (spec.name, *spec.aliases)}
-
-
 def _check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     own = {id(p) for p in module.parameters()}
     for optimizer in optimizers:
@@ -808,13 +506,3 @@ def _check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> Non
                 f"setup() received a {type(optimizer).__name__} that holds none of the model's "
                 "parameters, so its steps would change nothing: make it from model.parameters()"
             )
-
-
-def _tensors(data: Any) -> Any:
-    return torch.tensor(data) if isinstance(data, (bool, int, float)) else data
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

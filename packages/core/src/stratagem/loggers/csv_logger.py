@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from stratagem.loggers.logger import Logger
 class CSVLogger(Logger):
     """Writes values to `save_dir/name/version_N/metrics.csv`, one row for each step.
 
-    A column that comes up later is added by writing the file anew, once.
+    Rows are on the disk when `log_metrics` returns; a Trainer hands over those of two seconds at
+    once. A column that comes up later is added by writing the file anew, once.
 
     Args:
         save_dir: folder of all runs.
@@ -27,7 +28,6 @@ class CSVLogger(Logger):
         >>> from stratagem.loggers import CSVLogger
         >>> logger = CSVLogger(tempfile.mkdtemp())
         >>> logger.log_metrics({"loss": 0.5}, step=0)
-        >>> logger.save()
         >>> (Path(logger.log_dir) / "metrics.csv").read_text().split()
         ['step,loss', '0,0.5']
     """
@@ -41,7 +41,6 @@ class CSVLogger(Logger):
         self._root = Path(save_dir) / name
         self._version = version
         self._columns: list[str] = []
-        self._rows: list[dict[str, Any]] = []
         self._written = False
 
     @property
@@ -69,8 +68,12 @@ class CSVLogger(Logger):
         return Path(self.log_dir) / "metrics.csv"
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Hold the row back until `save`."""
-        self._rows.append({"step": "" if step is None else step, **metrics})
+        """Append a row."""
+        self._append([(step, metrics)])
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Append rows."""
+        self._append(rows)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write hparams.json."""
@@ -79,26 +82,25 @@ class CSVLogger(Logger):
         text = json.dumps(dict(params), indent=2, default=str)
         (folder / "hparams.json").write_text(text + "\n")
 
-    def save(self) -> None:
-        """Append the rows that were held back."""
-        if not self._rows:
-            return
-        rows, self._rows = self._rows, []
+    def _append(self, rows: Sequence[tuple[int | None, Mapping[str, float]]]) -> None:
         if not self._written:
             self._continue_file()
+        full: list[dict[str, Any]] = [{"step": step, **values} for step, values in rows]
         known = set(self._columns)
-        new = list(dict.fromkeys(c for row in rows for c in row if c not in known))
+        extended = [row for row in full if not row.keys() <= known]
+        new = list(dict.fromkeys(c for row in extended for c in row if c not in known))
         file = self._file
         if not self._written:
             file.parent.mkdir(parents=True, exist_ok=True)
         elif new:
             self._add_columns(new)
         self._columns += new
+        # Opened for each call: nothing is held back that the end of the process could lose.
         with file.open("a" if self._written else "w", newline="") as opened:
             writer = csv.writer(opened)
             if not self._written:
                 writer.writerow(self._columns)
-            writer.writerows([row.get(column, "") for column in self._columns] for row in rows)
+            writer.writerows([row.get(column, "") for column in self._columns] for row in full)
         self._written = True
 
     def _continue_file(self) -> None:
@@ -115,7 +117,3 @@ class CSVLogger(Logger):
             writer.writerow(next(reader) + new)
             writer.writerows(row + [""] * len(new) for row in reader)
         temporary.replace(self._file)
-
-    def finalize(self, status: str) -> None:
-        """Write everything."""
-        self.save()

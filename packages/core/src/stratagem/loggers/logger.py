@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class Logger(ABC):
     """Receives values, on rank 0.
 
-    Call sequence: `log_hyperparams` once; `log_metrics` for each row of values, in order of steps,
-    some time after they were logged (an evaluation's batches are numbered from 0); `save` now and
-    then; `finalize` at the end.
+    Call sequence:
+        1. `log_hyperparams`, once, if the Module has hyperparameters.
+        2. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, and at
+           the end of each epoch. By default it calls `log_metrics` for each of them, in the order
+           of steps (an evaluation's batches are numbered from 0), and then `save`.
+        3. `finalize`, when the run ends, however it ends; all rows have come before.
 
     Example:
         >>> from stratagem import Lite
@@ -33,6 +36,12 @@ class Logger(ABC):
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Take the values of one step (an optimizer step, counted from 0)."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Take the values of several steps, each as (step, values), and write them."""
+        for step, metrics in rows:
+            self.log_metrics(metrics, step)
+        self.save()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Take the hyperparameters."""

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 DEFAULT_INTERVAL = 100
 
+_COMPARED = (
+    "the optimizer step",
+    "whether training_step has a loss",
+    "how many whole parameters they hold",
+)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 2**18
 
@@ -52,7 +57,8 @@ class DivergenceCheck:
         hashes = torch.stack([_hash(p) for _, p in self._parameters]) if self._parameters else None
         # RankStatus counts: the same numbers in another parameter are something else.
         together = 0 if hashes is None else int((hashes * _weights(len(hashes))).sum())
-        own = torch.tensor([step, int(has_loss), together], dtype=torch.int64)
+        count = len(self._parameters)
+        own = torch.tensor([step, int(has_loss), count, together], dtype=torch.int64)
         of_all = self._ranks.all_gather(own)
         if bool((of_all == of_all[0]).all()):
             return
@@ -64,7 +70,8 @@ class DivergenceCheck:
             "the model, for changes to parameters outside of the optimizer, and for branches that "
             "depend on the rank"
         )
-        for column, what in ((0, "the optimizer step"), (1, "whether training_step has a loss")):
+        # The number of parameters too, since ranks with more of them would exchange more hashes.
+        for column, what in enumerate(_COMPARED):
             if len(set(of_all[:, column].tolist())) > 1:
                 values = ", ".join(
                     f"rank {r}: {v}" for r, v in enumerate(of_all[:, column].tolist())

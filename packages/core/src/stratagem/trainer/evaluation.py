@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.errors import UserCodeError
-from stratagem.trainer.metrics import Metrics
+from stratagem.trainer.metrics import LatestValues, Metrics
+from stratagem.trainer.rows import Rows
 from stratagem.trainer.step import takes_batch_idx
 
 if TYPE_CHECKING:
@@ -18,14 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.loaders import LimitedLoader
+    from stratagem.trainer.loaders import EvaluationLoader
     from stratagem.trainer.run import Run
 
 _STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 def evaluate(
-    run: Run, prepared: PreparedModel, loaders: list[LimitedLoader], what: str
+    run: Run,
+    prepared: PreparedModel,
+    loaders: list[EvaluationLoader],
+    what: str,
+    *,
+    is_sanity_check: bool = False,
 ) -> dict[str, Tensor]:
     """Run validation or testing over all loaders; return the values of the epoch.
 
@@ -34,39 +40,39 @@ def evaluate(
         prepared: its model.
         loaders: of this rank.
         what: "validation" or "test".
+        is_sanity_check: what it logs goes nowhere.
     """
-    hooks, module, trainer = run.hooks, run.module, run.trainer
-    loggers = () if run.sanity_checking else trainer.loggers_of_this_rank
-    logged = Metrics(run.strategy.ranks, loggers)
-    before = module.__dict__["_logged"]
-    module.__dict__["_logged"] = logged
-    hooks.call(f"on_{what}_start")
-    try:
+    hooks, module = run.hooks, run.module
+    if is_sanity_check:
+        metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())
+    else:
+        metrics = Metrics(run.strategy.ranks, run.rows, run.latest)
+    with module.logging_to(metrics):
+        hooks.call(f"on_{what}_start")
         with _Evaluating(run, prepared):
             hooks.call(f"on_{what}_epoch_start")
-            for _ in _run_batches(run, prepared, loaders, what, logged):
+            for _ in _run_batches(run, prepared, loaders, what, metrics):
                 pass
             hooks.call(f"on_{what}_epoch_end")
-        values, for_loggers = logged.end_epoch()
-        run.take_values(values, logged)
+        values, for_loggers = metrics.end_epoch()
+        if run.stage == "fit" and not is_sanity_check:
+            run.schedulers.step_after_validation(values)
         # At the last optimizer step, as the values of a training epoch.
         last_step = max(0, run.progress.global_step - 1)
-        logged.write({"epoch": run.progress.epoch, **for_loggers}, last_step)
+        metrics.rows.write({"epoch": run.progress.epoch, **for_loggers}, last_step)
         hooks.call(f"on_{what}_end")
-    finally:
-        module.__dict__["_logged"] = before
     return values
 
 
-def predict(run: Run, prepared: PreparedModel, loaders: list[LimitedLoader]) -> list[list[Any]]:
+def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader."""
     hooks = run.hooks
-    logged = Metrics(run.strategy.ranks, ())
+    metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
     hooks.call("on_predict_start")
     with _Evaluating(run, prepared):
         hooks.call("on_predict_epoch_start")
-        for loader_idx, output in _run_batches(run, prepared, loaders, "predict", logged):
+        for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
             predictions[loader_idx].append(output)
         hooks.call("on_predict_epoch_end")
     hooks.call("on_predict_end")
@@ -76,9 +82,9 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[LimitedLoader]) -> 
 def _run_batches(
     run: Run,
     prepared: PreparedModel,
-    loaders: list[LimitedLoader],
+    loaders: list[EvaluationLoader],
     what: str,
-    logged: Metrics,
+    metrics: Metrics,
 ) -> Iterator[tuple[int, Any]]:
     """Yield (loader index, what the step returned) for every batch."""
     method = _STEPS[what]
@@ -89,13 +95,13 @@ def _run_batches(
     on_end = run.hooks.of(f"on_{what}_batch_end")
     call = prepared.evaluation_module
     for loader_idx, loader in enumerate(loaders):
-        logged.dataloader_idx = loader_idx if len(loaders) > 1 else None
+        metrics.begin_loader(loader_idx if len(loaders) > 1 else None)
         limit = None if loader.batches == float("inf") else int(loader.batches)
         batch_idx = -1
         for batch_idx, batch in enumerate(islice(iter(loader.loader), limit)):
             if convert is not None:
                 batch = convert(batch)
-            logged.batch = batch
+            metrics.batch = batch
             for hook in on_start:
                 hook(batch, batch_idx, loader_idx)
             arguments = (batch, batch_idx, loader_idx)[:takes]
@@ -106,13 +112,13 @@ def _run_batches(
                     output = call(method, *arguments)
             for hook in on_end:
                 hook(output, batch, batch_idx, loader_idx)
-            if logged.row:
-                logged.end_step(run.evaluated_batches)
+            if metrics.row:
+                metrics.end_step(run.evaluated_batches)
             run.evaluated_batches += 1
             yield loader_idx, output
         if batch_idx == -1 and limit != 0:
             raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
-    logged.dataloader_idx = None
+    metrics.begin_loader(None)
 
 
 def _extra_arguments(method: Any, *, several: bool) -> int:
@@ -127,17 +133,18 @@ class _Evaluating(AbstractContextManager[None]):
 
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         self._modes = [(part, part.training) for part in run.module.modules()]
-        self._run = run
-        self._prepared = prepared
+        self._module = run.module
         inference = run.trainer.inference_mode
         self._context: Any = torch.inference_mode() if inference else torch.no_grad()
+        self._strategys = run.strategy.evaluation(prepared)
 
     def __enter__(self) -> None:
-        self._run.strategy.before_evaluation(self._prepared)
-        self._run.module.eval()
+        self._strategys.__enter__()
+        self._module.eval()
         self._context.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._context.__exit__(*exception)
         for part, mode in self._modes:
             part.training = mode
+        self._strategys.__exit__(*exception)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from stratagem.errors import UserCodeError
+import torch
+
+from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.step import Step
 
 if TYPE_CHECKING:
-    from stratagem.distributed.uneven_inputs import UnevenInputs
+    from collections.abc import Callable
+
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.loaders import LimitedLoader
-    from stratagem.trainer.progress import Progress
     from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.run import Run
+    from stratagem.trainer.train_loader import TrainLoader
+    from stratagem.trainer.validation import Validation
 
 
 def fit(
     run: Run,
     prepared: PreparedModel,
-    loader: LimitedLoader,
+    loader: TrainLoader,
+    validation: Validation,
     rank_state: RankState,
-    uneven_inputs: UnevenInputs | None = None,
 ) -> None:
     """Train until a limit is reached or `Trainer.should_stop` is set.
 
@@ -32,17 +33,12 @@ def fit(
         run: this one.
         prepared: the model.
         loader: this rank's training batches.
+        validation: of this fit.
         rank_state: where in them this rank begins.
-        uneven_inputs: what ranks ask before each step, where their numbers of batches may differ.
     """
-    trainer, module, progress, hooks = run.trainer, run.module, run.progress, run.hooks
+    module, progress, hooks = run.module, run.progress, run.hooks
     step = run.step = Step(run, prepared)
-    one_step = run.strategy.train_step if module.automatic_optimization else step.manual
-    look = run.look()
-    check = run.divergence_check(prepared)
-    steps_schedulers = module.automatic_optimization
-    ranks = run.strategy.ranks.data_shard[1]
-
+    train_steps = _train_steps(run, prepared, step, loader, validation)
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
         module.train()
@@ -52,72 +48,20 @@ def fit(
         # No batch at all was asked for with limit_train_batches=0.
         while loader.batches > 0 and not _is_finished(run):
             epoch = progress.epoch
-            run.set_epoch(loader)
-            accumulate = trainer.accumulation(epoch)
-            validates = run.validates_in(epoch)
-            validate_every = run.validate_every(loader.batches) if validates else math.inf
+            loader.set_epoch(epoch)
+            validates = validation.is_in_epoch(epoch)
+            interval = validation.interval(loader.batches) if validates else 0
             hooks.call("on_train_epoch_start")
-            run.train_values.in_step = True
-
-            batches, passed_over, most = rank_state.begin_epoch(
-                epoch, progress.batches, loader.batches
-            )
-            if uneven_inputs is not None:
-                uneven_inputs.remember(passed_over)
-            left = min(loader.batches - progress.batches, most)
-            # Resumed from a checkpoint that was saved before the validation of its step.
-            validation_is_due = (
-                progress.batches > progress.validated
-                and progress.batches % validate_every < accumulate
-            )
-            if validation_is_due and left > 0:
-                run.validate_during_fit(prepared)
-                validation_is_due = False
-            while left > 0:
-                wanted = int(min(accumulate, left))
-                micro_batches = list(islice(batches, wanted))
-                weights = None
-                if uneven_inputs is not None:
-                    micro_batches, weights = uneven_inputs.next_step(
-                        micro_batches, progress.batches
-                    )
-                elif len(micro_batches) < wanted and ranks > 1:
-                    raise UserCodeError(_broken_promise(loader, progress, len(micro_batches)))
-                if not micro_batches:
-                    if progress.batches == 0:
-                        raise UserCodeError(
-                            f"{loader.name} yielded no batch; expected at least one"
-                        )
-                    break
-                step.begin(len(micro_batches), weights)
-                one_step(prepared, step, micro_batches)
-                step.end()
-                if run.saves_due:
-                    run.save_due()
-                left -= len(micro_batches)
-
-                validation_is_due = progress.batches % validate_every < len(micro_batches)
-                if validation_is_due and left > 0:
-                    run.validate_during_fit(prepared)
-                    validation_is_due = False
-                if check is not None:
-                    check.look(progress.global_step, step.loss is not None)
-                if look():
-                    if run.interruption.signal is not None:
-                        run.interruption.end(run.save_interrupted)
-                    trainer.should_stop = True
-                if trainer.should_stop and run.should_stop():
-                    break
-                if progress.global_step == trainer.max_steps:
-                    break
+            run.metrics.in_step = True
+            rank_state.begin_epoch()
             # What follows sees the epoch as finished, so that a checkpoint saved from here on
             # resumes with the next one. A stop in the middle leaves it unfinished.
-            progress.epoch_is_done = left <= 0 or not micro_batches
+            progress.epoch_is_done, validation_is_due = train_steps(interval)
             if progress.epoch_is_done:
-                if steps_schedulers:
-                    run.step_schedulers("epoch", epoch + 1)
-                if validates and (validation_is_due or validate_every == math.inf):
-                    run.validate_during_fit(prepared)
+                if module.automatic_optimization:
+                    run.schedulers.step("epoch", epoch + 1)
+                if validation_is_due:
+                    validation.run(prepared)
             run.end_train_epoch()
             if not progress.epoch_is_done:
                 break
@@ -128,6 +72,68 @@ def fit(
             raise
         raise explained from error
     hooks.call("on_train_end")
+    run.strategy.end_training(prepared)
+
+
+def _train_steps(
+    run: Run, prepared: PreparedModel, step: Step, loader: TrainLoader, validation: Validation
+) -> Callable[[float], tuple[bool, bool]]:
+    """Return a function that takes the optimizer steps of an epoch.
+
+    It is given after how many batches validation comes (0: never), and returns whether the epoch is
+    done, and whether validation is due at its end.
+    """
+    trainer, progress = run.trainer, run.progress
+    take_step = run.strategy.train_step if run.module.automatic_optimization else step.manual
+    ends_here = run.interruption_check()
+    divergence = _divergence_check(run, prepared)
+
+    def train_steps(interval: float) -> tuple[bool, bool]:
+        accumulate = run.accumulation(progress.epoch)
+        end = loader.end
+        # Resumed from a checkpoint that was saved before the validation of its step.
+        is_due = (
+            interval > 0
+            and progress.batches > progress.validated
+            and progress.batches % interval < accumulate
+        )
+        if is_due and progress.batches < end:
+            validation.run(prepared)
+            is_due = False
+        for micro_batches in loader.steps(accumulate):
+            count = len(micro_batches)
+            step.start(count, loader.weights)
+            take_step(prepared, step, micro_batches)
+            step.finish()
+            if run.saves_due:
+                run.save_due()
+            if interval:
+                is_due = progress.batches % interval < count
+                if is_due and progress.batches < end:
+                    validation.run(prepared)
+                    is_due = False
+            if divergence is not None:
+                divergence.look(progress.global_step, step.has_loss)
+            if ends_here():
+                run.interrupt()
+            if trainer.should_stop and run.should_stop():
+                break
+            if progress.global_step == trainer.max_steps:
+                break
+        else:
+            loader.check_end(progress.batches)
+            return True, is_due or interval == float("inf")
+        return progress.batches >= end, is_due or interval == float("inf")
+
+    return train_steps
+
+
+def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:
+    """Return what compares the ranks every few steps, if that was asked for."""
+    every, ranks = run.trainer.detect_divergence, run.strategy.ranks
+    return (
+        DivergenceCheck(ranks, prepared.original, every) if every and ranks.world_size > 1 else None
+    )
 
 
 def _is_finished(run: Run) -> bool:
@@ -139,18 +145,6 @@ def _is_finished(run: Run) -> bool:
     return run.should_stop()
 
 
-def _broken_promise(loader: LimitedLoader, progress: Progress, more: int) -> str:
-    return (
-        f"{loader.name} yielded {progress.batches + more} batches on this rank, but its length "
-        f"promised {int(loader.batches)}, and the other ranks would wait for the rest: let __len__ "
-        "return what __iter__ yields, or leave __len__ out, so that ranks agree before each step"
-    )
-
-
 def anomaly_detection(enabled: bool) -> AbstractContextManager[Any]:
     """Return torch's anomaly detection, or a context that does nothing."""
-    if not enabled:
-        return nullcontext()
-    import torch
-
-    return torch.autograd.set_detect_anomaly(True, check_nan=True)
+    return torch.autograd.set_detect_anomaly(True, check_nan=True) if enabled else nullcontext()

@@ -1,4 +1,4 @@
-"""What asks a fit to end before its end: a signal or max_time, on one rank and soon on all."""
+"""Interruption: ends a fit on all ranks when one receives a signal or max_time is up."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Interruption(AbstractContextManager["Interruption"]):
     """Makes all ranks end a fit after the same step.
 
     As a context it takes over SIGTERM, and the signals by which the cluster announces preemption,
-    where nobody else handles them. Ranks hear a signal at different moments, or only one hears it,
-    so they tell one another by an all-reduce of four numbers, about twice a second: how many steps
-    that is follows from the slowest rank's last steps, so that all ranks look after the same one.
+    where nothing else handles them. Ranks receive a signal at different moments, or only one
+    receives it, so they share it by an all-reduce of four numbers, about twice a second: how many
+    steps that is follows from the slowest rank's last steps, so that all ranks look after the same
+    one.
     One process looks after every step.
 
     Args:
@@ -44,7 +45,7 @@ class Interruption(AbstractContextManager["Interruption"]):
         self._environment = environment
         self._received = 0
         self._began = monotonic()
-        self._deadline = float("inf") if max_time is None else self._began + max_time
+        self._deadline = None if max_time is None else self._began + max_time
         self._alone = ranks.world_size == 1
         self._steps = 0
         self._interval = 1
@@ -70,26 +71,34 @@ class Interruption(AbstractContextManager["Interruption"]):
 
     def look(self) -> bool:
         """After each step: whether this fit is to end here, on every rank alike."""
+        if self._alone:
+            if not self._received and self._deadline is None:
+                return False
+            return self._decide(self._received, self._is_time_up())
         self._steps += 1
         if self._steps < self._interval:
             return False
+        return self._decide(*self._of_all_ranks())
+
+    def _is_time_up(self) -> bool:
+        return self._deadline is not None and monotonic() >= self._deadline
+
+    def _of_all_ranks(self) -> tuple[int, bool]:
+        """Return the signal that any rank has received, and whether time is up on any."""
         now = monotonic()
-        received, is_up = self._received, now >= self._deadline
-        if not self._alone:
-            elapsed = now - self._looked_at
-            told = self._ranks.all_reduce(
-                torch.tensor([received, is_up, elapsed, now - self._began], dtype=torch.float64),
-                "max",
-            )
-            received, is_up, elapsed = int(told[0]), bool(told[1]), float(told[2])
-            self._agreed = float(told[3])
-            fitting = int(self._interval * _EVERY / max(elapsed, 1e-6))
-            # Grows slowly: the next steps may take longer than these.
-            self._interval = max(1, min(fitting, 4 * self._interval))
-            self._looked_at, self._steps = now, 0
+        own = [self._received, self._is_time_up(), now - self._looked_at, now - self._began]
+        most = self._ranks.all_reduce(torch.tensor(own, dtype=torch.float64), "max")
+        self._agreed = float(most[3])
+        fitting = int(self._interval * _EVERY / max(float(most[2]), 1e-6))
+        # Grows slowly: the next steps may take longer than these.
+        self._interval = max(1, min(fitting, 4 * self._interval))
+        self._looked_at, self._steps = now, 0
+        return int(most[0]), bool(most[1])
+
+    def _decide(self, received: int, is_time_up: bool) -> bool:
         if received:
             self.signal = signal.Signals(received)
-        return bool(received) or is_up
+        return bool(received) or is_time_up
 
     def agreed_time(self) -> float:
         """Return the seconds since this began as all ranks saw them when they looked last.
@@ -107,12 +116,12 @@ class Interruption(AbstractContextManager["Interruption"]):
         assert self.signal is not None
         environment = self._environment
         saved = save()
-        told = f"stratagem: {self.signal.name}: training ends here"
+        text = f"stratagem: {self.signal.name}: training ends here"
         if self._ranks.is_global_zero:
             if saved:
-                told += f", saved as {saved}"
+                text += f", saved as {saved}"
             if environment.requeues_upon(self.signal) and environment.requeue():
-                told += "; the job is queued again"
-            print(told, flush=True)
+                text += "; the job is queued again"
+            print(text, flush=True)
         this_rank.interrupted = True
         raise SystemExit(128 + self.signal)

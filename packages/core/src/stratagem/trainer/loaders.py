@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from stratagem.data.sharding import UNKNOWN, length_of, shard_loader
-from stratagem.distributed.uneven_inputs import UnevenInputs, remedy_for
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
 
+if TYPE_CHECKING:
+    from stratagem.trainer.job import Job
+
 Limit = int | float
+"""A number of batches (int), or a fraction of them (float)."""
 
 
 @dataclass(frozen=True)
-class LimitedLoader:
-    """A loader of this rank, and how many of its batches to take.
+class EvaluationLoader:
+    """A loader of this rank for validation, testing or predicting.
 
     Attributes:
         loader: iterable of batches.
@@ -31,20 +34,41 @@ class LimitedLoader:
     name: str
 
 
-def attach(
-    source: Any,
-    *,
-    name: str,
-    limit: Limit,
-    strategy: Strategy,
-    use_distributed_sampler: bool,
-    training: bool,
-    limit_name: str,
-) -> LimitedLoader:
+def evaluation_loaders(
+    source: Any, strategy: Strategy, *, what: str, limit: Limit, use_distributed_sampler: bool
+) -> list[EvaluationLoader]:
+    """Return the loaders for validation, testing or predicting, as this rank reads them.
+
+    Args:
+        source: a loader, or several in a list or a dict.
+        strategy: of the ranks that share the data.
+        what: "validation", "test" or "predict".
+        limit: how many batches to take of each.
+        use_distributed_sampler: divide the data between ranks.
+
+    Raises:
+        UserCodeError: one is not iterable, is empty, or has no length where one is needed.
+    """
+    several = _several(source)
+    limit_name = f"limit_{'val' if what == 'validation' else what}_batches"
+    loaders = []
+    for index, one in enumerate(several):
+        name = f"the {what} data loader" + (f" {index}" if len(several) > 1 else "")
+        loader = shard(
+            one, strategy, name=name, divide=use_distributed_sampler, training=False, limit=limit
+        )
+        batches = limit_batches(length_of(loader), limit, name=name, limit_name=limit_name)
+        loaders.append(EvaluationLoader(loader, batches, name))
+    return loaders
+
+
+def shard(
+    source: Any, strategy: Strategy, *, name: str, divide: bool, training: bool, limit: Limit
+) -> Any:
     """Return one loader as this rank reads it.
 
     Raises:
-        UserCodeError: it is not iterable, is empty, or has no length where one is needed.
+        UserCodeError: it is not iterable, is empty, or cannot be divided.
     """
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise UserCodeError(
@@ -52,39 +76,47 @@ def attach(
             "batches"
         )
     loader = source
-    if use_distributed_sampler:
+    if divide:
         index, count = strategy.ranks.data_shard
         # Ranks must run as many steps in training, and in evaluation where forward communicates.
         even = training or not strategy.capabilities.uneven_evaluation
         loader = shard_loader(source, index, count, even=even, name=name)
-    length = length_of(loader)
     # A rank may have none of an evaluation's few samples, where others have some.
     nothing_for_this_rank = not training and length_of(source) > 0
-    if length == 0 and limit != 0 and not nothing_for_this_rank:
+    if length_of(loader) == 0 and limit != 0 and not nothing_for_this_rank:
         raise UserCodeError(
             f"{name} is empty: expected at least one batch"
-            + _why_empty(source, loader, strategy.ranks.world_size)
+            + _why_empty(source, strategy.ranks.world_size)
         )
+    return loader
+
+
+def limit_batches(length: float, limit: Limit, *, name: str, limit_name: str) -> float:
+    """Return how many batches to take of a loader with so many; infinity: not known.
+
+    Raises:
+        UserCodeError: a fraction is wanted of a length that is not known.
+        ConfigurationError: the fraction is less than one batch.
+    """
     if isinstance(limit, int) or limit == 0.0:
-        batches = min(float(limit), length)
-    elif limit == 1.0:
-        batches = length
-    elif length == UNKNOWN:
+        return min(float(limit), length)
+    if limit == 1.0:
+        return length
+    if length == UNKNOWN:
         raise UserCodeError(
             f"{name} has no length, so {limit_name}={limit} cannot be taken of it: pass a number "
             "of batches (int), or give it a __len__"
         )
-    else:
-        batches = float(int(length * limit))
-        if batches == 0 and length > 0:
-            raise ConfigurationError(
-                f"{limit_name}={limit} of the {int(length)} batches of {name} is less than one "
-                "batch: pass a larger fraction or a number of batches (int)"
-            )
-    return LimitedLoader(loader, batches, name)
+    batches = float(int(length * limit))
+    if batches == 0 and length > 0:
+        raise ConfigurationError(
+            f"{limit_name}={limit} of the {int(length)} batches of {name} is less than one "
+            "batch: pass a larger fraction or a number of batches (int)"
+        )
+    return batches
 
 
-def evaluation_loaders(source: Any) -> list[Any]:
+def _several(source: Any) -> list[Any]:
     """Return a list of loaders for one loader or several."""
     if isinstance(source, (list, tuple)) and source and _all_loaders(source):
         return list(source)
@@ -93,7 +125,7 @@ def evaluation_loaders(source: Any) -> list[Any]:
     return [source]
 
 
-def training_loader(source: Any) -> Any:
+def one_loader(source: Any) -> Any:
     """Return the one loader for training.
 
     Raises:
@@ -110,23 +142,29 @@ def training_loader(source: Any) -> Any:
     return source
 
 
-def source_of(stage_loader: str, given: Any, datamodule: Any, module: Any, *, needed: bool) -> Any:
+def source_of(method: str, job: Job, given: Any, *, needed: bool) -> Any:
     """Return the user's loader for one purpose: the argument, the DataModule's or the Module's.
+
+    Args:
+        method: that makes it, in the DataModule or the Module.
+        job: has both.
+        given: the argument; None: there was none.
+        needed: whether there must be one; otherwise None is returned where there is none.
 
     Raises:
         UserCodeError: there is none and one is needed.
     """
     if given is not None:
         return given
-    for owner in (datamodule, module):
-        make: Callable[[], Any] | None = getattr(owner, stage_loader, None)
+    for owner in (job.datamodule, job.model):
+        make: Callable[[], Any] | None = getattr(owner, method, None)
         made = make() if make is not None else None
         if made is not None:
             return made
     if needed:
         raise UserCodeError(
-            f"there is no data: pass a data loader or a DataModule, or define {stage_loader}() in "
-            f"{type(module).__name__}"
+            f"there is no data: pass a data loader or a DataModule, or define {method}() in "
+            f"{type(job.model).__name__}"
         )
     return None
 
@@ -135,53 +173,11 @@ def _all_loaders(items: Any) -> bool:
     return bool(items) and all(isinstance(item, DataLoader) for item in items)
 
 
-def batch_size_of(loader: Any) -> int | None:
-    """Return the number of samples in a loader's batches; None if it does not say."""
-    for holder in (loader, getattr(loader, "batch_sampler", None)):
-        size = getattr(holder, "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return None
-
-
-def _why_empty(source: Any, loader: Any, world_size: int) -> str:
+def _why_empty(source: Any, world_size: int) -> str:
     samples = getattr(source, "dataset", None)
     if samples is None or not hasattr(samples, "__len__"):
         return ""
-    drop_last = getattr(source, "drop_last", False)
     return (
         f"; its dataset has {len(samples)} samples for {world_size} rank(s), batch_size="
-        f"{getattr(source, 'batch_size', None)}, drop_last={drop_last}"
+        f"{getattr(source, 'batch_size', None)}, drop_last={getattr(source, 'drop_last', False)}"
     )
-
-
-def agree(loader: LimitedLoader, strategy: Strategy) -> tuple[LimitedLoader, UnevenInputs | None]:
-    """Compare the ranks' training loaders, once before training; called on every rank.
-
-    Returns:
-        The loader, with a number of batches that all ranks share; and what they agree with before
-        each optimizer step, or None where that is not needed: all lengths are known, alike, and of
-        a kind that can be relied on. An IterableDataset's cannot; it often is that of all ranks.
-
-    Raises:
-        UserCodeError: lengths are known and differ, and the strategy does not join ranks.
-    """
-    if strategy.ranks.world_size == 1:
-        return loader, None
-    dataset = getattr(loader.loader, "dataset", None)
-    known = length_of(loader.loader) != UNKNOWN
-    relied_on = known and not isinstance(dataset, IterableDataset)
-    ranks = strategy.ranks.gather_plain((loader.batches, known, relied_on))
-    batches = [rank[0] for rank in ranks]
-    alike = min(batches) == max(batches)
-    joins, kind = strategy.join_uneven_inputs, type(strategy).__name__
-    if not alike and not joins and all(rank[1] for rank in ranks):
-        listed = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(batches))
-        raise UserCodeError(
-            f"{loader.name} has different numbers of batches on the ranks ({listed}), and every "
-            f"optimizer step needs one from each: {remedy_for(int(min(batches)), kind)}"
-        )
-    if alike and all(rank[2] for rank in ranks):
-        return loader, None
-    uneven_inputs = UnevenInputs(loader.name, strategy.ranks, strategy=kind, joins=joins)
-    return replace(loader, batches=max(batches)), uneven_inputs

@@ -13,6 +13,7 @@ from stratagem.errors import UserCodeError
 
 if TYPE_CHECKING:
     from stratagem.module import Module
+    from stratagem.trainer.progress import Progress
 
 _EXPECTED = (
     "expected an optimizer, a list of optimizers, (optimizers, schedulers), or a dict with "
@@ -78,6 +79,18 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
             "self.optimizers().step(closure) in training_step"
         )
     return optimizers, [_scheduler_config(s, who) for s in schedulers]
+
+
+def count_steps(optimizer: Any, progress: Progress) -> None:
+    """Count the steps that user code takes itself."""
+    step = optimizer.step
+
+    def count(closure: Any = None) -> Any:
+        result = step(closure)
+        progress.global_step += 1
+        return result
+
+    optimizer.step = count
 
 
 def _from_mappings(items: Sequence[Mapping[str, Any]], who: str) -> tuple[list[Any], list[Any]]:

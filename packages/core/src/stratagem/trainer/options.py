@@ -1,17 +1,139 @@
-"""What the Trainer's arguments may be, and what they mean."""
+"""TrainerOptions: the Trainer's arguments that say how runs go, checked and with their defaults."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.plan.step_options import GradientClip
+from stratagem.plan.step_options import GradientClip, StepOptions
+from stratagem.storage import paths
 from stratagem.trainer.divergence import DEFAULT_INTERVAL
+
+Limit = int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """The Trainer's arguments that say how runs go, in the form in which runs read them.
+
+    Attributes:
+        fast_dev_run: batches of a quick run; 0: it is none.
+        max_epochs, max_steps: -1: no limit.
+        max_time: seconds; None: no limit.
+        limits: how many batches of "train", "val", "test" and "predict" to take.
+        detect_divergence: after how many steps ranks are compared; 0: never.
+        step_options: how optimizer steps are taken, for the strategy.
+        the others: as `Trainer` describes them.
+    """
+
+    fast_dev_run: int
+    max_epochs: int
+    min_epochs: int
+    max_steps: int
+    min_steps: int
+    max_time: float | None
+    limits: Mapping[str, Limit]
+    val_check_interval: Limit
+    check_val_every_n_epoch: int
+    num_sanity_val_steps: int
+    log_every_n_steps: int
+    step_options: StepOptions
+    deterministic: bool | str
+    benchmark: bool
+    inference_mode: bool
+    use_distributed_sampler: bool
+    detect_anomaly: bool
+    detect_divergence: int
+    default_root_dir: paths.Location
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> TrainerOptions:
+        """Check the Trainer's arguments and put defaults in the place of None.
+
+        Args:
+            given: all of them, by name.
+
+        Raises:
+            ConfigurationError: one is out of its range.
+
+        Example:
+            >>> import inspect
+            >>> from stratagem import Trainer
+            >>> defaults = inspect.signature(Trainer).parameters.values()
+            >>> given = {parameter.name: parameter.default for parameter in defaults}
+            >>> TrainerOptions.parse({**given, "max_time": "00:01:00:00"}).max_time
+            3600.0
+        """
+        given = {**given, **_of_quick_run(check_fast_dev_run(given["fast_dev_run"]))}
+        max_time = seconds(given["max_time"])
+        if given["max_epochs"] is None:
+            unlimited = given["max_steps"] != -1 or max_time is not None
+            given["max_epochs"] = -1 if unlimited else 1000
+        for name in ("min_epochs", "min_steps"):
+            given[name] = given[name] or 0
+        for name, least in _WHOLE.items():
+            check_whole(name, given[name], least)
+        interval = check_limit("val_check_interval", given["val_check_interval"])
+        if interval == 0:
+            raise ConfigurationError(
+                "val_check_interval=0: expected at least one batch (int) or a fraction above 0"
+            )
+        root = given["default_root_dir"]
+        return cls(
+            fast_dev_run=check_fast_dev_run(given["fast_dev_run"]),
+            max_time=max_time,
+            limits={
+                what: check_limit(f"limit_{what}_batches", given[f"limit_{what}_batches"])
+                for what in ("train", "val", "test", "predict")
+            },
+            val_check_interval=interval,
+            step_options=StepOptions(
+                clip=gradient_clip(given["gradient_clip_val"], given["gradient_clip_algorithm"]),
+                accumulation=check_accumulation(given["accumulate_grad_batches"]),
+                sync_batchnorm=given["sync_batchnorm"],
+            ),
+            deterministic=check_deterministic(given["deterministic"]),
+            detect_divergence=check_divergence(given["detect_divergence"]),
+            default_root_dir=paths.at(Path.cwd() if root is None else root),
+            **{name: given[name] for name in (*_WHOLE, *_AS_THEY_ARE)},
+        )
+
+
+_WHOLE = {
+    "max_epochs": -1,
+    "max_steps": -1,
+    "min_epochs": 0,
+    "min_steps": 0,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": -1,
+    "log_every_n_steps": 0,
+}
+"""Options that are whole numbers, and the least that each may be."""
+_AS_THEY_ARE = ("benchmark", "detect_anomaly", "inference_mode", "use_distributed_sampler")
+
+
+def _of_quick_run(batches: int) -> dict[str, Any]:
+    """Return the options that `fast_dev_run` sets."""
+    if not batches:
+        return {}
+    return {
+        "limit_train_batches": batches,
+        "limit_val_batches": batches,
+        "limit_test_batches": batches,
+        "limit_predict_batches": batches,
+        "max_epochs": 1,
+        "max_steps": batches,
+        "val_check_interval": 1.0,
+        "num_sanity_val_steps": 0,
+        "check_val_every_n_epoch": 1,
+    }
 
 
 def check_limit(name: str, limit: int | float | None) -> int | float:

@@ -1,4 +1,4 @@
-"""Progress: where a run stands, as a checkpoint holds it."""
+"""Progress and RunState: how far training is, and what the Trainer is doing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """Where training stands.
+    """How far training is; part of a checkpoint.
 
     Attributes:
         epoch: the present one, counted from 0.
@@ -36,7 +36,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back; a finished epoch is followed by the next."""
+        """Restore the fields; a finished epoch is followed by the next."""
         self.epoch = state["epoch"]
         self.global_step = state["global_step"]
         self.batches = state["batches"]
@@ -44,3 +44,16 @@ class Progress:
         self.validated = state["validated"]
         if self.epoch_is_done:
             self.next_epoch()
+
+
+@dataclass
+class RunState:
+    """What the Trainer is doing.
+
+    Attributes:
+        stage: "fit", "validate", "test", "predict", or "" between runs.
+        status: "running", "finished" or "interrupted".
+    """
+
+    stage: str = ""
+    status: str = "finished"

@@ -5,153 +5,166 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import replace
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.data.resumable import Resumable
-from stratagem.data.sharding import UNKNOWN, set_epoch
-from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.prepared_model import PreparedModel
-from stratagem.interfaces.step_module import StepModule
 from stratagem.lite.optimizer import wrap_optimizer
-from stratagem.module import Module
-from stratagem.trainer import evaluation, fit_loop, loaders, options
-from stratagem.trainer.divergence import DivergenceCheck
+from stratagem.lite.prepare import prepare
+from stratagem.storage import paths
+from stratagem.trainer import checks, evaluation, fit_loop, options
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
-from stratagem.trainer.loaders import LimitedLoader
+from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
 from stratagem.trainer.metrics import Metrics
-from stratagem.trainer.optimizers import SchedulerConfig, configure
-from stratagem.trainer.progress import Progress
-from stratagem.trainer.resume.checkpoint import read_checkpoint, restore_model, restore_training
+from stratagem.trainer.optimizers import configure, count_steps
+from stratagem.trainer.resume.checkpoint import (
+    collect_checkpoint,
+    read_checkpoint,
+    restore_model,
+    restore_training,
+)
 from stratagem.trainer.resume.find import find_checkpoint
 from stratagem.trainer.resume.rank_state import RankState
 from stratagem.trainer.resume.restarts import Restarts
+from stratagem.trainer.rows import Rows
+from stratagem.trainer.schedulers import Schedulers
 from stratagem.trainer.step import Step
+from stratagem.trainer.train_loader import TrainLoader
+from stratagem.trainer.validation import Validation
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.lite.launched import Launched
+    from stratagem.trainer.job import Job
+    from stratagem.trainer.metrics import LatestValues
+    from stratagem.trainer.progress import Progress
     from stratagem.trainer.trainer import Trainer
+
+
+_runs: WeakSet[Run] = WeakSet()
+"""The last run of each Trainer of this process."""
 
 
 class Run:
     """One run of a Trainer on this rank.
 
+    A callback that follows the run more closely than the Trainer's own attributes allow finds it as
+    `trainer.run`.
+
     Args:
-        trainer: holds the options, the callbacks, and what outlives a run.
-        stage: "fit", "validate", "test" or "predict".
-        module: the model.
-        datamodule: its data, or None.
+        trainer: holds the options and the callbacks.
+        launched: the plan, whose strategy runs it.
+        job: what was asked for.
+        progress: how far training is; of the Trainer's last fit.
+        latest: the latest values that were logged, of all of the Trainer's runs.
         before: the run before, whose prepared model is used again if it is the same model.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        stage: str,
-        module: Module,
-        datamodule: DataModule | None,
+        launched: Launched,
+        job: Job,
+        *,
+        progress: Progress,
+        latest: LatestValues,
         before: Run | None,
     ) -> None:
         self.trainer = trainer
-        self.stage = stage
-        self.module = module
-        self.datamodule = datamodule
-        self.strategy = trainer.strategy
-        self.progress: Progress = trainer.progress
-        same = before is not None and before.module is module
-        self.prepared: PreparedModel | None = (
-            before.prepared if before is not None and same else None
+        self.launched = launched
+        self.job = job
+        self.stage = job.stage
+        self.module = job.model
+        self.datamodule = job.datamodule
+        self.strategy = launched.strategy
+        self.progress = progress
+        self.latest = latest
+        self.latest.bar.clear()
+        self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks)
+        self.rows = Rows(trainer.loggers if trainer.is_global_zero else ())
+        self.metrics: Metrics = Metrics(
+            self.strategy.ranks, self.rows, self.latest, every_n_steps=trainer.log_every_n_steps
         )
-        self.optimizers: list[Any] = before.optimizers if before is not None and same else []
+        """What training logs to."""
+        self.prepared: PreparedModel | None = None
+        self.optimizers: list[Any] = []
         """The optimizers as user code sees them: their steps go through the strategy."""
-        self.schedulers: list[SchedulerConfig] = (
-            before.schedulers if before is not None and same else []
-        )
-        self.hooks = Hooks(trainer, module, trainer.callbacks)
-        self.train_values = Metrics(
-            self.strategy.ranks,
-            trainer.loggers_of_this_rank if stage == "fit" else (),
-            every_n_steps=trainer.log_every_n_steps,
-        )
-        self.train_loader: LimitedLoader | None = None
-        self.val_loaders: list[LimitedLoader] = []
-        self.sanity_checking = False
+        self.schedulers: Schedulers = Schedulers(self.progress, self.metric)
+        self.rank_state: RankState | None = None
+        """Once a fit has begun: what this rank saves for itself and restores."""
+        if before is not None and before.module is job.model:
+            self.prepared, self.optimizers = before.prepared, before.optimizers
+            self.schedulers.configs = before.schedulers.configs
+            self.rank_state = before.rank_state
+        self.train_loader: TrainLoader | None = None
+        self.validation = Validation(self, [])
+        """In a fit: its validation."""
         self.run_id = ""
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
         self.evaluated_batches = 0
         """Batches of validation or testing in this run; the step of what is logged for each."""
-        self.validated_epoch = -1
-        """The last epoch that validation ran in; -1: none yet."""
         self.restarts: Restarts | None = None
         """In a fit: what a restart by the cluster goes on from."""
-        self._names_of_validation: set[str] = set()
-        self.rank_state: RankState | None = before.rank_state if before and same else None
-        """After the beginning of a fit: what this rank saves for itself and goes on with."""
         self.step: Step | None = None
         """In a fit: the optimizer step, which may be under way."""
-        self.saves_due: list[str | Path] = []
+        self.saves_due: list[paths.Location] = []
         """Checkpoints that were asked for within the present step, to be saved after it."""
         self.has_failed = False
         self.interruption = Interruption(
             self.strategy.ranks, self.strategy.cluster_environment, trainer.max_time
         )
 
-    def execute(self, *args: Any) -> Any:
+    def execute(self) -> Any:
         """Set up what all four stages share, run the stage, and take it down."""
-        trainer, module, datamodule, stage = (
-            self.trainer,
-            self.module,
-            self.datamodule,
-            self.stage,
-        )
-        stages: dict[str, Callable[..., Any]] = {
+        trainer, module, datamodule, stage = self.trainer, self.module, self.datamodule, self.stage
+        stages: dict[str, Callable[[ExitStack], Any]] = {
             "fit": self._fit,
             "validate": self._evaluate,
             "test": self._evaluate,
             "predict": self._predict,
         }
-        restore_modes = options.set_determinism(trainer.deterministic, trainer.benchmark)
         status = "failed"
-        self.strategy.ranks.report_status(self._position)
-        try:
-            if datamodule is not None:
-                if self.strategy.ranks.local_rank == 0:
-                    datamodule.prepare_data()
-                self.strategy.ranks.barrier("prepare_data")
-                datamodule.setup(stage)
-            self.strategy.setup(trainer)
-            self.hooks.call("setup", stage)
-            with trainer.lite.init_module():
-                module.configure_model()
-            with fit_loop.anomaly_detection(trainer.detect_anomaly):
-                result = stages[stage](*args)
-            self.hooks.call("teardown", stage)
-            if datamodule is not None:
-                datamodule.teardown(stage)
-            status = "success"
-            return result
-        except BaseException as error:
-            self.has_failed = True
-            self.hooks.call("on_exception", error)
-            self._let_saves_finish()
-            raise
-        finally:
-            # It holds the graph of the last loss, and so what hooks of an engine hold.
-            self.step = None
-            # What was logged before an error is what explains it.
-            self.train_values.flush()
-            for logger in trainer.loggers_of_this_rank:
-                logger.finalize(status)
-            module.__dict__["_logged"] = None
-            restore_modes()
+        ranks = self.strategy.ranks
+        ranks.report_status(self._position)
+        with ExitStack() as until_end:
+            until_end.callback(options.set_determinism(trainer.deterministic, trainer.benchmark))
+            try:
+                if datamodule is not None:
+                    if ranks.local_rank == 0:
+                        datamodule.prepare_data()
+                    ranks.barrier("prepare_data")
+                    datamodule.setup(stage)
+                _release_others(self)
+                self.strategy.setup(trainer)
+                self.hooks.call("setup", stage)
+                with self.launched.init_module():
+                    module.configure_model()
+                with fit_loop.anomaly_detection(trainer.detect_anomaly):
+                    result = stages[stage](until_end)
+                self.hooks.call("teardown", stage)
+                if datamodule is not None:
+                    datamodule.teardown(stage)
+                status = "success"
+                return result
+            except BaseException as error:
+                self.has_failed = True
+                self.hooks.call("on_exception", error)
+                self._let_saves_finish()
+                raise
+            finally:
+                # It holds the graph of the last loss, and so what hooks of an engine hold.
+                self.step = None
+                # What was logged before an error is what explains it.
+                self.rows.flush()
+                if ranks.is_global_zero:
+                    for logger in trainer.loggers:
+                        logger.finalize(status)
 
     def _let_saves_finish(self) -> None:
         """While an error ends the run: what was saved before it becomes durable."""
@@ -168,198 +181,144 @@ class Run:
 
     # -- the stages
 
-    def _fit(self, train: Any, val: Any, ckpt_path: str | Path | None) -> None:
-        trainer, module = self.trainer, self.module
-        self._check_engine()
-        self.run_id = self.strategy.ranks.broadcast(secrets.token_hex(8))
-        self.restarts = Restarts(self.strategy, trainer.default_root_dir)
-        ckpt_path = self.restarts.begin(ckpt_path)
-        checkpoint, path = self._read(ckpt_path)
-        train_loader, uneven_inputs = loaders.agree(self._training_loader(train), self.strategy)
-        data = Resumable(
-            train_loader.loader,
-            train_loader.name,
-            self.strategy.ranks.global_rank,
-            self.strategy.ranks.data_shard,
-        )
-        self.rank_state = RankState(self.strategy.ranks, self.progress, data)
-        train_loader = self.train_loader = replace(train_loader, loader=data.loader)
-        self.val_loaders = self._validation_loaders(val)
-        self.strategy.take_batch_size(loaders.batch_size_of(train_loader.loader))
-        self.rank_state.follow_validation([one.loader for one in self.val_loaders])
-        step_module = StepModule(module)
-        if self.strategy.sync_batchnorm:
-            self.strategy.synchronize_batch_norm(step_module)
-        prepared = self.prepared = self.strategy.prepare(step_module, self._make_optimizers)
-        self.optimizers = [wrap_optimizer(o, prepared, self.strategy) for o in prepared.optimizers]
-        if not module.automatic_optimization:
-            for optimizer in self.optimizers:
-                _count_steps(optimizer, self.progress)
-        if checkpoint is not None:
-            self.run_id = checkpoint["run"] or self.run_id
-            restore_model(self, prepared, checkpoint, path)
-            restore_training(self, prepared, checkpoint, path)
-        module.__dict__["_logged"] = self.train_values
-        if module.hyper_parameters:
-            for logger in trainer.loggers_of_this_rank:
+    def _fit(self, until_end: ExitStack) -> None:
+        trainer, module, strategy = self.trainer, self.module, self.strategy
+        checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
+        self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
+        self.restarts = Restarts(strategy, trainer.default_root_dir)
+        path = self._find(self.restarts.begin(self.job.ckpt_path))
+        loader = self._open_data()
+        strategy.take_batch_size(loader.batch_size)
+        prepared = self._prepare_to_train()
+        if path is not None:
+            self._resume(prepared, path)
+        until_end.enter_context(module.logging_to(self.metrics))
+        if module.hyper_parameters and strategy.ranks.is_global_zero:
+            for logger in trainer.loggers:
                 logger.log_hyperparams(module.hyper_parameters)
-
         self.hooks.call("on_fit_start")
-        if checkpoint is None:
-            self._check_sanity()
-        with self.interruption, closing(self.rank_state):
-            fit_loop.fit(self, prepared, train_loader, self.rank_state, uneven_inputs)
+        if path is None:
+            self.validation.check_sanity(prepared)
+        assert self.rank_state is not None
+        with self.interruption, closing(loader):
+            fit_loop.fit(self, prepared, loader, self.validation, self.rank_state)
         self.hooks.call("on_fit_end")
-        self.strategy.checkpoint_io.wait()
+        strategy.checkpoint_io.wait()
+
+    def _open_data(self) -> TrainLoader:
+        """Make this rank's loaders, for training and for validation."""
+        loader = self.train_loader = TrainLoader(
+            source_of("train_dataloader", self.job, self.job.loaders, needed=True),
+            self.strategy,
+            limit=self.trainer.limits["train"],
+            use_distributed_sampler=self.trainer.use_distributed_sampler,
+        )
+        if self.trainer.limits["val"] != 0 and self.module.defines("validation_step"):
+            given = source_of("val_dataloader", self.job, self.job.val_loaders, needed=False)
+            if given is not None:
+                self.validation.loaders = self._evaluation_loaders(given, "validation")
+        self.rank_state = RankState(
+            self.strategy.ranks,
+            self.progress,
+            loader,
+            [one.loader for one in self.validation.loaders],
+        )
+        return loader
+
+    def _prepare_to_train(self) -> PreparedModel:
+        """Let the strategy prepare the model, and make its optimizers."""
+        strategy = self.strategy
+        prepared = self.prepared = prepare(strategy, self.module, self._make_optimizers)
+        self.optimizers = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
+        if not self.module.automatic_optimization:
+            for optimizer in self.optimizers:
+                count_steps(optimizer, self.progress)
+        return prepared
 
     def _make_optimizers(self) -> list[Optimizer]:
         if self.strategy.makes_optimizers and not self.module.defines("configure_optimizers"):
-            self.schedulers = []
+            self.schedulers.configs = []
             return []
-        optimizers, self.schedulers = configure(self.module)
-        own = {id(parameter) for parameter in self.module.parameters()}
-        for optimizer in optimizers:
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            gone = sum(id(p) not in own for p in held)
-            if gone:
-                raise UserCodeError(
-                    f"{type(self.module).__name__}.configure_optimizers() returned a "
-                    f"{type(optimizer).__name__} that holds {gone} of {len(held)} parameters that "
-                    "the model does not have (any more), so its steps would not train the model: "
-                    "make it in configure_optimizers(), from self.parameters()"
-                )
+        optimizers, self.schedulers.configs = configure(self.module)
+        checks.check_parameters(optimizers, self.module)
         return optimizers
 
-    def _evaluate(self, given: Any, ckpt_path: str | Path | None) -> tuple[dict[str, float], int]:
+    def _evaluate(self, until_end: ExitStack) -> tuple[dict[str, float], int]:
         """Return the values, and the number of loaders that they are of."""
         what = "validation" if self.stage == "validate" else "test"
         method = "val_dataloader" if what == "validation" else "test_dataloader"
-        source = loaders.source_of(method, given, self.datamodule, self.module, needed=True)
-        ready = self._evaluation_loaders(source, what)
-        prepared = self._prepare_to_evaluate(ckpt_path)
-        values = evaluation.evaluate(self, prepared, ready, what)
-        return {name: float(value) for name, value in values.items()}, len(ready)
+        source = source_of(method, self.job, self.job.loaders, needed=True)
+        loaders = self._evaluation_loaders(source, what)
+        values = evaluation.evaluate(self, self._prepare_to_evaluate(), loaders, what)
+        return {name: float(value) for name, value in values.items()}, len(loaders)
 
-    def _predict(self, given: Any, ckpt_path: str | Path | None) -> list[list[Any]]:
-        source = loaders.source_of(
-            "predict_dataloader", given, self.datamodule, self.module, needed=True
+    def _predict(self, until_end: ExitStack) -> list[list[Any]]:
+        source = source_of("predict_dataloader", self.job, self.job.loaders, needed=True)
+        loaders = self._evaluation_loaders(source, "predict")
+        return evaluation.predict(self, self._prepare_to_evaluate(), loaders)
+
+    def _evaluation_loaders(self, source: Any, what: str) -> list[EvaluationLoader]:
+        return evaluation_loaders(
+            source,
+            self.strategy,
+            what=what,
+            limit=self.trainer.limits["val" if what == "validation" else what],
+            use_distributed_sampler=self.trainer.use_distributed_sampler,
         )
-        ready = self._evaluation_loaders(source, "predict")
-        return evaluation.predict(self, self._prepare_to_evaluate(ckpt_path), ready)
 
-    def _prepare_to_evaluate(self, ckpt_path: str | Path | None) -> PreparedModel:
-        checkpoint, path = self._read(ckpt_path)
+    def _prepare_to_evaluate(self) -> PreparedModel:
+        path = self._find(self.job.ckpt_path)
         if self.prepared is None:
-            self.prepared = self.strategy.prepare(StepModule(self.module))
-        if checkpoint is not None:
+            self.prepared = prepare(self.strategy, self.module)
+        if path is not None:
+            checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
             restore_model(self, self.prepared, checkpoint, path)
         return self.prepared
 
-    def _read(self, asked: str | Path | None) -> tuple[dict[str, Any] | None, str | Path]:
-        """Return the checkpoint that was asked for, and where it is."""
-        if asked is None:
-            return None, ""
-        path = find_checkpoint(self.trainer, asked)
-        return read_checkpoint(self.trainer.checkpoint_writer, path), path
+    # -- checkpoints
 
-    def _check_engine(self) -> None:
-        trainer, plan = self.trainer, self.trainer.plan
-        if self.module.automatic_optimization:
+    def _find(self, asked: str | Path | None) -> paths.Location | None:
+        return None if asked is None else find_checkpoint(self.trainer, asked)
+
+    def _resume(self, prepared: PreparedModel, path: paths.Location) -> None:
+        """Restore the run from a checkpoint, which nothing holds any more afterwards."""
+        checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
+        self.run_id = checkpoint["run"] or self.run_id
+        restore_model(self, prepared, checkpoint, path)
+        restore_training(self, prepared, checkpoint, path)
+
+    def save(self, path: paths.Location, *, weights_only: bool) -> None:
+        """Save this run as it is, or once the optimizer step that is under way is taken."""
+        if self.is_within_step and not weights_only:
+            self.saves_due.append(path)
             return
-        if not plan.capabilities.manual_backward:
-            raise ConfigurationError(
-                f"the strategy {plan.strategy.name!r} runs backward itself, so it cannot train a "
-                "Module with automatic_optimization = False"
-            )
-        if not plan.capabilities.backward_in_forward:
-            raise ConfigurationError(
-                f"{type(self.module).__name__} has automatic_optimization = False, and under "
-                f"{plan.strategy.name!r} a backward within training_step has no effect: gradients "
-                "are reduced after the model's forward. Use automatic optimization, "
-                "strategy='ddp', or a loop of your own with Lite"
-            )
-        if trainer.gradient_clip is not None or trainer.accumulation(0) != 1:
-            raise ConfigurationError(
-                f"{type(self.module).__name__} has automatic_optimization = False, so "
-                "gradient_clip_val and accumulate_grad_batches do nothing: clip and accumulate in "
-                "training_step"
-            )
-        if self.strategy.join_uneven_inputs:
-            raise ConfigurationError(
-                f"{type(self.module).__name__} has automatic_optimization = False, so the Trainer "
-                "cannot weight its gradients as join_uneven_inputs=True needs: give every rank as "
-                "many batches"
-            )
+        checkpoint = collect_checkpoint(self, self.require_prepared(), weights_only=weights_only)
+        self.launched.checkpoint_writer.save(checkpoint, path)
+        restarts = self.restarts
+        if restarts is not None and not weights_only:
+            self.strategy.checkpoint_io.when_durable(lambda: restarts.saved(path))
 
-    # -- data
+    def save_due(self) -> None:
+        """Save what was asked for within the step that has just been taken."""
+        due, self.saves_due = self.saves_due, []
+        for path in dict.fromkeys(due):
+            self.save(path, weights_only=False)
 
-    def _training_loader(self, given: Any) -> LimitedLoader:
-        source = loaders.source_of(
-            "train_dataloader", given, self.datamodule, self.module, needed=True
-        )
-        return loaders.attach(
-            loaders.training_loader(source),
-            name="the training data loader",
-            limit=self.trainer.limits["train"],
-            limit_name="limit_train_batches",
-            strategy=self.strategy,
-            use_distributed_sampler=self.trainer.use_distributed_sampler,
-            training=True,
-        )
-
-    def _validation_loaders(self, given: Any) -> list[LimitedLoader]:
-        if self.trainer.limits["val"] == 0 or not self.module.defines("validation_step"):
-            return []
-        source = loaders.source_of(
-            "val_dataloader", given, self.datamodule, self.module, needed=False
-        )
-        return [] if source is None else self._evaluation_loaders(source, "validation")
-
-    def _evaluation_loaders(self, source: Any, what: str) -> list[LimitedLoader]:
-        limit = {"validation": "val"}.get(what, what)
-        several = loaders.evaluation_loaders(source)
-        return [
-            loaders.attach(
-                loader,
-                name=f"the {what} data loader" + (f" {index}" if len(several) > 1 else ""),
-                limit=self.trainer.limits[limit],
-                limit_name=f"limit_{limit}_batches",
-                strategy=self.strategy,
-                use_distributed_sampler=self.trainer.use_distributed_sampler,
-                training=False,
-            )
-            for index, loader in enumerate(several)
-        ]
-
-    def set_epoch(self, loader: LimitedLoader) -> None:
-        """Tell a loader's samplers the present epoch."""
-        set_epoch(loader.loader, self.progress.epoch)
+    def _save_interrupted(self) -> str:
+        """Save the run where checkpoints go, before a signal ends it; return the path, or ""."""
+        saver = self.trainer.checkpoint_callback
+        if saver is None or saver.dirpath is None:
+            return ""
+        path = saver.save_to_resume_from(self.trainer, "interrupted")
+        self.launched.checkpoint_writer.finish()
+        return path
 
     # -- what the training loop asks
 
-    def validates_in(self, epoch: int) -> bool:
-        """Whether an epoch has validation."""
-        return bool(self.val_loaders) and (epoch + 1) % self.trainer.check_val_every_n_epoch == 0
-
-    def validate_every(self, batches: float) -> float:
-        """Return after how many training batches validation comes; infinity: after the epoch."""
-        interval = self.trainer.val_check_interval
-        if isinstance(interval, int):
-            if interval > batches:
-                raise ConfigurationError(
-                    f"val_check_interval={interval} is more than the {int(batches)} training "
-                    "batches of an epoch, so validation would never run: pass a smaller number, or "
-                    "check_val_every_n_epoch"
-                )
-            return interval
-        if batches == UNKNOWN:
-            if interval == 1.0:
-                return UNKNOWN
-            raise UserCodeError(
-                f"the training data loader has no length, so val_check_interval={interval} cannot "
-                "be taken of it: pass a number of batches (int)"
-            )
-        return max(1, int(batches * interval))
+    def accumulation(self, epoch: int) -> int:
+        """Return how many batches an optimizer step takes in an epoch."""
+        by_epoch = self.trainer.step_options.accumulation
+        return by_epoch[max(first for first in by_epoch if first <= epoch)]
 
     def should_stop(self) -> bool:
         """Whether training is to end here, by `Trainer.should_stop`; not before its minimum."""
@@ -370,7 +329,7 @@ class Run:
             and progress.epoch + progress.epoch_is_done >= trainer.min_epochs
         )
 
-    def look(self) -> Callable[[], bool]:
+    def interruption_check(self) -> Callable[[], bool]:
         """Return what is called after each step: whether the fit is to end here."""
         look, checkpoint_io = self.interruption.look, self.strategy.checkpoint_io
         if not checkpoint_io.asynchronous:
@@ -382,119 +341,94 @@ class Run:
 
         return look_at_saves_too
 
-    def divergence_check(self, prepared: PreparedModel) -> DivergenceCheck | None:
-        """Return what compares the ranks every few steps, if that was asked for."""
-        every = self.trainer.detect_divergence
-        if not every or self.strategy.ranks.world_size == 1:
-            return None
-        return DivergenceCheck(self.strategy.ranks, prepared.original, every)
+    def interrupt(self) -> None:
+        """End the fit after the present step; on a signal, save it and end the process."""
+        if self.interruption.signal is not None:
+            self.interruption.end(self._save_interrupted)
+        self.trainer.should_stop = True
+
+    def end_train_epoch(self) -> None:
+        """Call the hooks of the epoch's end, and reduce what was logged in it."""
+        metrics, progress = self.metrics, self.progress
+        metrics.in_step = False
+        self.hooks.call_all_but_monitors("on_train_epoch_end")
+        epoch = metrics.end_epoch()
+        # The epoch's values stand at its last step, with the epoch's number.
+        last_step = max(0, progress.global_step - 1)
+        self.rows.write({"epoch": progress.epoch, **epoch.for_loggers}, last_step)
+        self.schedulers.step_after_epoch(self._may_come_later)
+        self.hooks.call_monitors("on_train_epoch_end")
+
+    def _may_come_later(self, name: str) -> bool:
+        """Whether a value that is not there yet may be logged by validation in a later epoch."""
+        comes_later = self.has_validation and self.validation.last_epoch == -1
+        return comes_later and name not in self.latest.values
+
+    # -- what callbacks ask
 
     @property
     def is_within_step(self) -> bool:
         """Whether an optimizer step is under way; one that an error ended is not."""
         return self.step is not None and self.step.is_under_way and not self.has_failed
 
-    def save_due(self) -> None:
-        """Save what was asked for within the step that has just been taken."""
-        due, self.saves_due = self.saves_due, []
-        for path in dict.fromkeys(due):
-            self.trainer.save_checkpoint(path)
+    @property
+    def has_validation(self) -> bool:
+        """Whether this fit validates."""
+        return bool(self.validation.loaders)
 
-    def save_interrupted(self) -> str:
-        """Save the run where checkpoints go, before a signal ends it; return the path, or ""."""
-        saver = self.trainer.checkpoint_callback
-        if saver is None or saver.dirpath is None:
-            return ""
-        path = saver.save_to_resume_from(self.trainer, "interrupted")
-        self.trainer.checkpoint_writer.finish()
-        return path
+    @property
+    def validates_within_epochs(self) -> bool:
+        """Whether validation comes in the middle of epochs too, not only after their last batch."""
+        return self.has_validation and self.trainer.val_check_interval != 1.0
 
-    def step_schedulers(self, interval: str, count: int) -> None:
-        """Step the schedulers that are due after the `count`-th epoch or step."""
-        for config in self.schedulers:
-            if config.is_due(interval, count):
-                config.scheduler.step()
+    @property
+    def has_validated(self) -> bool:
+        """Whether validation ran in the present epoch."""
+        return self.validation.last_epoch == self.progress.epoch
 
-    def _step_monitored_schedulers(self, *, after_validation: bool) -> None:
-        """Step those that wait for a value of the epoch, once it is there.
+    @property
+    def checkpoint_root(self) -> paths.Location:
+        """The folder in which checkpoints get one of their own: that of the logs, or a URL."""
+        root = self.trainer.default_root_dir
+        return root if paths.is_url(root) else Path(self.trainer.log_dir)
 
-        What validation logs is there after it; all else, at the end of the training epoch. Both
-        come before checkpoints are saved.
+    def agreed_time(self) -> float:
+        """Return the seconds since the run began, the same on every rank; see `Interruption`."""
+        return self.interruption.agreed_time()
+
+    def metric(self, name: str, who: str) -> Tensor:
+        """Return the latest logged value that somebody (`who`) waits for.
+
+        Raises:
+            UserCodeError: nothing of that name was logged; lists what was.
         """
-        if not self.progress.epoch_is_done:
-            return
-        for config in self.schedulers:
-            name = config.monitor
-            if name is None or (self.progress.epoch + 1) % config.frequency:
-                continue
-            if (name in self._names_of_validation) is not after_validation:
-                continue
-            comes_later = bool(self.val_loaders) and self.validated_epoch == -1
-            if comes_later and name not in self.trainer.callback_metrics:
-                continue
-            config.scheduler.step(self.trainer.metric(name, type(config.scheduler).__name__))
+        values = self.trainer.callback_metrics
+        if name not in values:
+            there = ", ".join(sorted(values)) or "nothing"
+            raise UserCodeError(
+                f"{who}(monitor={name!r}): no value of that name was logged; there is {there}. "
+                f"Log it in the Module with self.log({name!r}, ...)"
+            )
+        return values[name]
 
-    def end_train_epoch(self) -> None:
-        """Tell of the epoch's end, and reduce what was logged in it."""
-        values, progress = self.train_values, self.progress
-        values.in_step = False
-        self.hooks.call_all_but_monitors("on_train_epoch_end")
-        epoch_values, for_loggers = values.end_epoch()
-        self.take_values(epoch_values, values)
-        # The epoch's values stand at its last step, with the epoch's number.
-        values.write({"epoch": progress.epoch, **for_loggers}, max(0, progress.global_step - 1))
-        self._step_monitored_schedulers(after_validation=False)
-        self.hooks.call_monitors("on_train_epoch_end")
+    def require_prepared(self) -> PreparedModel:
+        """Return the prepared model.
 
-    def validate_during_fit(self, prepared: PreparedModel) -> None:
-        """Run validation between two training steps or after the last of an epoch."""
-        self.train_values.flush()
-        self.validated_epoch = self.progress.epoch
-        self.progress.validated = self.progress.batches
-        evaluation.evaluate(self, prepared, self.val_loaders, "validation")
-
-    def _check_sanity(self) -> None:
-        """Run a few validation batches before training, so that an error shows at once."""
-        steps = self.trainer.num_sanity_val_steps
-        if not self.val_loaders or steps == 0:
-            return
-        assert self.prepared is not None
-        limit = UNKNOWN if steps == -1 else steps
-        few = [
-            LimitedLoader(one.loader, min(one.batches, limit), one.name) for one in self.val_loaders
-        ]
-        self.sanity_checking = True
-        self.hooks.call("on_sanity_check_start")
-        try:
-            # Training draws the same random numbers, with this check and without it.
-            with torch.random.fork_rng(devices=[]):
-                evaluation.evaluate(self, self.prepared, few, "validation")
-        finally:
-            self.sanity_checking = False
-            self.evaluated_batches = 0
-        self.hooks.call("on_sanity_check_end")
-
-    # -- logged values
-
-    def take_values(self, values: dict[str, Tensor], logged: Metrics) -> None:
-        """Make logged values known to callbacks, schedulers and the progress bar."""
-        if self.sanity_checking:
-            return
-        self.trainer.take_values(logged, values)
-        if logged is not self.train_values:
-            self.train_values.bar.update(logged.bar)
-            if self.stage == "fit":
-                self._names_of_validation.update(values)
-                self._step_monitored_schedulers(after_validation=True)
+        Raises:
+            ConfigurationError: the run ended before it was there.
+        """
+        if self.prepared is None:
+            raise ConfigurationError(
+                "this needs a prepared model, but the last run ended before it was there"
+            )
+        return self.prepared
 
 
-def _count_steps(optimizer: Any, progress: Progress) -> None:
-    """Count the steps that user code takes itself."""
-    step = optimizer.step
-
-    def count(closure: Any = None) -> Any:
-        result = step(closure)
-        progress.global_step += 1
-        return result
-
-    optimizer.step = count
+def _release_others(run: Run) -> None:
+    """Free what strategies hold for Trainers that are done: a process trains model after model."""
+    for other in list(_runs):
+        if other.trainer is run.trainer or other.trainer.state.status == "running":
+            continue
+        if other.prepared is not None:
+            other.strategy.release(other.prepared)
+    _runs.add(run)

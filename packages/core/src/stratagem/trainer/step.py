@@ -3,41 +3,58 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
+from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.train_step import TrainStep
+from stratagem.trainer.strategy_check import StrategyCheck
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.module import Module
+    from stratagem.plan.step_options import GradientClip
     from stratagem.trainer.run import Run
 
 
 class Step(TrainStep):
-    """One optimizer step of a Module: what happens for each micro-batch, and who is told."""
+    """One optimizer step of a Module: what happens in each micro-batch, and who is called.
+
+    The loop calls `start`, then `Strategy.train_step`, which calls the methods of `TrainStep`, then
+    `finish`, which checks that the strategy has called what it must.
+    """
 
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
-        self.clip = run.trainer.gradient_clip
         self.batch_idx = 0
+        self._clip = run.trainer.step_options.clip
         self._micro_batches = 0
+        """Those of a step that is under way; 0 between two steps."""
+        self._expected = 0
+        self._ended = 0
         self._weights: list[float] | None = None
-        self.loss: Tensor | None = None
+        self._weight = 1.0
+        self._batch: Any = None
+        self._loss: Tensor | None = None
         self._run = run
         self._module = module
         self._progress = run.progress
-        self._logged = run.train_values
-        self._call = prepared.module
+        self._logged = run.metrics
+        self._schedulers = run.schedulers
+        self._training_step = _training_step(module, prepared)
         self._convert = strategy.input_converter()
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
         self._takes_index = takes_batch_idx(module.training_step)
         self._detect = run.trainer.detect_anomaly
-        self._stepped = False
+        self._stepped = self._has_loss = self._skipped = False
         self._outputs: Any = None
+        self._check = StrategyCheck(strategy, prepared, self._clip)
         self._on_batch_start = hooks.of("on_train_batch_start")
         self._on_batch_end = hooks.of("on_train_batch_end")
         self._on_before_backward = hooks.of("on_before_backward")
@@ -45,11 +62,22 @@ class Step(TrainStep):
         self._on_before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._on_before_zero_grad = hooks.of("on_before_zero_grad")
 
-    def begin(self, micro_batches: int, weights: list[float] | None = None) -> None:
+    @property
+    def clip(self) -> GradientClip | None:  # type: ignore[override]
+        """How gradients are to be clipped; that a strategy reads it is noted."""
+        self._check.clip_was_read = True
+        return self._clip
+
+    # -- called by the loop
+
+    def start(self, micro_batches: int, weights: list[float] | None = None) -> None:
         """Begin a step over so many batches, each with a weight; None: all count 1."""
         self.batch_idx = self._progress.batches
-        self._micro_batches = micro_batches
+        self._micro_batches = self._expected = micro_batches
+        self._ended = 0
         self._weights = weights
+        self._loss = None
+        self._stepped = self._has_loss = self._skipped = False
         self._logged.counts = True
 
     @property
@@ -57,87 +85,141 @@ class Step(TrainStep):
         """Whether it has batches that do not count as trained on yet."""
         return self._micro_batches > 0
 
-    def end(self) -> None:
-        """Count the batches of a step that was not taken."""
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last micro-batch had a loss."""
+        return self._loss is not None
+
+    def finish(self) -> None:
+        """End a step: check it, call the hooks of its last batch, and hand its values on.
+
+        Batches of a step that was not taken, since none of them had a loss, count too.
+        """
+        if self._ended != self._expected or not (
+            self._stepped or (self._skipped and not self._has_loss)
+        ):
+            self._check.explain(self._expected, self._ended, stepped=self._stepped)
+        elif self._check.is_due and self._stepped:
+            self._check.look()
+        self._count_batches()
+        self._end_batch()
+        self._batch = self._outputs = None
+        if self._stepped and self._logged.row:
+            self._logged.end_step(self._progress.global_step - 1)
+
+    def manual(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        """Take the place of `Strategy.train_step` where `training_step` steps the optimizers."""
+        for micro_batch in micro_batches:
+            before = self._progress.global_step
+            with self._run.strategy.backward_in_forward(prepared):
+                self.loss(self.begin(micro_batch), converted=True)
+            self._stepped = self._progress.global_step > before
+            self._count_batches()
+            self._skipped, self._has_loss = True, False  # of its own steps, no matter how many
+            self.end(micro_batch)
+
+    def _count_batches(self) -> None:
         self._progress.batches += self._micro_batches
         self._micro_batches = 0
 
-    def forward(self, micro_batch: Any) -> Tensor | None:
-        """Return the loss of a batch."""
+    def _end_batch(self) -> None:
+        if self._on_batch_end:
+            outputs = self._outputs
+            if not isinstance(outputs, dict):
+                outputs = {"loss": None if self._loss is None else self._loss.detach()}
+            for hook in self._on_batch_end:
+                hook(outputs, self._batch, self.batch_idx)
+        self.batch_idx += 1
+
+    # -- called by the strategy
+
+    def begin(self, micro_batch: Any) -> Any:
+        """Return the converted batch, after the hooks of its start."""
         batch = micro_batch if self._convert is None else self._convert(micro_batch)
-        weight = None
         if self._weights is not None:
-            weight = self._weights[self.batch_idx - self._progress.batches]
+            self._weight = self._weights[self._ended]
             # A batch that is repeated to keep step with other ranks was counted before.
-            self._logged.counts = weight != 0.0
-        self._logged.batch = batch
+            self._logged.counts = self._weight != 0.0
+        self._batch = self._logged.batch = batch
         for hook in self._on_batch_start:
             hook(batch, self.batch_idx)
-        arguments = (batch, self.batch_idx) if self._takes_index else (batch,)
+        return batch
+
+    def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
+        """Return the loss of a batch or of a part of it."""
+        if not converted and self._convert is not None:
+            part = self._convert(part)
+        if part is not self._batch:
+            return self._loss_of_part(part)
+        arguments = (part, self.batch_idx) if self._takes_index else (part,)
         if self._context is None:
-            outputs = self._call("training_step", *arguments)
+            outputs = self._training_step(*arguments)
         else:
             with self._context:
-                outputs = self._call("training_step", *arguments)
+                outputs = self._training_step(*arguments)
         self._outputs = outputs
         loss = outputs if outputs.__class__ is Tensor else self._loss_in(outputs)
-        self.loss = loss
-        if self._detect and loss is not None:
+        self._loss = loss
+        if loss is None:
+            self._skipped = True
+            return None
+        self._has_loss = True
+        if self._detect:
             self._check_finite(loss)
-        return loss if weight is None or loss is None else loss * weight
+        return loss if self._weights is None else loss * self._weight
+
+    def _loss_of_part(self, part: Any) -> Tensor | None:
+        """Return the loss of some samples of a batch; outside of one, nothing logged counts."""
+        whole, counted = self._batch, self._logged.counts
+        self._logged.counts = counted and whole is not None
+        self._batch = self._logged.batch = part
+        try:
+            return self.loss(part, converted=True)
+        finally:
+            self._batch = self._logged.batch = whole
+            self._logged.counts = counted
+
+    def end(self, micro_batch: Any) -> None:
+        """Count the micro-batch, and call the hooks of its end.
+
+        Those of a step's last batch are called in `finish`, after the optimizer step.
+        """
+        self._ended += 1
+        if self._ended < self._expected:
+            self._end_batch()
+            # Nothing keeps it while the next one is read.
+            self._batch = self._logged.batch = self._outputs = self._loss = None
 
     def before_backward(self, loss: Tensor) -> None:
-        """Tell the hooks."""
+        """Call the hooks."""
         for hook in self._on_before_backward:
             hook(loss)
 
     def after_backward(self) -> None:
-        """Tell the hooks."""
+        """Call the hooks."""
         for hook in self._on_after_backward:
             hook()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Tell the hooks."""
+        """Call the hooks."""
         for hook in self._on_before_optimizer_step:
             hook(optimizer)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Count the step, let schedulers step, and tell the hooks.
+        """Count the step, let schedulers step, and call the hooks.
 
         Batches count as trained on once their step is taken, all together: a checkpoint saved
         between two micro-batches resumes with the first of them.
         """
         self._progress.global_step += 1
-        self.end()
+        self._count_batches()
         self._stepped = True
-        if self._run.schedulers:
-            self._run.step_schedulers("step", self._progress.global_step)
+        if self._schedulers.configs:
+            self._schedulers.step("step", self._progress.global_step)
         for hook in self._on_before_zero_grad:
             hook(optimizer)
-
-    def after_micro_batch(self, micro_batch: Any) -> None:
-        """Tell the hooks, then hand the step's values on."""
-        if self._on_batch_end:
-            outputs = self._outputs
-            if not isinstance(outputs, dict):
-                outputs = {"loss": None if self.loss is None else self.loss.detach()}
-            for hook in self._on_batch_end:
-                hook(outputs, self._logged.batch, self.batch_idx)
-        self.batch_idx += 1
-        if self._stepped:
-            self._stepped = False
-            if self._logged.row:
-                self._logged.end_step(self._progress.global_step - 1)
-
-    def manual(self, prepared: PreparedModel, step: TrainStep, micro_batches: list[Any]) -> None:
-        """Take the place of `Strategy.train_step` where `training_step` steps the optimizers."""
-        for micro_batch in micro_batches:
-            before = self._progress.global_step
-            with self._run.strategy.backward_in_forward(prepared):
-                self.forward(micro_batch)
-            self.end()
-            self._stepped = self._progress.global_step > before
-            self.after_micro_batch(micro_batch)
 
     def _loss_in(self, outputs: Any) -> Tensor | None:
         if not self._module.automatic_optimization:
@@ -174,7 +256,7 @@ class Step(TrainStep):
         What makes a loss unusable is looked for here, after backward has failed, so that a good
         step does not pay for it.
         """
-        loss = self.loss
+        loss = self._loss
         if loss is None or isinstance(error, StratagemError):
             return None
         who = f"{type(self._module).__name__}.training_step"
@@ -190,6 +272,18 @@ class Step(TrainStep):
                 "some parameters require gradients"
             )
         return None
+
+
+def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any]:
+    """Return what calls `training_step` as the strategy runs the model.
+
+    Where nothing wraps the model and nothing is hooked to it, that is the method itself.
+    """
+    called = prepared.module
+    hooked = called._forward_hooks or called._forward_pre_hooks or called._backward_hooks
+    if type(called) is StepModule and called.module is module and not hooked:
+        return module.training_step
+    return partial(called, "training_step")
 
 
 def takes_batch_idx(method: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -60,9 +61,11 @@ class LocalSGDStrategy(ParallelStrategy):
             self._average(p for group in optimizer.param_groups for p in group["params"])
         return result
 
-    def before_evaluation(self, prepared: PreparedModel) -> None:
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Let every rank evaluate the same model."""
         self._average(_tensors_of(prepared.original))
+        yield
 
     def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
         """Average the model and return its state, the same on every rank."""

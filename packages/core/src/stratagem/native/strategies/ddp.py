@@ -184,10 +184,12 @@ class DDPStrategy(ParallelStrategy):
             )
         return whole + 1
 
-    def before_evaluation(self, prepared: PreparedModel) -> None:
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
         for buffer in prepared.original.buffers():
             dist.broadcast(buffer, 0)
+        yield
 
     # -- a step
 

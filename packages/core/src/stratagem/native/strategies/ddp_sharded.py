@@ -170,8 +170,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         kinds = {p.dtype for group in source.param_groups for p in group["params"]}
         if len(kinds) > 1:
             raise ConfigurationError(
-                "strategy='ddp_sharded' expected the parameters of an optimizer in one number "
-                f"format, received {', '.join(sorted(map(str, kinds)))}: make an optimizer for "
+                "strategy='ddp_sharded' expected the parameters of an optimizer in one dtype, "
+                f"received {', '.join(sorted(map(str, kinds)))}: make an optimizer for "
                 "each, or use strategy='ddp'"
             )
         self.source = source

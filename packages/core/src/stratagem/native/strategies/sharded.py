@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -192,10 +192,12 @@ class ShardedStrategy(ParallelStrategy):
         prepared.reshard()
         return super().optimizer_step(prepared, optimizer, closure)
 
-    def before_evaluation(self, prepared: PreparedModel) -> None:
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
         """Give every rank the buffers of rank 0, which are the ones that are saved."""
         buffers = prepared.original.buffers()
         broadcast_from_first(buffer for buffer in buffers if not isinstance(buffer, DTensor))
+        yield
 
     # -- state
 

@@ -1,9 +1,9 @@
-"""What a Trainer's checkpoint holds, and how it is put back.
+"""What a Trainer's checkpoint holds: collecting and restoring it.
 
 ======================  ==========================================================================
 key                     value
 ======================  ==========================================================================
-format_version          of this table; a newer one is refused, an older one migrated
+format_version          of this table; any other one is refused
 stratagem_version       that saved it
 run                     which one saved it; a run that resumes from it keeps the name
 strategy, world_size    under which it was saved; it loads under any other
@@ -11,9 +11,10 @@ state_dict              weights and buffers by name
 optimizer_states        one for each optimizer, by parameter names
 lr_schedulers           one for each scheduler
 precision               such as a loss scale
+strategy_state          what the strategy keeps for itself, by its class's name; where it has any
 epoch, global_step      as users read them: epochs begun, optimizer steps taken
-progress                where the loop stands
-ranks                   of each rank, random numbers and where its loader stands
+progress                where the loop is
+ranks                   of each rank, RNG states and its place in the data
 callbacks, datamodule   their states
 hyper_parameters        what save_hyperparameters kept
 ======================  ==========================================================================
@@ -27,6 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem._version import __version__
 from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
+from stratagem.distributed.checkpoint_writer import (
+    load_strategy_state,
+    model_state,
+    strategy_state,
+)
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
 from stratagem.state.plain_data import find_offending_value
 from stratagem.trainer.resume.rank_state import state_of_rank
@@ -54,7 +60,7 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
         "world_size": strategy.ranks.world_size,
         "epoch": run.progress.epoch,
         "global_step": run.progress.global_step,
-        "state_dict": strategy.model_state(prepared),
+        "state_dict": model_state(strategy, prepared),
         "hyper_parameters": dict(module.hyper_parameters),
     }
     _require_plain(checkpoint["hyper_parameters"], f"the hyperparameters of {_kind(module)}")
@@ -74,11 +80,13 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
             optimizer_states=[
                 strategy.optimizer_state(prepared, optimizer) for optimizer in prepared.optimizers
             ],
-            lr_schedulers=[c.scheduler.state_dict() for c in run.schedulers],
+            lr_schedulers=run.schedulers.state(),
             precision=strategy.precision.state_dict(),
             ranks=strategy.ranks.gather_plain(state_of_rank(run)),
             callbacks={key: state for key, state in callbacks.items() if state},
         )
+        if own := strategy_state(strategy, prepared, prepared.optimizers):
+            checkpoint["strategy_state"] = own
         if run.datamodule is not None:
             checkpoint["datamodule"] = run.datamodule.state_dict()
     for callback in trainer.callbacks:
@@ -109,7 +117,8 @@ def restore_model(
         callback.on_load_checkpoint(trainer, module, checkpoint)
     module.on_load_checkpoint(checkpoint)
     with naming(path):
-        run.strategy.load_model_state(prepared, checkpoint["state_dict"])
+        # Taken out, so that it is freed before the optimizers' states are loaded.
+        run.strategy.load_model_state(prepared, checkpoint.pop("state_dict"))
 
 
 def restore_training(
@@ -128,7 +137,7 @@ def restore_training(
     strategy = run.strategy
     for what, saved, own in (
         ("optimizers", checkpoint["optimizer_states"], prepared.optimizers),
-        ("schedulers", checkpoint["lr_schedulers"], run.schedulers),
+        ("schedulers", checkpoint["lr_schedulers"], run.schedulers.configs),
     ):
         if len(saved) != len(own):
             raise CheckpointMismatchError(
@@ -140,18 +149,20 @@ def restore_training(
             strategy.load_optimizer_state(prepared, optimizer, state)
         # It has stepped before the checkpoint; schedulers warn where they see no step before them.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-    for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
-        config.scheduler.load_state_dict(state)
+    run.schedulers.load_state(checkpoint["lr_schedulers"])
     strategy.precision.load_state_dict(checkpoint["precision"])
     states = checkpoint["callbacks"]
     for callback in run.trainer.callbacks:
-        if (state := callback.own_state(states)) is not None:
-            callback.load_state_dict(state)
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
     if "ranks" in checkpoint and run.rank_state is not None:
         run.rank_state.resume(checkpoint["ranks"])
+    # Last: it may go by everything else.
+    own = checkpoint.get("strategy_state", {})
+    load_strategy_state(strategy, prepared, prepared.optimizers, own)
 
 
 def _require_plain(data: Any, whose: str) -> None:

@@ -1,8 +1,8 @@
-"""What each rank saves for itself and goes on with: its random numbers, its place in the data."""
+"""RankState: what each rank saves for itself and restores, RNG states and its place in the data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stratagem.data.resumable import generators_of_loader, has_persistent_workers
@@ -15,10 +15,10 @@ from stratagem.rng import (
 )
 
 if TYPE_CHECKING:
-    from stratagem.data.resumable import Resumable
     from stratagem.interfaces.ranks import Ranks
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
+    from stratagem.trainer.train_loader import TrainLoader
 
 
 def state_of_rank(run: Run) -> dict[str, Any]:
@@ -29,32 +29,32 @@ def state_of_rank(run: Run) -> dict[str, Any]:
 
 
 class RankState:
-    """Where one rank stands in a fit.
+    """Where one rank is in a fit: its RNG states, and its place in the data.
 
     Args:
         ranks: of the run.
         progress: of the run.
-        data: this rank's training batches.
+        loader: this rank's training batches.
+        validation: this rank's validation loaders, whose generators and persistent workers go on
+            as well.
     """
 
-    def __init__(self, ranks: Ranks, progress: Progress, data: Resumable) -> None:
+    def __init__(
+        self, ranks: Ranks, progress: Progress, loader: TrainLoader, validation: Sequence[Any]
+    ) -> None:
         self._ranks = ranks
         self._progress = progress
-        self._data = data
+        self._loader = loader
+        self._validation = validation
         self._random: dict[str, Any] | None = None
-        """The random numbers that this rank goes on with, until the loop takes them."""
+        """The RNG states that this rank goes on with, until the loop restores them."""
         self._within_epoch = False
-        self._validation: list[Any] = []
-
-    def follow_validation(self, loaders: list[Any]) -> None:
-        """Let what validation loaders hold go on too: generators and persistent workers."""
-        self._validation = loaders
 
     def state(self) -> dict[str, Any]:
-        """Return what differs between the ranks: random numbers and the loader's position."""
+        """Return what differs between the ranks: RNG states and the place in the data."""
         return {
             "random": rng_state(),
-            "loader": self._data.state(),
+            "loader": self._loader.state(),
             "validation": [
                 [has_persistent_workers(loader), *generator_states(generators_of_loader(loader))]
                 for loader in self._validation
@@ -62,9 +62,9 @@ class RankState:
         }
 
     def resume(self, states: list[dict[str, Any]]) -> None:
-        """Take what `state` returned on each rank; the progress is that of the checkpoint.
+        """Restore what `state` returned on each rank; the progress is that of the checkpoint.
 
-        Of more ranks than saved, the further ones keep their own random numbers.
+        Of more ranks than saved, the further ones keep their own RNG states.
         """
         progress, rank = self._progress, self._ranks.global_rank
         self._random = None
@@ -73,7 +73,7 @@ class RankState:
             self._resume_validation(states[rank].get("validation", []))
         self._within_epoch = progress.batches > 0
         before = progress.batches
-        progress.batches = self._data.resume([state["loader"] for state in states], before)
+        progress.batches = self._loader.resume([state["loader"] for state in states], before)
         if before:
             progress.validated = progress.validated * progress.batches // before
 
@@ -86,28 +86,17 @@ class RankState:
             set_generator_states(generators_of_loader(loader), generators)
 
     def begin_training(self) -> None:
-        """Go on with the random numbers of the checkpoint, if its epoch was at an end."""
+        """Restore the RNG states of a checkpoint whose epoch was at its end."""
         if not self._within_epoch:
-            self._restore_random_state()
+            self._restore_rng()
 
-    def begin_epoch(
-        self, epoch: int, done: int, of: float
-    ) -> tuple[Iterator[Any], list[Any], float]:
-        """Return the training batches of an epoch after the first `done` of so many.
-
-        Returns:
-            They; the last one that was passed over, if it was read; and how many they are at most.
-        """
-        batches, passed_over = self._data.begin(epoch, done, of)
+    def begin_epoch(self) -> None:
+        """Begin the present epoch after the batches that were trained on."""
+        self._loader.begin_epoch(self._progress.epoch, self._progress.batches)
         # Last, since the loader has drawn numbers of its own.
-        self._restore_random_state()
-        return batches, passed_over, self._data.left
+        self._restore_rng()
 
-    def close(self) -> None:
-        """Let go of the training data, at the end of the fit."""
-        self._data.close()
-
-    def _restore_random_state(self) -> None:
+    def _restore_rng(self) -> None:
         if self._random is not None:
             set_rng_state(self._random)
             self._random = None

@@ -1,0 +1,150 @@
+"""Stepping: the part of a Strategy that takes optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import StratagemError
+from stratagem.interfaces.precision import Precision
+from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.train_step import TrainStep
+from stratagem.plan.step_options import GradientClip
+
+
+class Stepping:
+    """How a strategy takes an optimizer step; `Strategy` is one, and says when each is called."""
+
+    precision: Precision
+
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        """Run one optimizer step over its micro-batches.
+
+        The loss of each micro-batch counts equally: it is divided by their number. A step whose
+        micro-batches were all skipped (no loss) is not taken.
+
+        Args:
+            prepared: the model.
+            step: what the front end does for each of them.
+            micro_batches: may be read from the loader as this goes through them: their number is
+                known before, they come once, and none is kept.
+        """
+        if self.accumulate_all(prepared, step, micro_batches):
+            self.finish_step(prepared, step)
+
+    def accumulate_all(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> bool:
+        """Run forward and backward of all micro-batches; return whether any had a loss.
+
+        Gradients are communicated once, in the last micro-batch's backward.
+        """
+        count = len(micro_batches)
+        has_loss = False
+        position = 0
+        # No `enumerate`, whose tuple would keep a batch while the next one is read.
+        for micro_batch in micro_batches:
+            position += 1  # noqa: SIM113
+            held = None if position == count else self.no_sync(prepared)
+            if held is None:
+                has_loss |= self.accumulate(prepared, step, micro_batch, count)
+            else:
+                with held:
+                    has_loss |= self.accumulate(prepared, step, micro_batch, count)
+            step.end(micro_batch)
+            del micro_batch
+        return has_loss
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        """Run forward and backward of one of `count` micro-batches; return whether it had a loss.
+
+        An engine that owns accumulation overrides this, to hand over the loss undivided; one that
+        computes the loss in parts calls `step.loss` for each.
+        """
+        loss = step.loss(step.begin(micro_batch), converted=True)
+        if loss is None:
+            return False
+        step.before_backward(loss)
+        self.backward(prepared, loss if count == 1 else loss / count)
+        step.after_backward()
+        return True
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        """Take the step once gradients are there: unscale, hooks, clip, step, count, clear."""
+        optimizer = prepared.optimizers[0]
+        # Unscaled before anyone sees the gradients; clipped after user code may change them.
+        if self.precision.scales_loss:
+            self.precision.unscale_gradients(optimizer)
+        step.before_optimizer_step(optimizer)
+        clip = step.clip
+        if clip is not None:
+            self.clip_gradients(prepared, optimizer, clip)
+        self.optimizer_step(prepared, optimizer)
+        step.after_optimizer_step(optimizer)
+        prepared.clear_gradients[0]()
+
+    def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
+        """Return a context in which backward communicates nothing, or None: nothing to hold."""
+        return None
+
+    def backward_in_forward(self, prepared: PreparedModel) -> AbstractContextManager[Any]:
+        """Return a context for one forward in which user code calls `backward` itself.
+
+        The Trainer enters it for each `training_step` of manual optimization.
+        """
+        return nullcontext()
+
+    def explain(self, prepared: PreparedModel, error: RuntimeError) -> StratagemError | None:
+        """Return a better error for one that came out of forward or backward, or None.
+
+        Called by both front ends after a step has failed, so that a good one does not pay for it.
+        """
+        return None
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward from `loss`, a scalar; further arguments are those of `Tensor.backward`."""
+        if self.precision.scales_loss:
+            loss = self.precision.scale_loss(loss)
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        """Clip the gradients of the optimizer's parameters; return their norm if there is one."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if clip.algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, clip.value)
+            return None
+        return nn.utils.clip_grad_norm_(
+            parameters,
+            clip.value,
+            norm_type=clip.norm_type,
+            error_if_nonfinite=clip.error_if_nonfinite,
+        )
+
+    def optimizer_step(
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Step one optimizer; return what its `step` does.
+
+        Args:
+            prepared: the model that it is of.
+            optimizer: one of its optimizers.
+            closure: computes the loss and the gradients again, for optimizers such as LBFGS; only
+                a hand-written loop has one.
+        """
+        if self.precision.scales_loss:
+            self.precision.optimizer_step(optimizer)
+            return None
+        return optimizer.step() if closure is None else optimizer.step(closure)

@@ -1,0 +1,97 @@
+"""What `Lite.save` writes of each thing in a user's dict, and how `Lite.load` fills it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from stratagem.distributed.checkpoint_writer import (
+    load_strategy_state,
+    model_state,
+    strategy_state,
+)
+from stratagem.errors import CheckpointMismatchError, naming
+from stratagem.interfaces.strategy import Strategy
+from stratagem.lite.dataloader import LiteDataLoader
+from stratagem.lite.module import LiteModule
+from stratagem.lite.optimizer import LiteOptimizer
+from stratagem.state.shards import read_whole
+
+STRATEGY_STATE = "stratagem.strategy_state"
+"""The entry for the strategy's own state: of each model that has one, by its name in the dict."""
+
+
+def collect(strategy: Strategy, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint of what the user's dict holds; called by every rank."""
+    checkpoint = {name: _state_of(strategy, value) for name, value in state.items()}
+    own = {
+        name: found
+        for name, value in state.items()
+        if isinstance(value, LiteModule)
+        and (found := strategy_state(strategy, value.prepared, value.prepared.optimizers))
+    }
+    return {**checkpoint, STRATEGY_STATE: own} if own else checkpoint
+
+
+def _state_of(strategy: Strategy, value: Any) -> Any:
+    if isinstance(value, LiteModule):
+        return model_state(strategy, value.prepared)
+    if isinstance(value, LiteOptimizer):
+        return strategy.optimizer_state(value.prepared, value.optimizer)
+    if isinstance(value, LiteDataLoader):
+        return strategy.ranks.gather_plain(value.state_dict())
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    return value
+
+
+def restore(
+    strategy: Strategy,
+    checkpoint: dict[str, Any],
+    state: dict[str, Any],
+    *,
+    path: str | os.PathLike[str],
+    strict: bool,
+) -> None:
+    """Fill what the user's dict holds, and take it out of `checkpoint`; called by every rank.
+
+    In an order of its own, whatever that of the dict: models, then optimizers, whose state some
+    strategies lay out by the model's, then the rest, and the strategy's own state last.
+
+    Raises:
+        CheckpointMismatchError: an entry is missing, or belongs to another model.
+    """
+    own = checkpoint.pop(STRATEGY_STATE, {})
+    missing = [name for name in state if name not in checkpoint]
+    if missing and strict:
+        raise CheckpointMismatchError(
+            f"{os.fspath(path)!r} lacks the entries {', '.join(missing)}; it has "
+            f"{', '.join(checkpoint)}. Pass strict=False to leave them as they are"
+        )
+    there = {name: target for name, target in state.items() if name not in missing}
+    for name, target in sorted(there.items(), key=lambda item: _turn(item[1])):
+        value = checkpoint.pop(name)
+        if isinstance(target, LiteModule):
+            with naming(path):
+                strategy.load_model_state(target.prepared, value, strict=strict)
+        elif isinstance(target, LiteOptimizer):
+            with naming(path):
+                strategy.load_optimizer_state(target.prepared, target.optimizer, value)
+        elif isinstance(target, LiteDataLoader):
+            target.resume(value)
+        elif hasattr(target, "load_state_dict"):
+            target.load_state_dict(read_whole(value))
+        else:
+            state[name] = read_whole(value)
+    for name, target in there.items():
+        if isinstance(target, LiteModule) and name in own:
+            prepared = target.prepared
+            load_strategy_state(strategy, prepared, prepared.optimizers, own[name])
+
+
+def _turn(target: Any) -> int:
+    """Return when something is loaded; those of one turn, in the order of the dict."""
+    if isinstance(target, LiteModule):
+        return 0
+    return 1 if isinstance(target, LiteOptimizer) else 2

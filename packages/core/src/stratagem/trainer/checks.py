@@ -1,0 +1,154 @@
+"""Checks of what the user hands to a Trainer, before anything runs with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stratagem.callbacks import Callback
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.strategy import Strategy
+from stratagem.module import Module
+from stratagem.plan.plan import RunPlan
+from stratagem.plan.step_options import StepOptions
+
+# Methods of the library that our users come from, which are not called here.
+_UNCALLED = (
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_after_batch_transfer",
+    "on_before_batch_transfer",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "training_epoch_end",
+    "training_step_end",
+    "transfer_batch_to_device",
+    "validation_epoch_end",
+)
+_NEEDED = {
+    "fit": ("training_step", "configure_optimizers"),
+    "validate": ("validation_step",),
+    "test": ("test_step",),
+    "predict": (),
+}
+
+
+def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> None:
+    """Check that a model can be fitted, validated, tested or predicted with.
+
+    Args:
+        model: what the user passed.
+        stage: "fit", "validate", "test" or "predict".
+        makes_optimizers: whether the strategy makes the optimizer where the model does not.
+
+    Raises:
+        UserCodeError: it is no Module, lacks a method, or has one that would not be called.
+    """
+    if not isinstance(model, Module):
+        raise UserCodeError(
+            f"expected a stratagem.Module, received {type(model).__name__}: a plain nn.Module is "
+            "trained with Lite, or wrapped in a Module with training_step and configure_optimizers"
+        )
+    if "_trainer" not in vars(model):
+        raise UserCodeError(
+            f"{type(model).__name__}.__init__ does not call super().__init__(); call it first"
+        )
+    if uncalled := sorted(name for name in _UNCALLED if hasattr(model, name)):
+        raise UserCodeError(
+            f"{type(model).__name__} defines {' and '.join(uncalled)}, which Stratagem does not "
+            "call, so training would differ silently: use automatic_optimization = False, a "
+            "Callback or a Strategy for what they do"
+        )
+    missing = [method for method in _NEEDED[stage] if not model.defines(method)]
+    if makes_optimizers and "configure_optimizers" in missing:
+        missing.remove("configure_optimizers")
+    if missing:
+        raise UserCodeError(
+            f"{type(model).__name__} does not define {' and '.join(missing)}, which "
+            f"trainer.{stage} needs"
+        )
+
+
+def check_state_keys(callbacks: Sequence[Callback]) -> None:
+    """Check that the states of callbacks have different names.
+
+    Raises:
+        ConfigurationError: they would overwrite one another in a checkpoint.
+    """
+    keys = [c.state_key for c in callbacks if type(c).state_dict is not Callback.state_dict]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ConfigurationError(
+            f"several callbacks have the state_key {twice[0]!r}, so their states would overwrite "
+            "one another in a checkpoint: give them different arguments, or override state_key"
+        )
+
+
+def check_manual_optimization(
+    module: Module, plan: RunPlan, strategy: Strategy, options: StepOptions
+) -> None:
+    """Check that a Module that steps its optimizers itself can do so under a strategy.
+
+    Raises:
+        ConfigurationError: it cannot, or the Trainer was given options that would do nothing.
+    """
+    if module.automatic_optimization:
+        return
+    kind, name = type(module).__name__, plan.strategy.name
+    if not plan.capabilities.manual_backward:
+        raise ConfigurationError(
+            f"the strategy {name!r} runs backward itself, so it cannot train a "
+            "Module with automatic_optimization = False"
+        )
+    if not plan.capabilities.backward_in_forward:
+        raise ConfigurationError(
+            f"{kind} has automatic_optimization = False, and under {name!r} a backward within "
+            "training_step has no effect: gradients are reduced after the model's forward. Use "
+            "automatic optimization, strategy='ddp', or a loop of your own with Lite"
+        )
+    if options.clip is not None or options.accumulation.get(0) != 1:
+        raise ConfigurationError(
+            f"{kind} has automatic_optimization = False, so gradient_clip_val and "
+            "accumulate_grad_batches do nothing: clip and accumulate in training_step"
+        )
+    if strategy.join_uneven_inputs:
+        raise ConfigurationError(
+            f"{kind} has automatic_optimization = False, so the Trainer cannot weight its "
+            "gradients as join_uneven_inputs=True needs: give every rank as many batches"
+        )
+
+
+def check_divergence_detection(plan: RunPlan, every_n_steps: int) -> None:
+    """Check that ranks may be compared every so many steps (0: never).
+
+    Raises:
+        ConfigurationError: the strategy lets their parameters differ.
+    """
+    if every_n_steps and not plan.capabilities.replicated:
+        raise ConfigurationError(
+            f"detect_divergence={every_n_steps!r} compares the parameters of all ranks, "
+            f"which the strategy {plan.strategy.name!r} lets differ (replicated=False in "
+            "its capabilities): leave detect_divergence out"
+        )
+
+
+def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """Check that optimizers hold parameters of the model.
+
+    Raises:
+        UserCodeError: one holds parameters that the model does not have.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        gone = sum(id(p) not in own for p in held)
+        if gone:
+            raise UserCodeError(
+                f"{type(module).__name__}.configure_optimizers() returned a "
+                f"{type(optimizer).__name__} that holds {gone} of {len(held)} parameters that "
+                "the model does not have (any more), so its steps would not train the model: "
+                "make it in configure_optimizers(), from self.parameters()"
+            )

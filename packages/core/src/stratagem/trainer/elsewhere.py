@@ -1,0 +1,54 @@
+"""What comes back from a run in processes of its own: weights, logged values, callbacks' states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stratagem.callbacks import Callback
+    from stratagem.module import Module
+    from stratagem.trainer.metrics import LatestValues
+    from stratagem.trainer.progress import Progress
+    from stratagem.trainer.run import Run
+
+
+def report(run: Run, result: Any) -> dict[str, Any]:
+    """Return what the launching process takes over, on every rank.
+
+    Args:
+        run: the finished run.
+        result: what it has returned.
+    """
+    states = {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks}
+    return {
+        "result": result,
+        "weights": run.strategy.model_state(run.require_prepared()),
+        "callback_metrics": run.trainer.callback_metrics,
+        "logged_metrics": dict(run.latest.of_epochs),
+        "callbacks": {key: state for key, state in states.items() if state},
+        "progress": run.progress.state_dict(),
+    }
+
+
+def take_over(
+    outcome: dict[str, Any],
+    model: Module,
+    *,
+    latest: LatestValues,
+    progress: Progress,
+    callbacks: Sequence[Callback],
+) -> Any:
+    """In the launching process: restore what `report` returned; return the run's result."""
+    if not set(model.state_dict()) >= set(outcome["weights"]):
+        model.configure_model()
+    model.load_state_dict(outcome["weights"])
+    latest.values.update(outcome["callback_metrics"])
+    latest.of_epochs.update(outcome["logged_metrics"])
+    states = outcome["callbacks"]
+    for callback in callbacks:
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+    progress.load_state_dict(outcome["progress"])
+    return outcome["result"]

@@ -1,0 +1,62 @@
+"""Job: what one call of fit, validate, test or predict asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stratagem.datamodule import DataModule
+from stratagem.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stratagem.module import Module
+
+Stage = Literal["fit", "validate", "test", "predict"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one call of `fit`, `validate`, `test` or `predict` asks for.
+
+    It goes from there through the launcher to the run on each rank, as one parameter.
+
+    Attributes:
+        stage: which of the four.
+        model: the Module.
+        datamodule: its data; None: `loaders`, or the Module's own.
+        loaders: for training, or for the stage's evaluation; as the user passed them.
+        val_loaders: for validation in a fit.
+        ckpt_path: checkpoint to resume from, or whose weights to evaluate: a path, "last" or
+            "best".
+    """
+
+    stage: Stage
+    model: Module
+    datamodule: DataModule | None = None
+    loaders: Any = None
+    val_loaders: Any = None
+    ckpt_path: str | Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        stage: Stage,
+        model: Module,
+        loaders: Any,
+        datamodule: DataModule | None,
+        ckpt_path: str | Path | None,
+        val_loaders: Any = None,
+    ) -> Job:
+        """Return a Job; a DataModule may have been passed in the place of loaders.
+
+        Raises:
+            ConfigurationError: there are loaders and a datamodule.
+        """
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        if loaders is not None and datamodule is not None:
+            raise ConfigurationError(
+                "both data loaders and a datamodule were passed; pass one of them"
+            )
+        return cls(stage, model, datamodule, loaders, val_loaders, ckpt_path)

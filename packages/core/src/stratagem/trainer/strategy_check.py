@@ -1,0 +1,88 @@
+"""What a strategy's own `train_step` must do in every step, checked after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from stratagem.errors import PluginError
+from stratagem.interfaces.strategy import Strategy
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.plan.step_options import GradientClip
+
+_STEPS = ("train_step", "accumulate_all", "finish_step")
+
+
+class StrategyCheck:
+    """Checks the steps of one fit, so that an author's omission is no silent wrong result.
+
+    That a step was counted and its batches were ended is compared after every step, by the numbers
+    that `Step` keeps anyway; the rest once, after the first step of a strategy that takes its steps
+    itself.
+
+    Args:
+        strategy: whose steps.
+        prepared: the model that is trained.
+        clip: what the Trainer was asked for.
+
+    Attributes:
+        is_due: whether the first step is still to be looked at.
+        clip_was_read: whether the strategy has asked how to clip.
+    """
+
+    def __init__(
+        self, strategy: Strategy, prepared: PreparedModel, clip: GradientClip | None
+    ) -> None:
+        self._kind = type(strategy)
+        self._owns_clipping = strategy.capabilities.owns_clipping
+        self._prepared = prepared
+        self._clip = clip
+        self.clip_was_read = False
+        self.is_due = any(
+            getattr(self._kind, name) is not getattr(Strategy, name) for name in _STEPS
+        )
+
+    def explain(self, expected: int, ended: int, *, stepped: bool) -> NoReturn:
+        """Say what a step has left out.
+
+        Raises:
+            PluginError: names the class and what to call.
+        """
+        who = f"{self._kind.__name__}.train_step"
+        if ended != expected:
+            raise PluginError(
+                f"{who} has ended {ended} of {expected} micro-batches; expected a call of "
+                "step.end(micro_batch) for each, as Strategy.accumulate_all does"
+            )
+        assert not stepped
+        raise PluginError(
+            f"{who} has returned, but the step was not counted, so that training would never reach "
+            "max_steps: expected a call of step.after_optimizer_step(optimizer) once, "
+            "as Strategy.finish_step does, or a loss of None for every micro-batch"
+        )
+
+    def look(self) -> None:
+        """Check the first step that was taken.
+
+        Raises:
+            PluginError: gradients are left, or were not clipped.
+        """
+        self.is_due = False
+        who = f"{self._kind.__name__}.train_step"
+        if self._clip is not None and not self.clip_was_read and not self._owns_clipping:
+            raise PluginError(
+                f"{who} has not read step.clip, so that gradient_clip_val={self._clip.value} does "
+                "nothing: call self.clip_gradients(prepared, optimizer, step.clip) where it is not "
+                "None, as Strategy.finish_step does, or set Capabilities.owns_clipping where the "
+                "engine clips by self.components.step.clip"
+            )
+        for optimizer in self._prepared.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and bool(parameter.grad.any()):
+                        raise PluginError(
+                            f"{who} has left gradients after the step, which the next one would "
+                            "add to: call prepared.clear_gradients[0]() after "
+                            "step.after_optimizer_step(optimizer), as Strategy.finish_step does"
+                        )

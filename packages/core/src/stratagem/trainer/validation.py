@@ -1,0 +1,91 @@
+"""Validation during a fit: after which batches it comes, and what it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from stratagem.data.sharding import UNKNOWN
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.trainer.evaluation import evaluate
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.trainer.loaders import EvaluationLoader
+    from stratagem.trainer.run import Run
+
+
+class Validation:
+    """The validation of a fit.
+
+    Args:
+        run: the fit.
+        loaders: of this rank; none: there is no validation.
+
+    Attributes:
+        last_epoch: the last epoch in which it ran; -1: none yet.
+        is_sanity_check: whether these are the batches that are run before training.
+    """
+
+    def __init__(self, run: Run, loaders: list[EvaluationLoader]) -> None:
+        self._run = run
+        self.loaders = loaders
+        self.last_epoch = -1
+        self.is_sanity_check = False
+
+    def is_in_epoch(self, epoch: int) -> bool:
+        """Whether an epoch has validation."""
+        every = self._run.trainer.check_val_every_n_epoch
+        return bool(self.loaders) and (epoch + 1) % every == 0
+
+    def interval(self, batches: float) -> float:
+        """Return after how many training batches it comes; infinity: after the epoch.
+
+        Args:
+            batches: of a training epoch; infinity: not known.
+        """
+        interval = self._run.trainer.val_check_interval
+        if isinstance(interval, int):
+            if interval > batches:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} is more than the {int(batches)} training "
+                    "batches of an epoch, so validation would never run: pass a smaller number, or "
+                    "check_val_every_n_epoch"
+                )
+            return interval
+        if batches == UNKNOWN:
+            if interval == 1.0:
+                return UNKNOWN
+            raise UserCodeError(
+                f"the training data loader has no length, so val_check_interval={interval} cannot "
+                "be taken of it: pass a number of batches (int)"
+            )
+        return max(1, int(batches * interval))
+
+    def run(self, prepared: PreparedModel) -> None:
+        """Run it between two training steps, or after the last one of an epoch."""
+        run = self._run
+        run.rows.flush()
+        self.last_epoch = run.progress.epoch
+        run.progress.validated = run.progress.batches
+        evaluate(run, prepared, self.loaders, "validation")
+
+    def check_sanity(self, prepared: PreparedModel) -> None:
+        """Run a few of its batches before training, so that an error shows at once."""
+        run, steps = self._run, self._run.trainer.num_sanity_val_steps
+        if not self.loaders or steps == 0:
+            return
+        limit = UNKNOWN if steps == -1 else steps
+        few = [replace(one, batches=min(one.batches, limit)) for one in self.loaders]
+        self.is_sanity_check = True
+        run.hooks.call("on_sanity_check_start")
+        try:
+            # Training draws the same random numbers, with this check and without it.
+            with torch.random.fork_rng(devices=[]):
+                evaluate(run, prepared, few, "validation", is_sanity_check=True)
+        finally:
+            self.is_sanity_check = False
+            run.evaluated_batches = 0
+        run.hooks.call("on_sanity_check_end")
