@@ -36,7 +36,9 @@ def check_spec(spec: ComponentSpec, registry: Registry) -> Iterator[str]:
 
 
 def why_missing(target: object) -> str:
-    """Return why a target `"package.module:Class"` is not there; "": it is, or nobody can tell.
+    """Return why a target `"package.module:Class"` is not there, as far as its source shows.
+
+    "": it is there, or only an import would show.
 
     Example:
         >>> from stratagem.discovery.checks import why_missing
@@ -60,7 +62,7 @@ def why_missing(target: object) -> str:
     except (OSError, SyntaxError, ValueError) as error:
         return f"its target's module {module} cannot be read: {type(error).__name__}: {error}"
     names = set(_defined(tree))
-    # What these bring only an import would tell.
+    # What these define, only an import would show.
     if {"*", "__getattr__", attribute.partition(".")[0]} & names:
         return ""
     return f"its target's module {module} defines no {attribute.partition('.')[0]!r}"

@@ -146,7 +146,7 @@ def _specs_of(plugin: object, plugins: pluggy.PluginManager) -> list[ComponentSp
 def _refuse_repeated_names(
     specs: Iterable[ComponentSpec], distribution: str, claimed: Collection[Key]
 ) -> None:
-    """Refuse a name that a distribution claims twice: no qualified form tells them apart."""
+    """Refuse a name that a distribution claims twice: no qualified form would be unique."""
     seen = set(claimed)
     for spec in specs:
         for name in (spec.name, *spec.aliases):
