@@ -154,7 +154,7 @@ class ParallelStrategy(Strategy):
         if self.ranks.world_size > 1:
             from stratagem.distributed.sync_batchnorm import synchronize_batch_norm
 
-            synchronize_batch_norm(module, self.device)
+            synchronize_batch_norm(module, has_kernels=self.accelerator.sync_batchnorm_kernels)
 
 
 def _launcher(start_method: str, launcher: object) -> str:

@@ -133,7 +133,13 @@ class Run:
         ranks = self.strategy.ranks
         ranks.report_status(self._position)
         with ExitStack() as until_end:
-            until_end.callback(options.set_determinism(trainer.deterministic, trainer.benchmark))
+            until_end.callback(
+                options.set_determinism(
+                    self.strategy.accelerator,
+                    deterministic=trainer.deterministic,
+                    benchmark=trainer.benchmark,
+                )
+            )
             try:
                 if datamodule is not None:
                     if ranks.local_rank == 0:
@@ -222,6 +228,7 @@ class Run:
             self.progress,
             loader,
             [one.loader for one in self.validation.loaders],
+            rng_of=(self.strategy.accelerator, self.strategy.device),
         )
         return loader
 

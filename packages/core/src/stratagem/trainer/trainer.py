@@ -65,7 +65,7 @@ class Trainer(Ranked):
         gradient_clip_val: largest norm or value of gradients; None: no clipping.
         gradient_clip_algorithm: "norm" or "value".
         deterministic: use deterministic algorithms; "warn" only warns where there is none.
-        benchmark: let cuDNN choose by trying.
+        benchmark: let the accelerator's libraries choose kernels by trying them out.
         inference_mode: evaluate under inference_mode, not no_grad.
         use_distributed_sampler: divide data between ranks.
         sync_batchnorm: batch norm layers take their statistics over all ranks.

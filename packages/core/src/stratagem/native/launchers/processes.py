@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch import rank, supervisor
 from stratagem.launch.environment import rank_environment
@@ -42,8 +43,8 @@ class ProcessesLauncher(Launcher):
 
     Args:
         start_method: "spawn" starts new interpreters, to which the function and its arguments are
-            pickled; "fork" copies this process, which works in a notebook too, but not once CUDA
-            is in use here.
+            pickled; "fork" copies this process, which works in a notebook too, but not once
+            devices are in use here that a copy cannot use (see `Accelerator.fork_problem`).
     """
 
     def __init__(self, start_method: str) -> None:
@@ -55,8 +56,8 @@ class ProcessesLauncher(Launcher):
         """Run the function on every rank of this node; return what rank 0 of it returns.
 
         Raises:
-            ConfigurationError: something cannot be pickled (says what), or this process has used
-                CUDA and cannot be forked.
+            ConfigurationError: something cannot be pickled (says what), or this process cannot be
+                forked any more.
             RankFailedError: a rank failed.
         """
         if rank.this_rank.is_launched:
@@ -67,7 +68,7 @@ class ProcessesLauncher(Launcher):
             if self.start_method == "spawn":
                 start = _Spawn(Path(folder), pack(plan, function, args, kwargs, imports_main=True))
             else:
-                _check_fork()
+                _check_fork(plan)
                 start = _Fork(Path(folder), Call.of(plan, function, args, kwargs))
             return self._run(plan, start, Path(folder))  # type: ignore[no-any-return]
 
@@ -288,13 +289,13 @@ def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _check_fork() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def _check_fork(plan: RunPlan) -> None:
+    accelerator: Accelerator = plan.accelerator.build()
+    problem = accelerator.fork_problem()
+    if problem is not None:
         raise ConfigurationError(
-            "the launcher 'fork' copies this process, which has used CUDA already, and CUDA does "
-            "not work in a copy: do not touch the GPU before (no tensor.cuda(), no "
-            "torch.cuda.* call that needs a device), restart the notebook's kernel, or use "
-            "strategy='ddp' in a script"
+            f"the launcher 'fork' copies this process, which {problem}; restart the notebook's "
+            "kernel, or use strategy='ddp' in a script"
         )
 
 
