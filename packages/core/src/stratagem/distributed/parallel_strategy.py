@@ -157,7 +157,7 @@ class ParallelStrategy(Strategy):
             synchronize_batch_norm(module, has_kernels=self.accelerator.sync_batchnorm_kernels)
 
 
-def _launcher(start_method: str, launcher: str | None) -> str:
+def _launcher(start_method: str, launcher: object) -> str:
     """Return the launcher that a start method stands for."""
     if start_method not in START_METHODS:
         raise ConfigurationError(
