@@ -62,7 +62,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     it divides the loss, and steps the optimizer when it likes.
 
     `Lite.init_module()` and `Module.configure_model()` build a model of stage 3 in shards
-    (`deepspeed.zero.Init`), layer by layer, with rank 0's numbers.
+    (`deepspeed.zero.Init`), layer by layer, with rank 0's values.
 
     An engine keeps float32 weights for the optimizer. "bf16-mixed" and "bf16-true" both mean its
     bfloat16 mode: parameters, activations and gradients in bfloat16, the optimizer's in float32;
@@ -81,22 +81,23 @@ class DeepSpeedStrategy(ParallelStrategy):
         params_buffer_count, params_buffer_size, max_in_cpu: buffers for parameters on NVMe, their
             elements, and elements of parameters that stay in host memory.
         optimizer_buffer_count: buffers for optimizer state on NVMe.
-        pin_memory: let offloaded tensors be in page-locked memory; default False.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: of reads and writes
-            on NVMe; see DeepSpeed's `aio`.
+        pin_memory: keep offloaded tensors in page-locked memory; default False.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: options of reads and
+            writes on NVMe; see DeepSpeed's `aio`.
         sub_group_size: elements that a step works on at a time; stage 3; default 1e9, and 1e7 on
             the CPU.
         allgather_bucket_size, reduce_bucket_size: elements communicated at a time; default 2e8, and
             1e7 on the CPU.
         allgather_partitions, reduce_scatter, overlap_comm, contiguous_gradients: see DeepSpeed's
             `zero_optimization`; the last two are on by default.
-        loss_scale: of float16; 0: dynamic.
-        initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: of a dynamic one.
+        loss_scale: the loss scale of float16; 0: dynamic.
+        initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: options of a dynamic
+            loss scale.
         activation_checkpointing: compute activations of modules again in backward: True for the
             layers of ModuleLists and Sequentials, classes, or a function of a module.
         partition_activations, cpu_checkpointing, contiguous_memory_optimization,
-            synchronize_checkpoint_boundary: of `deepspeed.checkpointing.checkpoint`, which user
-            code calls.
+            synchronize_checkpoint_boundary: options of `deepspeed.checkpointing.checkpoint`,
+            which user code calls.
         config: DeepSpeed's own config, a dict or the path of a JSON file. "auto" values are
             filled; what contradicts an argument is refused.
         save_full_weights: gather checkpoints on rank 0, which writes one file. By default every
