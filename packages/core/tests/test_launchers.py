@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Lite, Module, Trainer
 from stratagem.accelerators import CPUAccelerator
 from stratagem.errors import ConfigurationError
-from stratagem.launch.rank_environment import threads_per_rank
+from stratagem.launch.environment import threads_per_rank
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]

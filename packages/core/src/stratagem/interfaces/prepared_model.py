@@ -44,8 +44,20 @@ class PreparedModel:
         self.clear_gradients = [self.gradient_clearer(one) for one in self.optimizers]
 
     def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Return a function that clears the gradients of one of the optimizers."""
-        return gradient_clearer(optimizer)
+        """Return a function that sets the gradients of one optimizer's parameters to None.
+
+        `Optimizer.zero_grad` costs 6 us of profiler range and bookkeeping a call, this loop 0.1 us;
+        it stands in only where the optimizer's class has not overridden it.
+        """
+        if type(optimizer).zero_grad is not Optimizer.zero_grad:
+            return optimizer.zero_grad
+
+        def clear() -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+        return clear
 
 
 def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
@@ -59,20 +71,3 @@ def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:
         1
     """
     return list(optimizers() if callable(optimizers) else optimizers)
-
-
-def gradient_clearer(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that sets the optimizer's gradients to None.
-
-    `Optimizer.zero_grad` costs 6 us of profiler range and bookkeeping a call, this loop 0.1 us; it
-    stands in only where the optimizer's class has not overridden it.
-    """
-    if type(optimizer).zero_grad is not Optimizer.zero_grad:
-        return optimizer.zero_grad
-
-    def clear() -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    return clear

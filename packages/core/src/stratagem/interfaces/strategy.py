@@ -44,6 +44,8 @@ class Strategy(Stepping, ABC):
     Call sequence, each on every rank and in this order:
         1. `__init__`, by the user or from a spec: options only; nothing is known of the machine.
            A subclass passes on what it does not take itself: `super().__init__(**components)`.
+           Launchers such as "spawn" pickle the strategy after `bind`; what cannot be pickled
+           belongs into `setup_environment` or later.
         2. `bind(components)`, before each launch, also in the process that launches: refuses what
            cannot be done, and calls `make_ranks()`.
         3. `setup_environment()`, on every rank once it runs: reads the ranks again, sets up the
@@ -150,7 +152,7 @@ class Strategy(Stepping, ABC):
     def __getattr__(self, name: str) -> Any:
         """Say of what is not there yet when it will be."""
         kind = type(self).__name__
-        if name in ("requested", "_given"):
+        if name == "requested":
             raise ConfigurationError(
                 f"{kind}.__init__ does not call super().__init__(**components): call it first"
             )

@@ -27,7 +27,7 @@ from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions
 from stratagem.storage import paths
 from stratagem.trainer import elsewhere
-from stratagem.trainer.checks import check_detect_divergence, check_module
+from stratagem.trainer.checks import check_divergence_detection, check_module
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
 from stratagem.trainer.metrics import LatestValues
@@ -158,7 +158,7 @@ class Trainer(Ranked):
         self._launched = Launched(
             step_options=self.step_options, **{name: given[name] for name in _OF_PLAN}
         )
-        check_detect_divergence(self.detect_divergence, self.plan)
+        check_divergence_detection(self.plan, self.detect_divergence)
         self.loggers = make_loggers(logger, self.default_root_dir, quick=bool(self.fast_dev_run))
         self.callbacks = make_callbacks(
             callbacks,

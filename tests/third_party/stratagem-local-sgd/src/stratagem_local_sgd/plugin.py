@@ -15,10 +15,11 @@ from stratagem.discovery import (
 )
 
 LOCAL_SGD = Capabilities(
-    launchers=("script",),
+    launchers=None,  # any
     one_process=False,
     many_devices=True,
     multi_node=True,
+    replicated=False,  # between two averages
 )
 """What local SGD can do; the spec and the class hold the same object."""
 

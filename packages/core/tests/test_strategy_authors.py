@@ -1,0 +1,757 @@
+"""What a strategy's author can build on, and what they get wrong: right, or refused by name."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+
+from stratagem import Callback, Lite, Module, Trainer
+from stratagem.discovery import Capabilities
+from stratagem.errors import ConfigurationError, PluginError
+from stratagem.strategies import (
+    Components,
+    DDPStrategy,
+    GradientClip,
+    ParallelStrategy,
+    PreparedModel,
+    Ranks,
+    SingleDeviceStrategy,
+    StepOptions,
+    Strategy,
+    TrainStep,
+)
+
+
+class Line(Module):
+    """A linear model that remembers which batches it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(self.layer.weight)
+        self.seen: list[tuple[int, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(tuple(batch.shape))
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.layer(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+def loader(samples: int = 8, batch_size: int = 2) -> DataLoader[Any]:
+    data: Any = torch.arange(2.0 * samples).reshape(samples, 2) / samples
+    return DataLoader(data, batch_size=batch_size)
+
+
+def trainer(**arguments: Any) -> Trainer:
+    arguments = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+        **arguments,
+    }
+    return Trainer(**arguments)
+
+
+def fitted(strategy: Any, **arguments: Any) -> Line:
+    torch.manual_seed(0)
+    model = Line()
+    trainer(strategy=strategy, **arguments).fit(model, loader())
+    return model
+
+
+def refused(action: Callable[[], object], kind: type[Exception] = ConfigurationError) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- the pieces of a step
+
+
+class InChunks(SingleDeviceStrategy):
+    """Learns shapes before the first step, and computes each loss in two parts."""
+
+    knows_shapes = False
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        if not self.knows_shapes:
+            self.knows_shapes = True
+            with torch.no_grad():
+                step.loss(micro_batch)
+        batch = step.begin(micro_batch)
+        for part in batch.chunk(2):
+            loss = step.loss(part, converted=True)
+            assert loss is not None
+            step.before_backward(loss)
+            self.backward(prepared, loss / (2 * count))
+            step.after_backward()
+        return True
+
+
+class Told(Callback):
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        self.told.append(("start", tuple(batch.shape), index))
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        self.told.append(("end", tuple(batch.shape), index, trainer.global_step))
+
+
+def test_a_loss_in_parts_trains_and_logs_as_a_whole_one_and_calls_hooks_once() -> None:
+    whole, parts = Told(), Told()
+    reference = trainer(callbacks=whole, accumulate_grad_batches=2)
+    torch.manual_seed(0)
+    model = Line()
+    reference.fit(model, loader())
+    own = trainer(callbacks=parts, accumulate_grad_batches=2, strategy=InChunks())
+    chunked = Line()
+    own.fit(chunked, loader())
+    torch.testing.assert_close(chunked.layer.weight, model.layer.weight)
+    assert parts.told == whole.told
+    assert chunked.seen == [(2, 2), *[(1, 2)] * 8]
+    # What the first look at shapes logged does not count.
+    assert own.callback_metrics["loss"] == pytest.approx(reference.callback_metrics["loss"].item())
+
+
+def test_a_train_step_of_the_pieces_is_the_default_one() -> None:
+    class Own(SingleDeviceStrategy):
+        def train_step(self, prepared: PreparedModel, step: TrainStep, micro_batches: Any) -> None:
+            if self.accumulate_all(prepared, step, micro_batches):
+                self.finish_step(prepared, step)
+
+    arguments = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    expected = fitted(SingleDeviceStrategy(), **arguments)
+    assert torch.equal(fitted(Own(), **arguments).layer.weight, expected.layer.weight)
+
+
+def test_micro_batches_are_read_one_by_one_and_not_kept() -> None:
+    class Lazy:
+        """Four batches, made as they are asked for."""
+
+        def __init__(self) -> None:
+            self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+            self.most = 0
+
+        def __len__(self) -> int:
+            return 4
+
+        def __contains__(self, _: object) -> bool:
+            return False
+
+        def __iter__(self) -> Iterator[Tensor]:
+            for _ in range(4):
+                gc.collect()
+                self.most = max(self.most, len(self.alive))
+                batch = torch.ones(4, 1)
+                self.alive.add(batch)
+                yield batch
+                del batch
+
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    net = nn.Linear(1, 1)
+    prepared = lite.strategy.prepare(net, [SGD(net.parameters(), lr=0.1)])
+
+    class Square(TrainStep):
+        def loss(self, part: Any, *, converted: bool = False) -> Tensor:
+            return prepared.module(part).square().mean()  # type: ignore[no-any-return]
+
+    micro_batches = Lazy()
+    before = net.weight.detach().clone()
+    lite.strategy.train_step(prepared, Square(), micro_batches)
+    assert micro_batches.most == 0
+    assert not torch.equal(net.weight, before)
+
+
+# ---------------------------------------------------------------- life cycle and own state
+
+
+class Averaging(SingleDeviceStrategy):
+    """Keeps an average of the weights, evaluates with it, and ends training with it."""
+
+    def __init__(self, **components: Any) -> None:
+        super().__init__(**components)
+        self.calls: list[str] = []
+        self.average: Tensor | None = None
+        self.rounds = 0
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        self.calls.append("prepare")
+        return super().prepare(*arguments, **options)
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        result = super().optimizer_step(prepared, optimizer, closure)
+        weight = next(prepared.original.parameters()).detach()
+        self.average = weight.clone() if self.average is None else (self.average + weight) / 2
+        self.rounds += 1
+        return result
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        self.calls.append("evaluation")
+        yield
+        self.calls.append("evaluated")
+
+    def end_training(self, prepared: PreparedModel) -> None:
+        self.calls.append("end_training")
+
+    def release(self, prepared: PreparedModel) -> None:
+        self.calls.append("release")
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {} if self.average is None else {"average": self.average, "rounds": self.rounds}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        # The weights are there already.
+        self.calls.append(f"load_state at {next(prepared.original.parameters()).sum().item():.3f}")
+        self.average, self.rounds = state["average"], state["rounds"]
+
+
+def test_what_was_prepared_of_a_model_is_released_before_it_is_prepared_again() -> None:
+    first, second = Averaging(), Averaging()
+    model = Line()
+    of_first = trainer(strategy=first)
+    of_first.validate(model, loader(), verbose=False)
+    assert first.calls == ["prepare", "evaluation", "evaluated"]
+    of_first.fit(model, loader())
+    assert first.calls[3:] == ["release", "prepare", "end_training"]
+    trainer(strategy=second).fit(model, loader())
+    # Once when the other Trainer begins, once when the model is prepared again.
+    assert set(first.calls[6:]) == {"release"}
+    assert second.calls == ["prepare", "end_training"]
+
+
+def test_an_evaluation_that_fails_ends_its_context() -> None:
+    class Failing(Line):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("of the user")
+
+    class Noting(SingleDeviceStrategy):
+        ended = False
+
+        @contextmanager
+        def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                self.ended = True
+
+    strategy = Noting()
+    with pytest.raises(ValueError, match="of the user"):
+        trainer(strategy=strategy).validate(Failing(), loader())
+    assert strategy.ended
+
+
+def test_a_strategys_own_state_is_in_the_trainers_checkpoint(tmp_path: Path) -> None:
+    strategy, path = Averaging(), tmp_path / "last.ckpt"
+    saving = trainer(strategy=strategy)
+    saving.fit(Line(), loader())
+    saving.save_checkpoint(path)
+    resumed = Averaging()
+    trainer(strategy=resumed, max_epochs=2).fit(Line(), loader(), ckpt_path=path)
+    weight = saving.run.module.layer.weight.sum().item()  # type: ignore[operator, union-attr]
+    assert f"load_state at {weight:.3f}" in resumed.calls
+    assert resumed.rounds == 8
+    # Another strategy leaves it out.
+    other = trainer(max_epochs=2)
+    other.fit(Line(), loader(), ckpt_path=path)
+    assert other.global_step == 8
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_lite_loads_models_then_optimizers_then_the_strategys_state(
+    tmp_path: Path, order: str
+) -> None:
+    class Ordered(Averaging):
+        def load_model_state(self, *arguments: Any, **options: Any) -> None:
+            self.calls.append("model")
+            super().load_model_state(*arguments, **options)
+
+        def load_optimizer_state(self, *arguments: Any) -> None:
+            self.calls.append("optimizer")
+            super().load_optimizer_state(*arguments)
+
+    def set_up() -> tuple[Lite, dict[str, Any]]:
+        lite = Lite(accelerator="cpu", strategy=Ordered())
+        lite.launch()
+        net = nn.Linear(2, 1, bias=False)
+        model, optimizer = lite.setup(net, SGD(net.parameters(), lr=0.1, momentum=0.9))
+        both = {"step": 3, "optimizer": optimizer, "model": model}
+        return lite, dict(reversed(both.items())) if order == "model first" else both
+
+    lite, state = set_up()
+    lite.backward(state["model"](torch.ones(1, 2)).sum())
+    state["optimizer"].step()
+    lite.save(tmp_path / "lite.ckpt", state)
+    again, restored = set_up()
+    restored["step"] = 0
+    assert again.load(tmp_path / "lite.ckpt", restored) == {}
+    calls: list[str] = again.strategy.calls
+    assert [call.partition(" ")[0] for call in calls[1:]] == ["model", "optimizer", "load_state"]
+    assert restored["step"] == 3
+    plain = Lite(accelerator="cpu")
+    plain.launch()
+    assert set(plain.load(tmp_path / "lite.ckpt")) == {"step", "optimizer", "model"}
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def _accumulates_only(self: Any, prepared: Any, step: Any, micro_batches: Any) -> None:
+    self.accumulate_all(prepared, step, micro_batches)
+
+
+def _ends_no_batch(self: Any, prepared: Any, step: Any, micro_batches: Any) -> None:
+    for micro_batch in micro_batches:
+        self.accumulate(prepared, step, micro_batch, len(micro_batches))
+    self.finish_step(prepared, step)
+
+
+def _keeps_gradients(self: Any, prepared: Any, step: Any, micro_batches: Any) -> None:
+    self.accumulate_all(prepared, step, micro_batches)
+    if step.clip is not None:
+        self.clip_gradients(prepared, prepared.optimizers[0], step.clip)
+    self.optimizer_step(prepared, prepared.optimizers[0])
+    step.after_optimizer_step(prepared.optimizers[0])
+
+
+def _never_clips(self: Any, prepared: Any, step: Any, micro_batches: Any) -> None:
+    self.accumulate_all(prepared, step, micro_batches)
+    self.optimizer_step(prepared, prepared.optimizers[0])
+    step.after_optimizer_step(prepared.optimizers[0])
+    prepared.clear_gradients[0]()
+
+
+@pytest.mark.parametrize(
+    ("train_step", "arguments", "expected"),
+    [
+        (
+            _accumulates_only,
+            {"max_steps": 4},
+            "Own.train_step has returned, but the step was not counted, so that training would "
+            "never reach max_steps: expected a call of step.after_optimizer_step(optimizer) once, "
+            "as Strategy.finish_step does, or a loss of None for every micro-batch",
+        ),
+        (
+            _ends_no_batch,
+            {"accumulate_grad_batches": 2},
+            "Own.train_step has ended 0 of 2 micro-batches; expected a call of "
+            "step.end(micro_batch) for each, as Strategy.accumulate_all does",
+        ),
+        (
+            _keeps_gradients,
+            {},
+            "Own.train_step has left gradients after the step, which the next one would add to: "
+            "call prepared.clear_gradients[0]() after step.after_optimizer_step(optimizer), as "
+            "Strategy.finish_step does",
+        ),
+        (
+            _never_clips,
+            {"gradient_clip_val": 0.5},
+            "Own.train_step has not read step.clip, so that gradient_clip_val=0.5 does nothing: "
+            "call self.clip_gradients(prepared, optimizer, step.clip) where it is not None, as "
+            "Strategy.finish_step does, or set Capabilities.owns_clipping where the engine clips "
+            "by self.components.step.clip",
+        ),
+    ],
+)
+def test_a_train_step_that_leaves_something_out_is_refused_after_its_first_step(
+    train_step: Any, arguments: dict[str, Any], expected: str
+) -> None:
+    strategy = type("Own", (SingleDeviceStrategy,), {"train_step": train_step})()
+    assert refused(lambda: fitted(strategy, **arguments), PluginError) == expected
+
+
+def test_a_step_that_every_batch_skips_needs_no_end() -> None:
+    class Skipping(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    strategy = type("Own", (SingleDeviceStrategy,), {"train_step": _accumulates_only})()
+    own = trainer(strategy=strategy)
+    own.fit(Skipping(), loader())
+    assert own.global_step == 0
+
+
+def test_a_prepare_or_wrap_that_returns_something_else_is_named() -> None:
+    class Bare(SingleDeviceStrategy):
+        def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:
+            return module
+
+    class Nothing(SingleDeviceStrategy):
+        def wrap(self, module: Any) -> Any:
+            self.wrapped = module
+
+    assert refused(lambda: fitted(Bare()), PluginError) == (
+        "Bare.prepare returned a StepModule; expected a PreparedModel(module, original, "
+        "optimizers, evaluation_module), as super().prepare returns: what is to be called instead "
+        "of the model belongs into its `module`"
+    )
+    assert refused(lambda: fitted(Nothing())) == (
+        "Nothing.wrap(module) returned None; expected an nn.Module, what training calls: return "
+        "the module itself where there is nothing to wrap"
+    )
+
+
+def test_an_init_that_does_not_pass_on_what_it_is_given_is_named() -> None:
+    class Forgets(SingleDeviceStrategy):
+        def __init__(self, every: int = 4) -> None:
+            self.every = every
+
+    class Keeps(DDPStrategy):
+        def __init__(self, every: int = 4, **components: Any) -> None:
+            super().__init__()
+
+    assert refused(lambda: trainer(strategy=Forgets())) == (
+        "Forgets.__init__ does not call super().__init__(**components): call it first"
+    )
+    assert refused(lambda: Keeps(launcher="spawn")) == (
+        "Keeps(launcher='spawn'): its __init__ does not pass launcher on, so that it would be "
+        "lost: call super().__init__(**components) there"
+    )
+    assert Keeps(every=3, launcher=None).requested == {}
+
+
+def test_an_unknown_argument_is_refused_with_the_class_and_what_it_takes() -> None:
+    text = refused(lambda: DDPStrategy(find_unused=True))
+    assert text.startswith("DDPStrategy(find_unused=True): unknown; expected some of accelerator, ")
+    assert "find_unused_parameters" in text
+    assert "self" not in text.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "expected"),
+    [
+        (
+            "optimizer_step",
+            lambda self, prepared, optimizer: None,
+            "Own.optimizer_step(self, prepared, optimizer) cannot be called as "
+            "Strategy.optimizer_step(self, prepared: 'PreparedModel', optimizer: 'Optimizer', "
+            "closure: 'Callable[[], Any] | None' = None) -> 'Any' is (too many positional "
+            "arguments): give it the same parameters",
+        ),
+        (
+            "prepare",
+            lambda self, module, optimizers=(): None,
+            "Own.prepare(self, module, optimizers=()) cannot be called as "
+            "Strategy.prepare(self, module: 'nn.Module', optimizers: 'Optimizers' = (), *, "
+            "move_to_device: 'bool' = True) -> 'PreparedModel' is (got an unexpected keyword "
+            "argument 'move_to_device'): give it the same parameters",
+        ),
+        (
+            "wrap",
+            3,
+            "Own.wrap is a int; expected a method, wrap(self, module: 'nn.Module') -> 'nn.Module'",
+        ),
+    ],
+)
+def test_a_method_with_another_signature_is_refused_when_the_trainer_is_made(
+    name: str, method: Any, expected: str
+) -> None:
+    strategy = type("Own", (SingleDeviceStrategy,), {name: method})()
+    assert refused(lambda: trainer(strategy=strategy)) == expected
+
+
+def test_what_is_not_there_yet_says_when_it_will_be() -> None:
+    class Early(SingleDeviceStrategy):
+        def __init__(self, **components: Any) -> None:
+            super().__init__(**components)
+            self.taken = self.ranks
+
+    with pytest.raises(AttributeError, match=r"Early\.ranks is not there yet: .* after bind\(\)"):
+        Early()
+    with pytest.raises(AttributeError, match=r"device is not there yet: .*processes are launched"):
+        trainer(strategy=SingleDeviceStrategy()).strategy.device.type  # noqa: B018
+
+
+def test_capabilities_that_the_class_contradicts_are_refused() -> None:
+    class Clips(SingleDeviceStrategy):
+        capabilities = Capabilities(owns_clipping=True)
+
+    class Backward(SingleDeviceStrategy):
+        capabilities = Capabilities(manual_backward=False)
+
+    class OneProcess(ParallelStrategy):
+        capabilities = Capabilities(many_devices=True, launchers=("script",))
+
+    assert "Clips.capabilities has owns_clipping=True, but" in refused(
+        lambda: trainer(strategy=Clips())
+    )
+    assert "Backward.capabilities has manual_backward=False, but" in refused(
+        lambda: trainer(strategy=Backward())
+    )
+    assert refused(lambda: trainer(strategy=OneProcess(), devices=2)) == (
+        "OneProcess.capabilities has one_process=True, so that one process was to drive 2 devices, "
+        "but a ParallelStrategy has a process for each: set one_process=False"
+    )
+
+
+def test_an_engine_that_owns_backward_is_refused_under_lite() -> None:
+    class Engine(SingleDeviceStrategy):
+        capabilities = Capabilities(manual_backward=False)
+
+        def train_step(self, prepared: Any, step: Any, micro_batches: Any) -> None:
+            """The engine's affair."""
+
+    lite = Lite(accelerator="cpu", strategy=Engine())
+    lite.launch()
+    net = nn.Linear(1, 1)
+    expected = (
+        "the strategy 'Engine' runs backward itself (manual_backward=False in its capabilities), "
+        "so that a loop of your own cannot train with it: use the Trainer, or another strategy"
+    )
+    assert refused(lambda: lite.setup(net, SGD(net.parameters(), lr=0.1))) == expected
+    model = lite.setup_module(net)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert refused(lambda: lite.setup_optimizers(optimizer)) == expected
+    assert refused(lambda: lite.backward(model(torch.ones(1, 1)).sum())) == expected
+
+
+def test_divergence_is_not_looked_for_where_ranks_hold_different_parameters() -> None:
+    class Stages(SingleDeviceStrategy):
+        capabilities = Capabilities(replicated=False)
+
+    assert refused(lambda: trainer(strategy=Stages(), detect_divergence=5)) == (
+        "detect_divergence=5 compares the parameters of all ranks, which the strategy 'Stages' "
+        "lets differ (replicated=False in its capabilities): leave detect_divergence out"
+    )
+
+
+def test_parts_of_the_data_that_do_not_fit_together_are_refused() -> None:
+    assert refused(lambda: Ranks(world_size=2, data_shards=[(0, 3), (1, 3)])) == (
+        "data_shard is rank 0: (0, 3), rank 1: (1, 3) for 2 rank(s); expected (index, count) for "
+        "each rank, one count on all of them, and each index from 0 to count - 1 on at least one "
+        "rank, so that all of the data is read"
+    )
+    # Groups need not be of one size, nor neighbours.
+    uneven = Ranks(world_size=3, data_shards=[(0, 2), (1, 2), (0, 2)])
+    assert uneven.data_groups == ((0, 2), (1,))
+
+
+def test_the_trainers_options_of_a_step_are_there_when_the_strategy_is_bound() -> None:
+    class Noting(SingleDeviceStrategy):
+        def bind(self, components: Components) -> None:
+            super().bind(components)
+            self.told = components.step
+
+    made = trainer(strategy=Noting(), gradient_clip_val=0.5, accumulate_grad_batches={0: 1, 4: 8})
+    told: Any = made.strategy.told
+    assert told == StepOptions(clip=GradientClip(0.5), accumulation={0: 1, 4: 8})
+    assert told.most_micro_batches == 8
+    under_lite: Any = Lite(accelerator="cpu", strategy=Noting()).strategy
+    assert under_lite.told is None
+
+
+def test_an_author_faces_few_names_and_finds_all_that_signatures_name() -> None:
+    assert len([name for name in dir(Strategy) if not name.startswith("_")]) <= 35
+    names: dict[str, Any] = {}
+    exec("from stratagem.strategies import *", names)
+    for name in ("Components", "GradientClip", "StepModule", "TrainStep", "Ranks", "DDPStrategy"):
+        assert name in names
+    for module in ("accelerators", "checkpoint", "environments", "precision"):
+        exec(f"from stratagem.{module} import *", names)
+    assert {"Shards", "LazyTensor", "CPUAccelerator", "MixedPrecision"} <= names.keys()
+
+
+# ---------------------------------------------------------------- several ranks
+
+STAGES = """
+import json, sys
+import torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader
+from stratagem import Module, Trainer
+from stratagem.discovery import Capabilities
+from stratagem.errors import DivergenceError, PluginError
+from stratagem.strategies import ParallelStrategy
+
+class Stages(ParallelStrategy):
+    # Two pipelines of two stages, side by side: rank 0 with 2, rank 1 with 3.
+    capabilities = Capabilities(
+        launchers=("script",), one_process=False, many_devices=True, replicated=False
+    )
+    def data_shard_of(self, rank, world_size):
+        return rank % 2, 2
+    def model_state(self, prepared):
+        state = super().model_state(prepared)
+        if self.ranks.global_rank == 2:
+            state["of the second stage"] = torch.ones(1)
+        return state
+
+class Alike(Stages):
+    capabilities = Capabilities(launchers=("script",), one_process=False, many_devices=True)
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        rank = self.global_rank
+        self.log("part", float(rank % 2), on_step=False, on_epoch=True)
+        self.log("sum", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("now", float(rank % 2), on_step=True, sync_dist=True)
+        if rank >= 2:
+            self.log("last", float(rank), on_step=False, on_epoch=True)
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def fit(strategy, model, **arguments):
+    trainer = Trainer(
+        accelerator="cpu", devices=4, strategy=strategy, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, **arguments,
+    )
+    trainer.fit(model, DataLoader(torch.ones(4, 1), batch_size=1))
+    return trainer
+
+trainer = fit(Stages(), Net())
+out = {name: value.item() for name, value in trainer.callback_metrics.items()}
+out["batches"] = trainer.global_step
+try:
+    trainer.save_checkpoint("all.ckpt")
+except PluginError as error:
+    out["state"] = str(error)
+out["saved"] = Path("all.ckpt").exists()
+model = Net()
+if trainer.global_rank >= 2:
+    model.more = nn.Linear(2, 2)
+try:
+    fit(Alike(), model, detect_divergence=1)
+except DivergenceError as error:
+    out["divergence"] = str(error)
+Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(out))
+"""
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Four ranks in two pipelines."""
+    import os
+    import subprocess
+    import sys
+
+    folder = tmp_path_factory.mktemp("stages")
+    script = folder / "script.py"
+    script.write_text(STAGES)
+    finished = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.slow
+def test_values_of_ranks_that_share_their_data_count_once_wherever_they_are(
+    stages: list[dict[str, Any]],
+) -> None:
+    for of_rank in stages:
+        assert of_rank["part"] == 0.5
+        assert of_rank["now"] == 0.5
+        assert of_rank["sum"] == 4.0
+        assert of_rank["batches"] == 2
+
+
+@pytest.mark.slow
+def test_a_value_that_only_the_last_stages_log_is_known_to_all(
+    stages: list[dict[str, Any]],
+) -> None:
+    assert [of_rank["last"] for of_rank in stages] == [2.5] * 4
+
+
+@pytest.mark.slow
+def test_ranks_that_would_save_different_names_are_refused(stages: list[dict[str, Any]]) -> None:
+    for of_rank in stages:
+        assert not of_rank["saved"]
+        assert of_rank["state"].startswith(
+            "Stages.model_state returned 2 whole tensors on rank 0 and 3 others on rank 2 ('of the "
+            "second stage' is on one of them only), and rank 0's alone would be saved"
+        )
+
+
+@pytest.mark.slow
+def test_ranks_with_different_numbers_of_parameters_are_told_so_and_not_aborted(
+    stages: list[dict[str, Any]],
+) -> None:
+    for of_rank in stages:
+        assert of_rank["divergence"].startswith(
+            "ranks differ in how many whole parameters they hold (rank 0: 2, rank 1: 2, rank 2: 4, "
+            "rank 3: 4)"
+        )
+
+
+def test_a_backend_may_be_registered_after_the_strategy_was_made(
+    run_script: Callable[..., Any],
+) -> None:
+    run_script(
+        """
+        import torch.distributed as dist
+        from stratagem import Lite
+        from stratagem.strategies import DDPStrategy
+
+        strategy = DDPStrategy(process_group_backend="of_an_accelerator")
+        dist.Backend.register_backend("of_an_accelerator", lambda *_: None, devices=["cpu"])
+        Lite(accelerator="cpu", devices=2, strategy=strategy)
+        """
+    )
+
+
+def test_a_teardown_that_raises_ends_the_program_with_an_error(
+    run_script: Callable[..., Any],
+) -> None:
+    finished = run_script(
+        """
+        from stratagem import Lite
+        from stratagem.strategies import SingleDeviceStrategy
+
+        class Broken(SingleDeviceStrategy):
+            def teardown(self):
+                super().teardown()
+                raise ValueError("the engine is gone")
+
+        lite = Lite(accelerator="cpu", strategy=Broken())
+        lite.launch()
+        print("done")
+        """,
+        expect=1,
+    )
+    assert finished.stdout == "done\n"
+    assert "stratagem: Broken.teardown() failed after the run was done:" in finished.stderr
+    assert "ValueError: the engine is gone" in finished.stderr
