@@ -2,7 +2,8 @@
 
     python benchmarks/step_time.py [--rounds 30] [--steps 500]
 
-Linear(32, 2), batch 4, SGD, one thread, on the CPU. Every variant runs in every round, in an order
+Linear(32, 2), batch 4, SGD, one thread, on the CPU. Each Trainer has one callback with both batch
+hooks. Every variant runs in every round, in an order
 that changes; a figure is the median over rounds of the difference to the raw loop of the same
 round, in microseconds of CPU time a step, with quartiles. Lightning and Accelerate take part where
 they are installed.
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem import Lite, Module, Trainer
+from stratagem import Callback, Lite, Module, Trainer
 from stratagem.callbacks import ProgressBar
 from stratagem.loggers import CSVLogger
 
@@ -99,9 +100,20 @@ class LoggingMean(Logging):
     on_epoch = True
 
 
+class BatchHooks(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pass
+
+
 def trainer(steps: int, module: type[Module] = Bare, **options: Any) -> float:
     data, loader = loader_of(steps)
     arguments: dict[str, Any] = {"logger": False, "enable_progress_bar": False, **options}
+    arguments["callbacks"] = [BatchHooks(), *arguments.get("callbacks", [])]
     Trainer(
         accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, **arguments
     ).fit(module(), loader)
@@ -120,7 +132,7 @@ def trainer_csv_mean_bar(steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         bar = ProgressBar(console=console)
         return trainer(
-            steps, LoggingMean, logger=CSVLogger(folder), callbacks=bar, enable_progress_bar=True
+            steps, LoggingMean, logger=CSVLogger(folder), callbacks=[bar], enable_progress_bar=True
         )
 
 
@@ -236,6 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--only", nargs="*", help="names of variants")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -248,6 +261,10 @@ def main() -> None:
         **lightning_variants(),
         **accelerate_variants(),
     }
+    if arguments.only:
+        variants = {
+            name: v for name, v in variants.items() if name in ("raw PyTorch", *arguments.only)
+        }
     for variant in variants.values():
         variant(arguments.steps)
     rounds: list[dict[str, float]] = []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -16,9 +19,12 @@ from torch import nn
 
 from stratagem import Lite, Trainer
 from stratagem.errors import ConfigurationError
-from stratagem_deepspeed import config_keys, library, ops
-from stratagem_deepspeed.config import Facts, Options, engine_config, read_config
+from stratagem_deepspeed import library, ops
+from stratagem_deepspeed.config import Facts, engine_config, read_config
+from stratagem_deepspeed.known_keys import KNOWN_KEYS
 from stratagem_deepspeed.optimizers import check_elementwise, only_one
+from stratagem_deepspeed.options import Options, documentation
+from stratagem_deepspeed.plugin import stratagem_components
 from stratagem_deepspeed.strategy import DeepSpeedStrategy, _check_shapes
 
 
@@ -105,32 +111,50 @@ def test_arguments_of_nvme_reach_their_sections() -> None:
     assert config["aio"] == {"queue_depth": 16, "intra_op_parallelism": 2}
 
 
-def test_the_tables_of_keys_are_those_of_the_installed_deepspeed() -> None:
-    code = """
-import json, sys
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload_config import (
-    DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig)
-sections = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config,
-    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
-    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-    "bf16": DeepSpeedBF16Config}
-def keys(model):
-    fields = model.model_fields
-    return sorted({*fields, *(field.alias for field in fields.values() if field.alias)})
-print("KEYS" + json.dumps({name: keys(model) for name, model in sections.items()}))
-"""
+def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
+    script = Path(__file__).parents[1] / "scripts" / "make_known_keys.py"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", str(script), "--check"],
         env={"DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    found = json.loads(done.stdout.partition("KEYS")[2])
-    for name, keys in found.items():
-        assert set(keys) <= config_keys.SECTIONS[tuple(name.split("."))], name
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_option_is_a_keyword_argument_of_the_strategy_with_its_default() -> None:
+    arguments = inspect.signature(DeepSpeedStrategy.__init__).parameters
+    for option in fields(Options):
+        argument = arguments[option.name]
+        assert argument.kind is argument.KEYWORD_ONLY
+        assert argument.default == option.default, option.name
+    others = set(arguments) - {option.name for option in fields(Options)}
+    own = {"self", "activation_checkpointing", "config", "save_full_weights", "components"}
+    assert others == own
+
+
+def test_the_strategy_documents_every_option_in_the_words_of_its_field() -> None:
+    arguments = (inspect.getdoc(DeepSpeedStrategy) or "").partition("Args:\n")[2]
+    entries = dict(re.findall(r"^    (\w[\w, \n]*?): (.+(?:\n {8}.+)*)", arguments, re.MULTILINE))
+    found = {" ".join(names.split()): " ".join(text.split()) for names, text in entries.items()}
+    documented = {", ".join(names): text for names, text in documentation()}
+    assert {names: found.get(names) for names in documented} == documented
+
+
+def test_every_option_has_a_place_that_deepspeed_knows() -> None:
+    for option in fields(Options):
+        *section, key = option.metadata["path"] or ("zero_optimization", "stage")
+        assert key in KNOWN_KEYS[tuple(section)], option.name
+
+
+def test_the_presets_are_options() -> None:
+    names = {option.name for option in fields(Options)}
+    for spec in stratagem_components():
+        assert set(spec.init_args) <= names
+        assert made(dict(spec.init_args))["zero_optimization"]["stage"] == spec.init_args.get(
+            "stage", 2
+        )
 
 
 def test_buckets_are_small_on_the_cpu_unless_they_are_given() -> None:

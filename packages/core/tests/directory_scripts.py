@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stratagem import Lite
-from stratagem.lite.state import state_of
+from stratagem.lite.state import collect
 
 
 def main(strategy: str, devices: str, what: str, path: str, form: str = "directory") -> None:
@@ -53,7 +53,7 @@ def main(strategy: str, devices: str, what: str, path: str, form: str = "directo
         out["written"] = sum(p.stat().st_size for p in Path(path).glob(f"__{lite.global_rank}_*"))
     elif what == "beside training":
         steps(0, 10)
-        checkpoint = {name: state_of(value, lite.strategy) for name, value in state.items()}
+        checkpoint = collect(lite.strategy, state)
         snapshot = copied(checkpoint)
         write = lite.strategy.checkpoint_io.prepare_save(snapshot, path)
         thread = threading.Thread(target=write)

@@ -161,7 +161,7 @@ for x, y in batches:
     out["losses"]["lite"].append(lite.all_reduce(loss.detach()).item())
 # What was put away comes back when it is divided.
 torch.manual_seed(6)
-with DeferredBuild(lite.device, whole_bytes=0):
+with DeferredBuild(lite.strategy.accelerator, lite.device, whole_bytes=0):
     wide = nn.Sequential(Block(64), Block(64))
 state = lite.setup(wide).state_dict()
 torch.manual_seed(6)

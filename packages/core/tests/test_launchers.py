@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Lite, Module, Trainer
+from stratagem.accelerators import CPUAccelerator
 from stratagem.errors import ConfigurationError
-from stratagem.launch.rank_environment import threads_per_rank
+from stratagem.launch.environment import threads_per_rank
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -35,6 +36,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Lite, Module, StrategyRegistry, Trainer
+from stratagem.accelerators import CPUAccelerator
 from stratagem.strategies import DDPStrategy
 
 
@@ -214,10 +216,14 @@ def test_spawn_names_the_object_that_cannot_be_pickled(tmp_path: Path) -> None:
     assert "use strategy='ddp' (or 'ddp_fork'), which pickles nothing" in message
 
 
-def test_fork_after_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(launcher="fork"))
-    with pytest.raises(ConfigurationError, match=r"has used CUDA already.*restart the notebook"):
+class _InUse(CPUAccelerator):
+    def fork_problem(self) -> str:
+        return "has used devices already"
+
+
+def test_fork_is_refused_where_devices_in_use_do_not_work_in_a_copy() -> None:
+    lite = Lite(accelerator=_InUse(), devices=2, strategy=DDPStrategy(launcher="fork"))
+    with pytest.raises(ConfigurationError, match=r"has used devices already; restart the notebook"):
         lite.launch(print)
 
 

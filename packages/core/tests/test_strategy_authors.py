@@ -280,7 +280,7 @@ def test_a_strategys_own_state_is_in_the_trainers_checkpoint(tmp_path: Path) -> 
     saving.save_checkpoint(path)
     resumed = Averaging()
     trainer(strategy=resumed, max_epochs=2).fit(Line(), loader(), ckpt_path=path)
-    weight = saving.run.module.layer.weight.sum().item()  # type: ignore[union-attr]
+    weight = saving.run.module.layer.weight.sum().item()  # type: ignore[operator, union-attr]
     assert f"load_state at {weight:.3f}" in resumed.calls
     assert resumed.rounds == 8
     # Another strategy leaves it out.
@@ -317,7 +317,7 @@ def test_lite_loads_models_then_optimizers_then_the_strategys_state(
     again, restored = set_up()
     restored["step"] = 0
     assert again.load(tmp_path / "lite.ckpt", restored) == {}
-    calls: list[str] = again.strategy.calls  # type: ignore[attr-defined]
+    calls: list[str] = again.strategy.calls
     assert [call.partition(" ")[0] for call in calls[1:]] == ["model", "optimizer", "load_state"]
     assert restored["step"] == 3
     plain = Lite(accelerator="cpu")
@@ -566,7 +566,7 @@ def test_the_trainers_options_of_a_step_are_there_when_the_strategy_is_bound() -
             self.told = components.step
 
     made = trainer(strategy=Noting(), gradient_clip_val=0.5, accumulate_grad_batches={0: 1, 4: 8})
-    told: Any = made.strategy.told  # type: ignore[attr-defined]
+    told: Any = made.strategy.told
     assert told == StepOptions(clip=GradientClip(0.5), accumulation={0: 1, 4: 8})
     assert told.most_micro_batches == 8
     under_lite: Any = Lite(accelerator="cpu", strategy=Noting()).strategy

@@ -231,9 +231,9 @@ def test_special_cases(results: Results) -> None:
     for out in results.out:
         assert out["half"] == "torch.bfloat16"
         assert out["torch's on the CPU"] == (
-            "ConfigurationError: the model has torch.nn.SyncBatchNorm layers, which run on GPUs "
-            "only, and this is the CPU: pass sync_batchnorm=True, which gives them a forward that "
-            "runs here too"
+            "ConfigurationError: the model has torch.nn.SyncBatchNorm layers, whose kernels the "
+            "accelerator 'cpu' does not have: pass sync_batchnorm=True, which gives them a forward "
+            "that runs here too"
         )
         assert out["group of one"] is True
         assert out["one value"] == "Expected more than 1 value per channel when training"
@@ -281,23 +281,23 @@ def test_nothing_changes_where_there_is_one_rank() -> None:
     assert type(net[0]) is nn.BatchNorm1d
 
 
-def test_a_gpus_layers_become_torchs_own() -> None:
+def test_where_torch_has_kernels_layers_become_its_own() -> None:
     net = nn.Sequential(norm := nn.BatchNorm2d(2))
     weight = norm.weight
-    synchronize_batch_norm(net, torch.device("cuda"))
+    synchronize_batch_norm(net, has_kernels=True)
     assert type(net[0]) is nn.SyncBatchNorm
     assert net[0].weight is weight
     assert net[0].process_group is None
     assert net.eval()(torch.ones(1, 2, 3, 3)).shape == (1, 2, 3, 3)
 
 
-def test_a_users_layer_keeps_its_own_on_a_gpu_too() -> None:
+def test_a_users_layer_keeps_its_methods_with_torchs_kernels() -> None:
     class Shifted(nn.BatchNorm1d):
         def shifted(self) -> int:
             return 1
 
     layer: Any = Shifted(2)
-    synchronize_batch_norm(nn.Sequential(layer), torch.device("cuda"))
+    synchronize_batch_norm(nn.Sequential(layer), has_kernels=True)
     assert type(layer).forward is nn.SyncBatchNorm.forward
     assert layer.shifted() == 1
 
@@ -325,7 +325,7 @@ class Own(nn.BatchNorm1d):
 def test_a_layer_that_cannot_be_converted_is_refused(layer: Any, expected: str) -> None:
     made = layer() if isinstance(layer, type) else layer
     with pytest.raises(UserCodeError) as caught:
-        synchronize_batch_norm(nn.Sequential(made), torch.device("cpu"))
+        synchronize_batch_norm(nn.Sequential(made), has_kernels=False)
     assert str(caught.value) == expected
 
 

@@ -11,12 +11,13 @@ import copy
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stratagem.errors import ConfigurationError
 from stratagem_deepspeed.config_keys import check_keys
+from stratagem_deepspeed.options import ZERO, Options
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
@@ -41,104 +42,6 @@ _ENGINE_FORMATS = {
     "16-true": "fp16",
 }
 """The section of DeepSpeed's config that a precision enables."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The strategy's arguments that end up in the config; None: not given."""
-
-    stage: int | None = None
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-    offload_optimizer_device: str | None = None
-    offload_params_device: str | None = None
-    nvme_path: str | None = None
-    params_buffer_count: int | None = None
-    params_buffer_size: int | None = None
-    max_in_cpu: int | None = None
-    optimizer_buffer_count: int | None = None
-    pin_memory: bool | None = None
-    block_size: int | None = None
-    queue_depth: int | None = None
-    single_submit: bool | None = None
-    overlap_events: bool | None = None
-    thread_count: int | None = None
-    sub_group_size: int | None = None
-    allgather_bucket_size: int | None = None
-    reduce_bucket_size: int | None = None
-    allgather_partitions: bool | None = None
-    reduce_scatter: bool | None = None
-    overlap_comm: bool | None = None
-    contiguous_gradients: bool | None = None
-    loss_scale: float | None = None
-    initial_scale_power: int | None = None
-    loss_scale_window: int | None = None
-    hysteresis: int | None = None
-    min_loss_scale: float | None = None
-    partition_activations: bool | None = None
-    cpu_checkpointing: bool | None = None
-    contiguous_memory_optimization: bool | None = None
-    synchronize_checkpoint_boundary: bool | None = None
-
-
-_ZERO = "zero_optimization"
-_PATHS: dict[str, tuple[str, ...]] = {
-    "stage": (_ZERO, "stage"),
-    "params_buffer_count": (_ZERO, "offload_param", "buffer_count"),
-    "params_buffer_size": (_ZERO, "offload_param", "buffer_size"),
-    "max_in_cpu": (_ZERO, "offload_param", "max_in_cpu"),
-    "optimizer_buffer_count": (_ZERO, "offload_optimizer", "buffer_count"),
-    "sub_group_size": (_ZERO, "sub_group_size"),
-    "allgather_bucket_size": (_ZERO, "allgather_bucket_size"),
-    "reduce_bucket_size": (_ZERO, "reduce_bucket_size"),
-    "allgather_partitions": (_ZERO, "allgather_partitions"),
-    "reduce_scatter": (_ZERO, "reduce_scatter"),
-    "overlap_comm": (_ZERO, "overlap_comm"),
-    "contiguous_gradients": (_ZERO, "contiguous_gradients"),
-    **{
-        name: ("aio", name)
-        for name in ("block_size", "queue_depth", "single_submit", "overlap_events")
-    },
-    "thread_count": ("aio", "intra_op_parallelism"),
-    **{
-        name: ("fp16", name)
-        for name in (
-            "loss_scale",
-            "initial_scale_power",
-            "loss_scale_window",
-            "hysteresis",
-            "min_loss_scale",
-        )
-    },
-    **{
-        name: ("activation_checkpointing", name)
-        for name in (
-            "partition_activations",
-            "cpu_checkpointing",
-            "contiguous_memory_optimization",
-            "synchronize_checkpoint_boundary",
-        )
-    },
-}
-"""Where an argument stands in the config; those of offload are placed by `_offload`."""
-
-
-_SIZES = frozenset(
-    name
-    for name in _PATHS
-    if name.endswith(("_size", "_count", "_depth")) or name in ("max_in_cpu", "loss_scale_window")
-)
-
-
-def _check_size(name: str, value: Any) -> None:
-    """Refuse what DeepSpeed would refuse in the ranks.
-
-    Raises:
-        ConfigurationError: it is no positive whole number.
-    """
-    # 2e8 is how DeepSpeed's own pages write 200 million.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
-        raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,24 +121,21 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
             values), or a combination cannot work.
 
     Example:
-        >>> from stratagem_deepspeed.config import Facts, Options, engine_config
+        >>> from stratagem_deepspeed.config import Facts, engine_config
+        >>> from stratagem_deepspeed.options import Options
         >>> made = engine_config(Options(stage=3), {}, Facts(precision="bf16-mixed", clip=0.5))
         >>> made["zero_optimization"]["stage"], made["bf16"], made["gradient_clipping"]
         (3, {'enabled': True}, 0.5)
     """
     config = _Config(user)
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if option.name in _SIZES and value is not None:
-            _check_size(option.name, value)
-        if option.name in _PATHS and value is not None:
-            config.put(_PATHS[option.name], value, f"{option.name}={value!r}")
+    for name, path, value in options.placed():
+        config.put(path, value, f"{name}={value!r}")
     _offload(options, config)
-    config.fill((_ZERO, "stage"), 2)
-    config.fill((_ZERO, "contiguous_gradients"), True)
+    config.fill((ZERO, "stage"), 2)
+    config.fill((ZERO, "contiguous_gradients"), True)
     _buckets(config, facts)
     # Below stage 2 gradients are reduced in the step, when there is no backward to overlap with.
-    config.fill((_ZERO, "overlap_comm"), config.get((_ZERO, "stage")) in (2, 3))
+    config.fill((ZERO, "overlap_comm"), config.get((ZERO, "stage")) in (2, 3))
     config.put(("managed_gradient_accumulation",), False, "the loop says when to step")
     _precision(config, facts)
     _steps(config, facts)
@@ -249,12 +149,12 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
 
 def stage_of(config: Mapping[str, Any]) -> int:
     """Return the stage of an engine's config."""
-    return int(config[_ZERO]["stage"])
+    return int(config[ZERO]["stage"])
 
 
 def offload_device(config: Mapping[str, Any], what: str) -> str | None:
     """Return where "offload_optimizer" or "offload_param" is kept; None: on the device."""
-    section = config[_ZERO].get(what) or {}
+    section = config[ZERO].get(what) or {}
     device = section.get("device", "none")
     return None if device == "none" else str(device)
 
@@ -299,15 +199,15 @@ def _buckets(config: _Config, facts: Facts) -> None:
     """How much is communicated, kept gathered and stepped at a time."""
     on_cpu = facts.device_type == "cpu"
     size = CPU_BUCKET_SIZE if on_cpu else BUCKET_SIZE
-    config.fill((_ZERO, "allgather_bucket_size"), size)
-    config.fill((_ZERO, "reduce_bucket_size"), size)
-    if not on_cpu or config.get((_ZERO, "stage")) != 3:
+    config.fill((ZERO, "allgather_bucket_size"), size)
+    config.fill((ZERO, "reduce_bucket_size"), size)
+    if not on_cpu or config.get((ZERO, "stage")) != 3:
         return
-    config.fill((_ZERO, "sub_group_size"), size)
+    config.fill((ZERO, "sub_group_size"), size)
     for name in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"):
         # A key has two names; DeepSpeed knows the shorter one since 0.5.
-        if config.get((_ZERO, name)) is None:
-            config.fill((_ZERO, f"stage3_{name}"), size)
+        if config.get((ZERO, name)) is None:
+            config.fill((ZERO, f"stage3_{name}"), size)
 
 
 def _offload(options: Options, config: _Config) -> None:
@@ -321,13 +221,13 @@ def _offload(options: Options, config: _Config) -> None:
                 f"{device_argument}={device!r}: expected {' or '.join(map(repr, OFFLOAD_DEVICES))}"
             )
         if not getattr(options, asked):
-            if device is not None and config.get((_ZERO, section)) is None:
+            if device is not None and config.get((ZERO, section)) is None:
                 raise ConfigurationError(
                     f"{device_argument}={device!r} says where to, but nothing is offloaded: pass "
                     f"{asked}=True as well, or leave it out"
                 )
             continue
-        path = (_ZERO, section, "device")
+        path = (ZERO, section, "device")
         if config.get(path) == "none":
             config.put(path, device or "cpu", f"{asked}=True")
         if device is None:
@@ -335,16 +235,16 @@ def _offload(options: Options, config: _Config) -> None:
         else:
             config.put(path, device, f"{device_argument}={device!r}")
     for section in ("offload_optimizer", "offload_param"):
-        if config.get((_ZERO, section, "device")) in (None, "none"):
+        if config.get((ZERO, section, "device")) in (None, "none"):
             continue
         if options.pin_memory is not None:
             said = f"pin_memory={options.pin_memory!r}"
-            config.put((_ZERO, section, "pin_memory"), options.pin_memory, said)
+            config.put((ZERO, section, "pin_memory"), options.pin_memory, said)
         else:
             # As in Lightning: pinned memory is scarce, and asked for.
-            config.fill((_ZERO, section, "pin_memory"), False)
-        if config.get((_ZERO, section, "device")) == "nvme":
-            path = (_ZERO, section, "nvme_path")
+            config.fill((ZERO, section, "pin_memory"), False)
+        if config.get((ZERO, section, "device")) == "nvme":
+            path = (ZERO, section, "nvme_path")
             if options.nvme_path is not None:
                 config.put(path, str(options.nvme_path), f"nvme_path={str(options.nvme_path)!r}")
             else:
@@ -434,14 +334,14 @@ def _batch_sizes(config: _Config, facts: Facts, accumulation: int) -> None:
 
 def _check_zero(config: _Config, facts: Facts) -> None:
     """Refuse what DeepSpeed cannot do, or does wrongly."""
-    stage = config.get((_ZERO, "stage"))
+    stage = config.get((ZERO, "stage"))
     if isinstance(stage, bool) or stage not in STAGES:
         raise ConfigurationError(
             f"stage={stage!r}: expected 1 (optimizer state sharded), 2 (gradients too) or 3 "
             "(parameters too); 0 shards nothing, as ddp"
         )
     made = config.made
-    if stage < 2 and config.get((_ZERO, "overlap_comm")):
+    if stage < 2 and config.get((ZERO, "overlap_comm")):
         raise ConfigurationError(
             f"overlap_comm=True with stage={stage}: gradients are reduced in the step there, after "
             "the last backward: leave it out, or pass stage=2"
@@ -480,7 +380,7 @@ def _check_zero(config: _Config, facts: Facts) -> None:
 
 def _leave_to_deepspeed(config: dict[str, Any]) -> None:
     """Take "auto" out where it stands for a size that DeepSpeed has a default for."""
-    for name in (_ZERO, "activation_checkpointing", "aio"):
+    for name in (ZERO, "activation_checkpointing", "aio"):
         section = config.get(name)
         if isinstance(section, dict):
             config[name] = {key: value for key, value in section.items() if value != AUTO}

@@ -30,7 +30,6 @@ from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem_deepspeed import ops
 from stratagem_deepspeed.config import (
     Facts,
-    Options,
     engine_config,
     offload_device,
     read_config,
@@ -44,6 +43,7 @@ from stratagem_deepspeed.optimizers import (
     use_torchs_adam,
     wants_cpu_adam,
 )
+from stratagem_deepspeed.options import Options
 from stratagem_deepspeed.plugin import DEEPSPEED
 from stratagem_deepspeed.state import EngineState
 
@@ -151,44 +151,12 @@ class DeepSpeedStrategy(ParallelStrategy):
         save_full_weights: bool = False,
         **components: Any,
     ) -> None:
+        arguments = dict(locals())  # first of all, when there is nothing else
         if save_full_weights and components.get("checkpoint_io") is None:
             components["checkpoint_io"] = "single_file"
         super().__init__(**components)
         installed_version()
-        self.options = Options(
-            stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_parameters=offload_parameters,
-            offload_optimizer_device=offload_optimizer_device,
-            offload_params_device=offload_params_device,
-            nvme_path=None if nvme_path is None else os.fspath(nvme_path),
-            params_buffer_count=params_buffer_count,
-            params_buffer_size=params_buffer_size,
-            max_in_cpu=max_in_cpu,
-            optimizer_buffer_count=optimizer_buffer_count,
-            pin_memory=pin_memory,
-            block_size=block_size,
-            queue_depth=queue_depth,
-            single_submit=single_submit,
-            overlap_events=overlap_events,
-            thread_count=thread_count,
-            sub_group_size=sub_group_size,
-            allgather_bucket_size=allgather_bucket_size,
-            reduce_bucket_size=reduce_bucket_size,
-            allgather_partitions=allgather_partitions,
-            reduce_scatter=reduce_scatter,
-            overlap_comm=overlap_comm,
-            contiguous_gradients=contiguous_gradients,
-            loss_scale=loss_scale,
-            initial_scale_power=initial_scale_power,
-            loss_scale_window=loss_scale_window,
-            hysteresis=hysteresis,
-            min_loss_scale=min_loss_scale,
-            partition_activations=partition_activations,
-            cpu_checkpointing=cpu_checkpointing,
-            contiguous_memory_optimization=contiguous_memory_optimization,
-            synchronize_checkpoint_boundary=synchronize_checkpoint_boundary,
-        )
+        self.options = Options.among(arguments)
         self.activation_checkpointing = check_choice(activation_checkpointing)
         self.user_config = read_config(config)
         self.facts = Facts()

@@ -1,4 +1,4 @@
-"""Accelerator classes, and the base to subclass."""
+"""Accelerator classes, and the bases to subclass."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from stratagem.discovery.exports import exporter
 if TYPE_CHECKING:
     from stratagem.interfaces.accelerator import Accelerator as Accelerator
     from stratagem.native.accelerators.cpu import CPUAccelerator as CPUAccelerator
+    from stratagem.native.accelerators.device import DeviceAccelerator as DeviceAccelerator
 else:
     __getattr__, __dir__ = exporter(
         __name__,
         "accelerator",
         {
             "Accelerator": "stratagem.interfaces.accelerator",
+            "DeviceAccelerator": "stratagem.native.accelerators.device",
         },
     )

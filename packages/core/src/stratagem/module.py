@@ -267,8 +267,10 @@ class Module(nn.Module):
             )
         if rank_zero_only:
             sync_dist = False
-        options = LogOptions(
-            prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx
+        # Once for each value of each step: LogOptions(...) itself takes 0.5 us more.
+        options = tuple.__new__(
+            LogOptions,
+            (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx),
         )
         metrics.log(name, value, options, batch_size)
 

@@ -1,4 +1,4 @@
-"""Seeds, and the RNG states of a process as plain data."""
+"""Seeds, and the RNG states of a rank as plain data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stratagem.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.accelerator import Accelerator
 
 SEED_VARIABLE = "STRATAGEM_SEED"
 WORKERS_VARIABLE = "STRATAGEM_SEED_WORKERS"
@@ -85,11 +88,17 @@ class WorkerSeed:
             self.then(worker_id)
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's, torch's and the devices' random numbers.
+def rng_state(
+    accelerator: Accelerator | None = None, device: torch.device | None = None
+) -> dict[str, Any]:
+    """Return the RNG states of Python, NumPy, torch on the host, and a device, as plain data.
 
-    NumPy's is there if NumPy is imported, the devices' if they are in use. A generator that user
-    code has made for itself is not; see `generators_of`.
+    NumPy's is included if NumPy is imported. Generators that user code holds are not; see
+    `generators_of`.
+
+    Args:
+        accelerator: reads the device's; None: the host's only.
+        device: this rank's; given with the accelerator.
 
     Example:
         >>> import torch
@@ -110,13 +119,27 @@ def rng_state() -> dict[str, Any]:
         # As a tensor: an array of NumPy's is no plain data.
         keys = torch.from_numpy(keys.astype("int64"))
         state["numpy"] = [kind, keys, int(position), int(has_gauss), float(cached)]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    if accelerator is not None and device is not None:
+        own = accelerator.rng_state(device)
+        if own is not None:
+            state["device"] = [device.type, own]
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `rng_state` returned."""
+def set_rng_state(
+    state: dict[str, Any],
+    accelerator: Accelerator | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Restore what `rng_state` returned.
+
+    The state of a device is restored on one of the same type, whatever its index; on another type
+    it means nothing, and that device's RNG stays as it is.
+
+    Args:
+        state: as `rng_state` returned it, here or in an earlier run.
+        accelerator, device: as in `rng_state`.
+    """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
@@ -124,14 +147,25 @@ def set_rng_state(state: dict[str, Any]) -> None:
         kind, keys, position, has_gauss, cached = state["numpy"]
         words = keys.numpy().astype("uint32")
         sys.modules["numpy"].random.set_state((kind, words, position, has_gauss, cached))
-    if "cuda" in state and torch.cuda.is_available():
-        # As many as there are: the run may go on where a process sees fewer devices.
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    if accelerator is not None and device is not None:
+        own = _device_state(state, device)
+        if own is not None:
+            accelerator.set_rng_state(device, own)
+
+
+def _device_state(state: dict[str, Any], device: torch.device) -> Any:
+    if "device" in state:
+        kind, own = state["device"]
+        return own if kind == device.type else None
+    # Checkpoints written before `device` was a key hold the states of all devices that a process
+    # saw, under the type of device.
+    of_all, index = state.get(device.type, []), device.index or 0
+    return of_all[index] if index < len(of_all) else None
 
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Put the random numbers' states back when the block ends."""
+    """Restore the host's RNG states when the block ends."""
     before = rng_state()
     try:
         yield
@@ -140,7 +174,7 @@ def preserve_rng_state() -> Iterator[None]:
 
 
 def generators_of(*holders: Any) -> list[Any]:
-    """Return the generators that objects hold as attributes, each once, in an order that stays.
+    """Return the generators that objects hold as attributes, each once, in a stable order.
 
     Generators are torch.Generator, random.Random, and NumPy's Generator and RandomState.
 
@@ -171,7 +205,7 @@ def generator_states(generators: Sequence[Any]) -> list[Any]:
 
 
 def set_generator_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Put back what `generator_states` returned, as far as the two correspond."""
+    """Restore what `generator_states` returned, as far as the two correspond."""
     for generator, state in zip(generators, states, strict=False):
         if isinstance(generator, torch.Generator):
             generator.set_state(state)

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from stratagem.launch import rank, supervisor
-from stratagem.launch.rank_environment import rank_environment, threads_per_rank
+from stratagem.launch.environment import rank_environment, threads_per_rank
 from stratagem.launch.supervisor import Command, Failure, Output, RankProcesses
 
 SUMMARY = "Run a script in several processes, one for each device."

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import importlib_metadata
 
-from stratagem.launch.rank_environment import available_cores
+from stratagem.launch.environment import available_cores
 
 _GPU_TIMEOUT = 10.0
 """Seconds for nvidia-smi, which takes long where a driver hangs."""

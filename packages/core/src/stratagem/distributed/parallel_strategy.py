@@ -15,7 +15,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.ranks import DataShard, Ranks
 from stratagem.interfaces.strategy import Strategy
-from stratagem.launch.rank_environment import threads_per_rank
+from stratagem.launch.environment import threads_per_rank
 
 _LONGEST_TIMEOUT = 10 * 365 * 86400.0
 
@@ -154,7 +154,7 @@ class ParallelStrategy(Strategy):
         if self.ranks.world_size > 1:
             from stratagem.distributed.sync_batchnorm import synchronize_batch_norm
 
-            synchronize_batch_norm(module, self.device)
+            synchronize_batch_norm(module, has_kernels=self.accelerator.sync_batchnorm_kernels)
 
 
 def _launcher(start_method: str, launcher: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Batch norm over all ranks: torch's SyncBatchNorm on GPUs, ours on every other device."""
+"""Batch norm over all ranks: torch's SyncBatchNorm where it has kernels, ours elsewhere."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from stratagem.errors import UserCodeError
 
-_WITH_KERNELS = ("cuda", "hpu", "xpu")
-"""Device types that torch's SyncBatchNorm takes."""
 
-
-def synchronize_batch_norm(module: nn.Module, device: torch.device) -> None:
+def synchronize_batch_norm(module: nn.Module, *, has_kernels: bool) -> None:
     """Let a model's batch norm layers take their statistics over all ranks, in place.
 
     Layers change their class and nothing else: parameters, buffers, hooks and names stay, and so do
@@ -25,18 +22,20 @@ def synchronize_batch_norm(module: nn.Module, device: torch.device) -> None:
 
     Args:
         module: the model.
-        device: where it will run.
+        has_kernels: whether `torch.nn.SyncBatchNorm` runs on the devices that it is trained on;
+            see `Accelerator.sync_batchnorm_kernels`.
 
     Raises:
         UserCodeError: a layer has a forward of its own, or no parameters yet.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, _SynchronizedForward):
-            layer.__class__ = _synchronized_class(name.removeprefix("module."), layer, device)
+            name = name.removeprefix("module.")
+            layer.__class__ = _synchronized_class(name, layer, has_kernels=has_kernels)
             layer.__dict__.setdefault("process_group", None)
 
 
-def _synchronized_class(name: str, layer: _BatchNorm, device: torch.device) -> Any:
+def _synchronized_class(name: str, layer: _BatchNorm, *, has_kernels: bool) -> Any:
     kind: Any = type(layer)
     is_torchs = isinstance(layer, nn.SyncBatchNorm)
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
@@ -49,7 +48,7 @@ def _synchronized_class(name: str, layer: _BatchNorm, device: torch.device) -> A
             f"sync_batchnorm=True, but {name} is a {kind.__name__}, whose own forward would be "
             "lost: convert it yourself, and leave sync_batchnorm out"
         )
-    if device.type not in _WITH_KERNELS:
+    if not has_kernels:
         return _of_this_kind(_SynchronizedForward, nn.BatchNorm2d if is_torchs else kind)
     if is_torchs or kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return nn.SyncBatchNorm
@@ -110,7 +109,7 @@ class SynchronizedBatchNorm3d(_SynchronizedForward, nn.BatchNorm3d):
 
 @cache
 def _of_this_kind(forward: Any, kind: Any) -> Any:
-    """Return the class with the forward of one class, and all else of a batch norm class."""
+    """Return a subclass of a batch norm class with the forward of another class."""
     for known in (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d):
         if known.__bases__ == (forward, kind):
             return known
@@ -169,8 +168,8 @@ class _NormalizeOverRanks(torch.autograd.Function):
         shape = [1, input.shape[1]] + [1] * (input.dim() - 2)
         gradient = gradient.to(mean.dtype)
         normalized = (input.to(mean.dtype) - mean.view(shape)).mul_(scale.view(shape))
-        # Those of this rank are the gradients of bias and weight; those of all ranks, what the
-        # statistics contribute to the gradient of the input.
+        # Summed on this rank they are the gradients of bias and weight; summed over all ranks,
+        # what the statistics contribute to the gradient of the input.
         own = torch.stack([gradient.sum(over), (gradient * normalized).sum(over)])
         of_input = None
         if ctx.needs_input_grad[0]:

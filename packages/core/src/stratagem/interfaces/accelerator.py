@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from stratagem.discovery.specs import Availability
 
 
 class Accelerator(ABC):
-    """A kind of device: how many there are, how to address one, and how to set one up.
+    """A kind of device: how many there are, how to address one, and what one can do.
 
     Call sequence:
         1. `availability()`, where a request is resolved (for an object; for a discovered one the
            spec's probe is asked instead, without importing this class).
-        2. On every rank, by `Strategy.setup_environment`: `device(index)`, `setup()`, then
+        2. `autocast(dtype)` and `pins_memory`, by `Strategy.bind`, in the process that the user
+           started; `fork_problem()` there too, by a launcher that forks.
+        3. On every rank, by `Strategy.setup_environment`: `device(index)`, `setup()`, then
            `setup_device(device)`.
-        3. On every rank, at the end: `teardown()`.
+        4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
+           `set_rng_state(device, state)`.
+        5. On every rank, by the Trainer around each stage: `configure_kernels`.
+        6. On every rank, at the end: `teardown()`.
+
+    Only `availability` and `device` have to be implemented; the other defaults are right for any
+    device whose `torch.get_device_module` follows torch's conventions. `DeviceAccelerator`
+    implements these two as well, over `torch.accelerator`.
 
     Example:
         >>> from stratagem.accelerators import CPUAccelerator
-        >>> CPUAccelerator().device(0)
-        device(type='cpu')
+        >>> accelerator = CPUAccelerator()
+        >>> accelerator.device(0), accelerator.is_host
+        (device(type='cpu'), True)
     """
 
-    name: ClassVar[str]
+    name: str
     """The name that strategies list in their capabilities."""
-    process_group_backend: ClassVar[str]
-    """The torch.distributed backend for its tensors ("gloo", "nccl", ...)."""
+    process_group_backend: str
+    """The torch.distributed backend for its tensors, such as "gloo"."""
+    pins_memory: ClassVar[bool] = False
+    """Whether its devices copy to and from page-locked host memory while the host goes on; torch
+    then has to have an allocator of such memory for them."""
+    sync_batchnorm_kernels: ClassVar[bool] = False
+    """Whether `torch.nn.SyncBatchNorm` has kernels for its tensors. Otherwise
+    `sync_batchnorm=True` computes batch statistics from operations that every device has."""
+    data_parallel_kernels: ClassVar[bool] = False
+    """Whether `torch.nn.DataParallel` can scatter to and gather from several of its devices."""
 
     @abstractmethod
     def availability(self) -> Availability:
@@ -37,7 +58,19 @@ class Accelerator(ABC):
 
     @abstractmethod
     def device(self, index: int) -> torch.device:
-        """Return the device with this index on this node."""
+        """Return the device with this index on this node; touches no device."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its tensors lie in the host's memory, so that batches stay where they are."""
+        return self.device(0).type == "cpu"
+
+    def fork_problem(self) -> str | None:
+        """Return why this process must not be forked any more, or None: it may be.
+
+        The text completes "the launcher 'fork' copies this process, which ...".
+        """
+        return None
 
     def setup(self) -> None:
         """Prepare this process; once a rank, before `setup_device`."""
@@ -54,3 +87,43 @@ class Accelerator(ABC):
     def device_stats(self, device: torch.device) -> dict[str, Any]:
         """Return memory figures and the like, by name, in bytes; empty if there are none."""
         return {}
+
+    def rng_state(self, device: torch.device) -> Tensor | None:
+        """Return the state of the device's RNG, in host memory; None: it is the host's own.
+
+        Raises:
+            AttributeError: torch's module for the device has no `get_rng_state`; an accelerator
+                for it overrides this.
+        """
+        if self.is_host:
+            return None
+        state: Tensor = torch.get_device_module(device).get_rng_state(device)
+        return state
+
+    def set_rng_state(self, device: torch.device, state: Tensor) -> None:
+        """Restore what `rng_state` returned, for a device of the same type."""
+        torch.get_device_module(device).set_rng_state(state, device)
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any] | None:
+        """Return an autocast context that can be entered again and again.
+
+        None: operations on these devices cannot be autocast to `dtype`; mixed precision is then
+        refused.
+        """
+        kind = self.device(0).type
+        if not torch.amp.is_autocast_available(kind):
+            return None
+        module = torch.get_device_module(kind)
+        supported = getattr(module, "get_amp_supported_dtype", lambda: [dtype])
+        return torch.autocast(kind, dtype=dtype) if dtype in supported() else None
+
+    def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
+        """Set how the devices' libraries choose kernels; return what restores it.
+
+        torch's own `use_deterministic_algorithms` is set by the caller.
+
+        Args:
+            benchmark: choose by trying them out, where shapes stay the same.
+            deterministic: choose only those that compute the same each time.
+        """
+        return lambda: None

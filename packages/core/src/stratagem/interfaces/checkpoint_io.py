@@ -6,16 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stratagem.interfaces.ranks import Ranks
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.accelerator import Accelerator
 
 
 class CheckpointIO(ABC):
     """Writes, reads and removes checkpoints.
 
     Who calls, and when:
-        1. `setup` on every rank, once the ranks can communicate.
+        1. `bind` in the process that the user started, then `setup` on every rank, once the ranks
+           can communicate.
         2. `save_checkpoint` on rank 0 only, after the strategy has gathered the state; the other
            ranks wait until it returns. Where `takes_shards`, on every rank.
         3. `load_checkpoint` on every rank; `open_checkpoint` in its place, by a strategy that needs
@@ -58,6 +62,9 @@ class CheckpointIO(ABC):
 
     strategy_name: str | None = None
     """The name of the strategy that saves, for a manifest; None before `setup`."""
+
+    def bind(self, accelerator: Accelerator) -> None:
+        """Take the accelerator whose tensors are saved; once before each launch."""
 
     def setup(self, ranks: Ranks, strategy_name: str) -> None:
         """Take note of who saves together."""

@@ -12,18 +12,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.data.pytree import convert_floats
+from stratagem.interfaces.accelerator import Accelerator
 
 
 class Precision(ABC):
-    """Number formats of parameters, activations and gradients.
+    """The dtypes of parameters, activations and gradients.
 
-    Call sequence, on every rank:
-        1. `init_context()` around the code that builds the model.
-        2. `convert_module(module)` in `Strategy.prepare`, before the optimizers are made.
-        3. `input_converter()` and `forward_context()` once; what they return is used at each step.
-        4. At each step: `scale_loss` before backward, `unscale_gradients` before clipping,
+    Call sequence, on every rank but for the first:
+        1. `bind(accelerator)`, by `Strategy.bind`, in the process that the user started.
+        2. `init_context()` around the code that builds the model.
+        3. `convert_module(module)` in `Strategy.prepare`, before the optimizers are made.
+        4. `input_converter()` and `forward_context()` once; what they return is used at each step.
+        5. At each step: `scale_loss` before backward, `unscale_gradients` before clipping,
            `optimizer_step` in place of `optimizer.step()`.
-        5. `state_dict` and `load_state_dict` with each checkpoint.
+        6. `state_dict` and `load_state_dict` with each checkpoint.
 
     The defaults are full precision: nothing is converted and nothing costs anything.
 
@@ -45,6 +47,13 @@ class Precision(ABC):
     """The name that it is selected by, such as "bf16-mixed"."""
     scales_loss: bool = False
     """Whether `scale_loss`, `unscale_gradients` and `optimizer_step` do something."""
+
+    def bind(self, accelerator: Accelerator) -> None:
+        """Take the accelerator that the model computes on; once before each launch.
+
+        Raises:
+            ConfigurationError: its devices cannot compute in this precision.
+        """
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Return a context in which new tensors have the parameters' dtype."""
@@ -78,11 +87,11 @@ class Precision(ABC):
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold (a loss scale); plain data."""
+        """Return the state that a checkpoint holds, such as a loss scale; plain data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state."""
 
 
 class EnginePrecision(Precision):
@@ -110,11 +119,11 @@ class EnginePrecision(Precision):
         return module.to(self.dtype)
 
     def input_converter(self) -> Callable[[Any], Any] | None:
-        """Return what converts floating-point tensors to the format that the model computes in."""
+        """Return a function that converts floating-point tensors to the dtype of the model."""
         return lambda batch: convert_floats(batch, self.dtype)
 
     def output_converter(self) -> Callable[[Any], Any] | None:
-        """Return what converts outputs to the default dtype."""
+        """Return a function that converts outputs to the default dtype."""
         return lambda output: convert_floats(output, torch.get_default_dtype())
 
 

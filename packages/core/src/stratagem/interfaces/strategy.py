@@ -28,6 +28,7 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.stepping import Stepping
+from stratagem.state.parameters import ParameterReferences
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
 _THERE = {
@@ -174,6 +175,8 @@ class Strategy(Stepping, ABC):
         self.precision = self.precision_plugin = components.precision
         self.checkpoint_io = components.checkpoint_io
         self.cluster_environment = components.cluster_environment
+        self.precision.bind(components.accelerator)
+        self.checkpoint_io.bind(components.accelerator)
         self.ranks = self.make_ranks()
 
     @property
@@ -260,9 +263,11 @@ class Strategy(Stepping, ABC):
                 ones, where `capabilities.rebinds_optimizers`.
             move_to_device: move the parameters to this rank's device.
         """
+        references = ParameterReferences(module, () if callable(optimizers) else optimizers)
         module = self.precision.convert_module(module)
         if move_to_device:
             module = module.to(self.device)
+        references.restore(module)
         wrapped: Any = self.wrap(module)
         if not isinstance(wrapped, nn.Module):
             raise ConfigurationError(
@@ -285,7 +290,7 @@ class Strategy(Stepping, ABC):
     def input_converter(self) -> Callable[[Any], Any] | None:
         """Return what moves a batch to the device and converts it, or None: nothing to do."""
         convert = self.precision.input_converter()
-        if self.device.type == "cpu":
+        if self.accelerator.is_host:
             return convert
         device = self.device
         if convert is None:

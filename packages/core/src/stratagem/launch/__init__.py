@@ -1,1 +1,79 @@
-"""Starting ranks and watching them, and the side of a rank. No torch."""
+"""What a launcher is made of: how a function gets to every rank, and how a failure gets back.
+
+A launcher of your own starts processes, wherever it can, and lets each of them run the function::
+
+    from stratagem.launch import Launcher, free_port, pack, rank_environment, run_packed
+    from stratagem.launch import rank_failure
+
+    class MyLauncher(Launcher):
+        new_processes = True      # the process that calls `launch` is no rank
+
+        def launch(self, plan, function, *args, **kwargs):
+            call, port = pack(plan, function, args, kwargs), free_port()
+            count = plan.processes_per_node
+            jobs = [
+                my_cluster.submit(
+                    run_packed,     # in a process of its own: returns what the function returns
+                    call,
+                    rank_environment(local_rank=rank, local_world_size=count, main_port=port),
+                )
+                for rank in range(count)
+            ]
+            try:
+                return [job.result() for job in jobs][0]
+            except my_cluster.JobError as error:
+                my_cluster.cancel(jobs)
+                raise rank_failure(error.rank, plan.world_size, report=error.traceback) from None
+
+It serves every strategy whose `Capabilities.launchers` is None (ddp, fsdp and their families),
+under the Trainer and Lite: `Trainer(strategy="ddp", devices=2, plugins=MyLauncher())`, or by the
+name of a `LauncherSpec` that a plugin declares.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.launcher import Launcher as Launcher
+    from stratagem.launch.environment import rank_environment as rank_environment
+    from stratagem.launch.network import free_port as free_port
+    from stratagem.launch.packed import pack as pack
+    from stratagem.launch.packed import rank_failure as rank_failure
+    from stratagem.launch.packed import run_packed as run_packed
+    from stratagem.launch.watch import run_as_rank as run_as_rank
+    from stratagem.plan.plan import RunPlan as RunPlan
+else:
+    # When they are used: a rank that imports one module here pays for no other.
+    _HOMES = {
+        "Launcher": "stratagem.interfaces.launcher",
+        "RunPlan": "stratagem.plan.plan",
+        "free_port": "stratagem.launch.network",
+        "pack": "stratagem.launch.packed",
+        "rank_environment": "stratagem.launch.environment",
+        "rank_failure": "stratagem.launch.packed",
+        "run_as_rank": "stratagem.launch.watch",
+        "run_packed": "stratagem.launch.packed",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'stratagem.launch' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+__all__ = [
+    "Launcher",
+    "RunPlan",
+    "free_port",
+    "pack",
+    "rank_environment",
+    "rank_failure",
+    "run_as_rank",
+    "run_packed",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""Which of this node's addresses and interfaces others can reach: the standard library only."""
+"""Ports, and the addresses and interfaces of this node that others can reach; no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ import sys
 
 # Reserved for documentation: connecting a datagram socket sends nothing, it only looks up a route.
 _ELSEWHERE = "192.0.2.1"
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on now.
+
+    Another program may take it before the ranks do: ask where rank 0 runs, right before it starts.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
 
 
 def choose_gloo_interface(main_address: str) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from stratagem.data.pytree import move_to_device
 from stratagem.data.resumable import Resumable
 from stratagem.data.sharding import length_of, set_epoch
+from stratagem.interfaces.accelerator import Accelerator
 from stratagem.rng import rng_state, set_rng_state
 
 
@@ -27,6 +28,7 @@ class LiteDataLoader:
         name: stands for it in messages.
         rank: this process's.
         shard: this rank's part of the data, (index, count).
+        rng_of: this rank's accelerator and device, whose RNG state is saved and restored too.
     """
 
     def __init__(
@@ -36,9 +38,12 @@ class LiteDataLoader:
         name: str = "the data loader",
         rank: int = 0,
         shard: tuple[int, int] = (0, 1),
+        *,
+        rng_of: tuple[Accelerator, torch.device] | tuple[()] = (),
     ) -> None:
         self.loader = loader
-        self._device = None if device is None or device.type == "cpu" else device
+        self._device = device
+        self._rng_of = rng_of
         self._rank = rank
         self._data = Resumable(loader, name, rank, shard)
         self._epoch = 0
@@ -70,7 +75,7 @@ class LiteDataLoader:
         batches, _ = self._data.begin(self._present_epoch(), self._done, length_of(self.loader))
         if self._random is not None:
             # Last, since the loader has drawn numbers of its own.
-            set_rng_state(self._random)
+            set_rng_state(self._random, *self._rng_of)
             self._random = None
         # What a DataLoader has passed over, it has counted.
         self._done -= getattr(batches, "_num_yielded", 0)
@@ -101,7 +106,7 @@ class LiteDataLoader:
         return {
             "epoch": self._present_epoch() if batches else self._epoch,
             "batches": batches,
-            "random": rng_state(),
+            "random": rng_state(*self._rng_of),
             "loader": self._data.state(),
         }
 
@@ -120,7 +125,7 @@ class LiteDataLoader:
         self._done = self._data.resume([state["loader"] for state in states], batches)
         if self._rank < len(states):
             # Once more when the iteration begins, if that is to draw what was drawn before.
-            set_rng_state(states[self._rank]["random"])
+            set_rng_state(states[self._rank]["random"], *self._rng_of)
             self._random = states[self._rank]["random"] if batches else None
 
     def __getattr__(self, name: str) -> Any:

@@ -20,8 +20,9 @@ from stratagem.interfaces.components import Components
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.interfaces.strategy import Strategy
-from stratagem.launch.rank import at_end_of_rank
-from stratagem.launch.rank_environment import environment_of_request
+from stratagem.launch.environment import environment_of_request
+from stratagem.launch.rank import at_end_of_rank, this_rank
+from stratagem.launch.watch import run_as_rank
 from stratagem.lite.ranked import Ranked
 from stratagem.lite.request import Devices, Plugin, expand_shorthands, sort_plugins
 from stratagem.plan.plan import RunPlan, RunRequest
@@ -110,6 +111,9 @@ class Launched(Ranked):
             ConfigurationError: the launcher needs a function, and none was given.
             RankFailedError: another rank failed; shows its traceback.
         """
+        if this_rank.is_launched and self.plan.runs_elsewhere and function is not None:
+            # This process is a rank already: of a launch that this call is a part of.
+            return run_as_rank(self._run_on_rank, function, self, *args, **kwargs)
         launcher = self.plan.launcher.build()
         if function is None:
             if self.plan.runs_elsewhere:

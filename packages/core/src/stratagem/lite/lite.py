@@ -232,9 +232,18 @@ class Lite(Launched):
             name = "the data loader"
             if len(dataloaders) > 1:
                 name += f" {len(wrapped)} of setup_dataloaders()"
-            device = self.device if move_to_device else None
-            shard = (index, count)
-            wrapped.append(LiteDataLoader(loader, device, name, self.global_rank, shard))
+            accelerator = self.strategy.accelerator
+            moves = move_to_device and not accelerator.is_host
+            wrapped.append(
+                LiteDataLoader(
+                    loader,
+                    self.device if moves else None,
+                    name,
+                    self.global_rank,
+                    (index, count),
+                    rng_of=(accelerator, self.device),
+                )
+            )
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     # -- a step

@@ -16,7 +16,8 @@ _SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
 class LiteOptimizer:
     """The user's optimizer, whose step goes through the strategy.
 
-    An instance also passes for the optimizer's own class, so that schedulers take it.
+    An instance is one of the optimizer's own class too, and has its name and its repr, so that
+    schedulers take it.
     """
 
     optimizer: Optimizer
@@ -60,8 +61,10 @@ class LiteOptimizer:
 
 
 def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Strategy) -> Any:
-    """Return a `LiteOptimizer` that stands for the user's optimizer."""
-    kind = type(f"Lite{type(optimizer).__name__}", (LiteOptimizer, type(optimizer)), {})
+    """Return a `LiteOptimizer` that stands for the user's optimizer, under its class's name."""
+    own = type(optimizer)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    kind = type(own.__name__, (LiteOptimizer, own), names)
     wrapped: Any = object.__new__(kind)
     # A scheduler made earlier has put a counting `step` on the instance: ours comes first, and
     # calls it.

@@ -19,6 +19,7 @@ from stratagem.plan.selection import (
     GIVEN,
     Question,
     Selection,
+    can,
     capabilities_of,
     either,
     given,
@@ -221,11 +222,6 @@ def choose_launcher(
             + (", or start_method='fork' to the strategy" if fork else "")
         )
     return selected
-
-
-def can(launcher: Selection | None, what: str) -> bool:
-    """Return what a launcher's spec, or its class, says of it; False where there is none."""
-    return launcher is not None and bool(getattr(launcher.source, what, what == "starts_ranks"))
 
 
 def _name_of(component: Any) -> str:

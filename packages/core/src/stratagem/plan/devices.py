@@ -8,7 +8,7 @@ from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.specs import Availability
 from stratagem.errors import ConfigurationError
 from stratagem.plan.cluster import PLAIN, Cluster
-from stratagem.plan.selection import Question, Selection
+from stratagem.plan.selection import Question, Selection, can
 
 
 def choose_devices(
@@ -108,7 +108,7 @@ def choose_num_nodes(
     asked = question.request.num_nodes
     if not is_index(asked) or asked < 1:
         raise ConfigurationError(f"num_nodes={asked!r}: expected a whole number of at least 1")
-    spans_nodes = launcher is not None and launcher.source.spans_nodes
+    spans_nodes = can(launcher, "spans_nodes")
     if asked > 1 and not cluster.has_started_this and cluster.name == PLAIN and not spans_nodes:
         missing = [
             variable

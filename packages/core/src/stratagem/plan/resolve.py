@@ -17,7 +17,6 @@ from stratagem.errors import ConfigurationError
 from stratagem.plan.cluster import CLUSTER_VARIABLE, Cluster, find_cluster
 from stratagem.plan.components import (
     asked_launcher,
-    can,
     choose_accelerator,
     choose_checkpoint_io,
     choose_launcher,
@@ -30,6 +29,7 @@ from stratagem.plan.selection import (
     GIVEN,
     Question,
     Selection,
+    can,
     capabilities_of,
     either,
     preset_of,

@@ -128,6 +128,11 @@ def preset_of(strategy: Selection | None) -> dict[str, Any]:
     return {kind: value for kind, value in presets.items() if value is not None}
 
 
+def can(launcher: Selection | None, what: str) -> bool:
+    """Return what a launcher's spec, or its class, says of it; False where there is none."""
+    return launcher is not None and bool(getattr(launcher.source, what, what == "starts_ranks"))
+
+
 def takes(accepted: tuple[str, ...] | None, accelerator: Selection) -> bool:
     """Whether a list of accelerator names holds this one, under its name or an alias."""
     if accepted is None:

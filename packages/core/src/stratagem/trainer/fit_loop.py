@@ -71,8 +71,8 @@ def fit(
         if explained is None:
             raise
         raise explained from error
-    run.strategy.end_training(prepared)
     hooks.call("on_train_end")
+    run.strategy.end_training(prepared)
 
 
 def _train_steps(
@@ -115,7 +115,7 @@ def _train_steps(
             if divergence is not None:
                 divergence.look(progress.global_step, step.has_loss)
             if ends_here():
-                trainer.should_stop = True
+                run.interrupt()
             if trainer.should_stop and run.should_stop():
                 break
             if progress.global_step == trainer.max_steps:

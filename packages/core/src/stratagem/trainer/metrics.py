@@ -82,9 +82,10 @@ class Metrics:
         entry = self._entries.get(name)
         if entry is None or entry.options != options:
             entry = self._declare(name, options)
-        if value.__class__ is Tensor or isinstance(value, Tensor):
+        kind = value.__class__
+        if kind is Tensor or isinstance(value, Tensor):
             value = _read(name, value)
-        elif value.__class__ is not float and value.__class__ is not int:
+        elif kind is not float and kind is not int:
             value = _number_of(entry, value)
         if entry.on_step and value is not None:
             now = self._reduced(entry, value) if entry.sync_steps else value
@@ -221,8 +222,10 @@ def _number_of(entry: EpochValue, value: Any) -> Any:
 
 def _batch_size(batch: Any) -> int:
     """Return the first dim of the first tensor in a batch; 1 if there is none."""
-    tensor = batch if batch.__class__ is Tensor else _first_tensor(batch)
-    return tensor.shape[0] if tensor is not None and tensor.ndim else 1
+    tensor = batch[0] if batch.__class__ in (list, tuple) and batch else batch
+    if tensor.__class__ is not Tensor:
+        tensor = _first_tensor(batch)
+    return tensor.size(0) if tensor is not None and tensor.dim() else 1
 
 
 def _first_tensor(data: Any) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.storage import paths
 from stratagem.trainer.divergence import DEFAULT_INTERVAL
@@ -236,23 +236,24 @@ def check_deterministic(value: bool | str) -> bool | str:
     return value
 
 
-def set_determinism(deterministic: bool | str, benchmark: bool) -> Callable[[], None]:
-    """Set torch's modes; return what sets them back."""
+def set_determinism(
+    accelerator: Accelerator, *, deterministic: bool | str, benchmark: bool
+) -> Callable[[], None]:
+    """Set torch's modes and the accelerator's; return what restores them."""
     if not deterministic and not benchmark:
         return lambda: None
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
+    )
+    restore_kernels = accelerator.configure_kernels(
+        benchmark=benchmark and not deterministic, deterministic=bool(deterministic)
     )
     if deterministic:
-        # cuBLAS is deterministic only with a workspace of fixed size.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
-    torch.backends.cudnn.benchmark = benchmark and not deterministic
 
     def restore() -> None:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = before[2]
+        restore_kernels()
 
     return restore

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from stratagem.trainer.trainer import Trainer
 
 
+_runs: WeakSet[Run] = WeakSet()
+"""The last run of each Trainer of this process."""
+
+
 class Run:
     """One run of a Trainer on this rank.
 
@@ -129,7 +133,13 @@ class Run:
         ranks = self.strategy.ranks
         ranks.report_status(self._position)
         with ExitStack() as until_end:
-            until_end.callback(options.set_determinism(trainer.deterministic, trainer.benchmark))
+            until_end.callback(
+                options.set_determinism(
+                    self.strategy.accelerator,
+                    deterministic=trainer.deterministic,
+                    benchmark=trainer.benchmark,
+                )
+            )
             try:
                 if datamodule is not None:
                     if ranks.local_rank == 0:
@@ -218,6 +228,7 @@ class Run:
             self.progress,
             loader,
             [one.loader for one in self.validation.loaders],
+            rng_of=(self.strategy.accelerator, self.strategy.device),
         )
         return loader
 
@@ -326,23 +337,22 @@ class Run:
         )
 
     def interruption_check(self) -> Callable[[], bool]:
-        """Return what is called after each step: whether the fit is to end here.
+        """Return what is called after each step: whether the fit is to end here."""
+        look, checkpoint_io = self.interruption.look, self.strategy.checkpoint_io
+        if not checkpoint_io.asynchronous:
+            return look
 
-        On a signal it saves the run and ends the process.
-        """
-        interruption, checkpoint_io = self.interruption, self.strategy.checkpoint_io
-        look, saves_in_background = interruption.look, checkpoint_io.asynchronous
+        def look_at_saves_too() -> bool:
+            checkpoint_io.raise_errors()
+            return look()
 
-        def ends_here() -> bool:
-            if saves_in_background:
-                checkpoint_io.raise_errors()
-            if not look():
-                return False
-            if interruption.signal is not None:
-                interruption.end(self._save_interrupted)
-            return True
+        return look_at_saves_too
 
-        return ends_here
+    def interrupt(self) -> None:
+        """End the fit after the present step; on a signal, save it and end the process."""
+        if self.interruption.signal is not None:
+            self.interruption.end(self._save_interrupted)
+        self.trainer.should_stop = True
 
     def end_train_epoch(self) -> None:
         """Call the hooks of the epoch's end, and reduce what was logged in it."""
@@ -421,15 +431,11 @@ class Run:
         return self.prepared
 
 
-_runs: WeakSet[Run] = WeakSet()
-"""Those of this process whose prepared models may still hold something."""
-
-
 def _release_others(run: Run) -> None:
     """Free what strategies hold for Trainers that are done: a process trains model after model."""
     for other in list(_runs):
-        if other.trainer is not run.trainer and other.trainer.state.status != "running":
-            _runs.discard(other)
-            if other.prepared is not None:
-                other.strategy.release(other.prepared)
+        if other.trainer is run.trainer or other.trainer.state.status == "running":
+            continue
+        if other.prepared is not None:
+            other.strategy.release(other.prepared)
     _runs.add(run)

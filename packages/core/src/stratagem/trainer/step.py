@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
+from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.train_step import TrainStep
 from stratagem.trainer.strategy_check import StrategyCheck, takes_own_steps
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.module import Module
     from stratagem.plan.step_options import GradientClip
     from stratagem.trainer.run import Run
 
@@ -44,7 +47,7 @@ class Step(TrainStep):
         self._progress = run.progress
         self._logged = run.metrics
         self._schedulers = run.schedulers
-        self._call = prepared.module
+        self._training_step = _training_step(module, prepared)
         self._convert = strategy.input_converter()
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
         self._takes_index = takes_batch_idx(module.training_step)
@@ -54,7 +57,7 @@ class Step(TrainStep):
         """Whether no loss of this step was there; None: none was asked for yet."""
         self._outputs: Any = None
         self._check = StrategyCheck(strategy, prepared, run.trainer.step_options.clip)
-        self._is_watched = self._check.is_due
+        self._is_watched = self._check.is_due and module.automatic_optimization
         self._on_batch_start = hooks.of("on_train_batch_start")
         self._on_batch_end = hooks.of("on_train_batch_end")
         self._on_before_backward = hooks.of("on_before_backward")
@@ -149,10 +152,10 @@ class Step(TrainStep):
             return self._loss_of_part(part)
         arguments = (part, self.batch_idx) if self._takes_index else (part,)
         if self._context is None:
-            outputs = self._call("training_step", *arguments)
+            outputs = self._training_step(*arguments)
         else:
             with self._context:
-                outputs = self._call("training_step", *arguments)
+                outputs = self._training_step(*arguments)
         self._outputs = outputs
         loss = outputs if outputs.__class__ is Tensor else self._loss_in(outputs)
         self._loss = loss
@@ -286,6 +289,18 @@ class _WatchedStep(Step):
 def make_step(run: Run, prepared: PreparedModel) -> Step:
     """Return the step of a fit, watched in its first optimizer step where that is needed."""
     return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)
+
+
+def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any]:
+    """Return what calls `training_step` as the strategy runs the model.
+
+    Where nothing wraps the model and nothing is hooked to it, that is the method itself.
+    """
+    called = prepared.module
+    hooked = called._forward_hooks or called._forward_pre_hooks or called._backward_hooks
+    if type(called) is StepModule and called.module is module and not hooked:
+        return module.training_step
+    return partial(called, "training_step")
 
 
 def takes_batch_idx(method: Any) -> bool:

@@ -27,7 +27,7 @@ from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions
 from stratagem.storage import paths
 from stratagem.trainer import elsewhere
-from stratagem.trainer.checks import check_detect_divergence, check_module
+from stratagem.trainer.checks import check_divergence_detection, check_module
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
 from stratagem.trainer.metrics import LatestValues
@@ -65,7 +65,7 @@ class Trainer(Ranked):
         gradient_clip_val: largest norm or value of gradients; None: no clipping.
         gradient_clip_algorithm: "norm" or "value".
         deterministic: use deterministic algorithms; "warn" only warns where there is none.
-        benchmark: let cuDNN choose by trying.
+        benchmark: let the accelerator's libraries choose kernels by trying them out.
         inference_mode: evaluate under inference_mode, not no_grad.
         use_distributed_sampler: divide data between ranks.
         sync_batchnorm: batch norm layers take their statistics over all ranks.
@@ -158,7 +158,7 @@ class Trainer(Ranked):
         self._launched = Launched(
             step_options=self.step_options, **{name: given[name] for name in _OF_PLAN}
         )
-        check_detect_divergence(self.detect_divergence, self.plan)
+        check_divergence_detection(self.plan, self.detect_divergence)
         self.loggers = make_loggers(logger, self.default_root_dir, quick=bool(self.fast_dev_run))
         self.callbacks = make_callbacks(
             callbacks,

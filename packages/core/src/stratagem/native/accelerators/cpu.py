@@ -1,4 +1,4 @@
-"""CPUAccelerator."""
+"""CPUAccelerator: the processor, and the host's memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ class CPUAccelerator(Accelerator):
         return torch.device("cpu")
 
     def setup_device(self, device: torch.device) -> None:
-        """Check that it is the CPU."""
+        """Check that it is the CPU; there is nothing to set.
+
+        Raises:
+            ConfigurationError: it is another device.
+        """
         if device.type != "cpu":
             raise ConfigurationError(f"CPUAccelerator expected the device cpu, received {device}")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointSaveError, ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.ranks import Ranks
 from stratagem.launch.rank import at_end_of_rank, record_failure, this_rank
@@ -70,11 +71,16 @@ class AsyncCheckpointIO(CheckpointIO):
             )
         self.takes_shards = self.inner.takes_shards
         self._snapshots = Snapshots()
+        self._pins_memory = False
         self._write: _Write | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # To processes that are started anew goes what it was made from.
-        return type(self), (self.inner,)
+        return type(self), (self.inner,), {"_pins_memory": self._pins_memory}
+
+    def bind(self, accelerator: Accelerator) -> None:
+        self._pins_memory = accelerator.pins_memory
+        self.inner.bind(accelerator)
 
     def setup(self, ranks: Ranks, strategy_name: str) -> None:
         super().setup(ranks, strategy_name)
@@ -89,7 +95,7 @@ class AsyncCheckpointIO(CheckpointIO):
         """
         check_contents(_with_plain_shards(checkpoint), path)
         self.wait()
-        snapshot = self._snapshots.take(checkpoint)
+        snapshot = self._snapshots.take(checkpoint, pin_memory=self._pins_memory)
         # Here and now, since it may communicate.
         rest = self.inner.prepare_save(snapshot, path)
         self._write = _Write(snapshot, path, rest, self.inner.rank_was_lost)

@@ -1,4 +1,4 @@
-"""Snapshots: copies of state in host memory, which training does not change any more."""
+"""Snapshots: copies of a checkpoint's state in host memory, which training no longer changes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Snapshots:
-    """Copies checkpoints into host memory, one after another into the same.
+    """Copies checkpoints into host memory, each into the memory of the one before.
 
-    A checkpoint is valid until the next one is taken. New memory costs more than the copy: the
-    kernel has to clear each page of it first. So what the last snapshot lay in is used again, where
-    sizes are the same; what is not used again is freed.
+    A snapshot is valid until the next one is taken. New memory costs more than the copy, since the
+    kernel has to clear each page first; so the last snapshot's memory is used again where sizes are
+    the same, and freed where they are not.
 
     Example:
         >>> import torch
@@ -41,9 +41,14 @@ class Snapshots:
     def __init__(self) -> None:
         self._memory: dict[tuple[int, bool], list[Tensor]] = {}
 
-    def take(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of plain data, and of the `Shards` in it; it is complete upon return."""
-        taking = _Taking(self._memory)
+    def take(self, checkpoint: dict[str, Any], *, pin_memory: bool = False) -> dict[str, Any]:
+        """Return a copy of plain data, and of the `Shards` in it; it is complete upon return.
+
+        Args:
+            checkpoint: plain data; its tensors may lie on a device.
+            pin_memory: copy what lies on a device into page-locked memory, all at once.
+        """
+        taking = _Taking(self._memory, pin_memory=pin_memory)
         copied: dict[str, Any] = taking.copy(checkpoint)
         taking.finish()
         self._memory = taking.used
@@ -55,21 +60,23 @@ class Snapshots:
 
 
 class _Taking:
-    """One snapshot that is being taken.
+    """One snapshot while it is taken.
 
-    Whatever lies in the same memory does so in the copy, which is made once; and what is one object
-    is one object there. So a file of the copy has the same bytes as one of the original.
+    Tensors that share storage share it in the copy, and one object stays one object: a file of the
+    copy has the same bytes as one of the original.
 
     Args:
         memory: tensors of bytes that can be used again, by (number of bytes, pinned).
+        pin_memory: see `Snapshots.take`.
     """
 
-    def __init__(self, memory: dict[tuple[int, bool], list[Tensor]]) -> None:
+    def __init__(self, memory: dict[tuple[int, bool], list[Tensor]], *, pin_memory: bool) -> None:
+        self._pin_memory = pin_memory
         self.used: dict[tuple[int, bool], list[Tensor]] = defaultdict(list)
         self._memory = {size: list(tensors) for size, tensors in memory.items()}
         self._copies: dict[int, Any] = {}
         self._storages: dict[int, Tensor] = {}
-        # What `id` was taken of has to live as long, or another object would have the same.
+        # Objects whose id() is a key have to live as long, or another object might get the same id.
         self._alive: list[Any] = []
         self._devices: set[torch.device] = set()
 
@@ -99,7 +106,7 @@ class _Taking:
         return copied
 
     def finish(self) -> None:
-        """Wait for copies that a device still makes."""
+        """Wait for copies from devices that are still under way."""
         for device in self._devices:
             torch.accelerator.current_stream(device).synchronize()
 
@@ -124,7 +131,7 @@ class _Taking:
         return self._storages[storage._cdata]
 
     def _chunk(self, chunk: Tensor) -> Tensor:
-        """Copy only the chunk, which may lie in the memory of a larger tensor."""
+        """Copy only the chunk, which may be a view into a larger storage."""
         if not self._has_plain_memory(chunk):
             return chunk.detach().to("cpu", copy=True)
         chunk = chunk.detach().contiguous()
@@ -132,7 +139,8 @@ class _Taking:
 
     def _copy_of(self, whole: Tensor) -> Tensor:
         """Return a copy of a tensor of bytes."""
-        pinned = whole.device.type != "cpu"
+        on_host = whole.device.type == "cpu"
+        pinned = self._pin_memory and not on_host
         size = whole.numel(), pinned
         there = self._memory.get(size)
         memory = (
@@ -142,12 +150,14 @@ class _Taking:
         if pinned:
             memory.copy_(whole, non_blocking=True)
             self._devices.add(whole.device)
+        elif not on_host:
+            memory.copy_(whole)
         else:
             _memmove(memory.data_ptr(), whole.data_ptr(), whole.numel())
         return memory
 
     def _has_plain_memory(self, tensor: Tensor) -> bool:
-        """Whether its numbers are those of its storage, which can be copied as bytes."""
+        """Whether its elements lie in its storage as they are, which can be copied as bytes."""
         accelerator = torch.accelerator.current_accelerator()
         return (
             type(tensor) in (Tensor, torch.nn.Parameter)

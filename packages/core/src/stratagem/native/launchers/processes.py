@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -15,20 +13,21 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch import rank, supervisor
-from stratagem.launch.rank_environment import rank_environment
-from stratagem.launch.run_as_rank import forget_parents_ranks, run_as_rank
+from stratagem.launch.environment import rank_environment
+from stratagem.launch.packed import Call, become_rank, pack, run_call, run_packed
 from stratagem.launch.supervisor import Failure, Output, RankProcesses
+from stratagem.launch.watch import forget_parents_ranks, run_as_rank
 from stratagem.plan.plan import RunPlan
 from stratagem.state import plain_data
 
@@ -44,8 +43,8 @@ class ProcessesLauncher(Launcher):
 
     Args:
         start_method: "spawn" starts new interpreters, to which the function and its arguments are
-            pickled; "fork" copies this process, which works in a notebook too, but not once CUDA
-            is in use here.
+            pickled; "fork" copies this process, which works in a notebook too, but not once
+            devices are in use here that a copy cannot use (see `Accelerator.fork_problem`).
     """
 
     def __init__(self, start_method: str) -> None:
@@ -57,21 +56,20 @@ class ProcessesLauncher(Launcher):
         """Run the function on every rank of this node; return what rank 0 of it returns.
 
         Raises:
-            ConfigurationError: something cannot be pickled (says what), or this process has used
-                CUDA and cannot be forked.
+            ConfigurationError: something cannot be pickled (says what), or this process cannot be
+                forked any more.
             RankFailedError: a rank failed.
         """
         if rank.this_rank.is_launched:
             # This process is a rank already: of a launch that this call is a part of.
             return run_as_rank(function, *args, **kwargs)
-        call = _Call(function, args, kwargs, tuple(get_registry().registered()))
         with tempfile.TemporaryDirectory(prefix="stratagem-launch-") as folder:
             start: supervisor.StartRank
             if self.start_method == "spawn":
-                start = _Spawn(Path(folder), call)
+                start = _Spawn(Path(folder), pack(plan, function, args, kwargs, imports_main=True))
             else:
-                _check_fork()
-                start = _Fork(Path(folder), call)
+                _check_fork(plan)
+                start = _Fork(Path(folder), Call.of(plan, function, args, kwargs))
             return self._run(plan, start, Path(folder))  # type: ignore[no-any-return]
 
     def _run(self, plan: RunPlan, start: supervisor.StartRank, folder: Path) -> Any:
@@ -115,17 +113,6 @@ class ProcessesLauncher(Launcher):
         return torch.load(results, weights_only=True)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a rank runs."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    registered: tuple[Any, ...]
-    """Specs of what was registered at run time in the parent."""
-
-
 class _Process:
     """A process of multiprocessing, with the methods of `subprocess.Popen`."""
 
@@ -149,7 +136,7 @@ class _Process:
 class _Fork:
     """Starts a rank as a copy of this process."""
 
-    def __init__(self, folder: Path, call: _Call) -> None:
+    def __init__(self, folder: Path, call: Call) -> None:
         self._folder, self._call = folder, call
         self._threads_are_gone = _has_compute_threads()
         if self._threads_are_gone:
@@ -178,20 +165,9 @@ class _Spawn:
     the ranks would overwrite one another's parameters.
     """
 
-    def __init__(self, folder: Path, call: _Call) -> None:
+    def __init__(self, folder: Path, data: bytes) -> None:
         self._folder = folder
-        try:
-            (folder / "call").write_bytes(pickle.dumps(call))
-        except Exception as error:
-            given = (call.function, *call.args, *call.kwargs.values())
-            unpicklable = (_unpicklable(one, type(one).__name__) for one in given)
-            what = next(filter(None, unpicklable), "what it was given")
-            raise ConfigurationError(
-                f"the launcher 'spawn' pickles what the ranks need, and {what} cannot be pickled "
-                f"({type(error).__name__}: {error}): define functions and classes at the top of a "
-                "module, leave out open files and locks, or use strategy='ddp' (or 'ddp_fork'), "
-                "which pickles nothing"
-            ) from None
+        (folder / "call").write_bytes(data)
 
     def __call__(
         self, number: int, environment: Mapping[str, str], output: Path | None
@@ -205,37 +181,32 @@ class _Spawn:
 
 
 def _spawned_rank(environment: dict[str, str], output: Path | None, folder: Path) -> None:
-    _become_rank(environment, output)
-    call = pickle.loads((folder / "call").read_bytes())
-    registry = get_registry()
-    for spec in call.registered:
-        registry.add(spec, override=True)
-    _run_call(call, folder)
+    _become_child(environment, output)
+    _report(folder, partial(run_packed, (folder / "call").read_bytes(), environment))
 
 
 def _forked_rank(
     environment: dict[str, str],
     output: Path | None,
     folder: Path,
-    call: _Call,
+    call: Call,
     threads_are_gone: bool,
 ) -> None:
     forget_parents_ranks()
-    _become_rank(environment, output)
+    _become_child(environment, output)
+    become_rank(environment)
     if threads_are_gone:
         # The parent's pool of threads was not copied, and whoever waits for it waits forever.
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
-    _run_call(call, folder)
+    _report(folder, partial(run_call, call))
 
 
-def _become_rank(environment: Mapping[str, str], output: Path | None) -> None:
+def _become_child(environment: Mapping[str, str], output: Path | None) -> None:
+    """Lead a session, end with the parent, and write where it says."""
     os.setsid()
     os.environ.update(environment)
-    # The requests that come here were made for this launch, whatever was launched before.
-    os.environ[rank.LAUNCH_VARIABLE] = "0"
     rank.die_with_parent()
-    rank.this_rank.is_launched = True
     if output is not None:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(descriptor, 1)
@@ -247,21 +218,19 @@ def _become_rank(environment: Mapping[str, str], output: Path | None) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _run_call(call: _Call, folder: Path) -> None:
+def _report(folder: Path, run: Callable[[], Any]) -> None:
+    """Run, leave the result of local rank 0 for the parent, or the error, and exit."""
     try:
-        result = run_as_rank(call.function, *call.args, **call.kwargs)
+        result = run()
         if os.environ["LOCAL_RANK"] == "0":
             _write(folder / "result", result)
-        rank.end_rank()
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit:
         raise
     except BaseException as error:
         # The parent shows what was recorded.
-        rank.this_rank.failed = True
         rank.record_failure(error)
-        rank.end_rank()
         sys.exit(1)
     finally:
         sys.stdout.flush()
@@ -320,13 +289,13 @@ def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _check_fork() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def _check_fork(plan: RunPlan) -> None:
+    accelerator: Accelerator = plan.accelerator.build()
+    problem = accelerator.fork_problem()
+    if problem is not None:
         raise ConfigurationError(
-            "the launcher 'fork' copies this process, which has used CUDA already, and CUDA does "
-            "not work in a copy: do not touch the GPU before (no tensor.cuda(), no "
-            "torch.cuda.* call that needs a device), restart the notebook's kernel, or use "
-            "strategy='ddp' in a script"
+            f"the launcher 'fork' copies this process, which {problem}; restart the notebook's "
+            "kernel, or use strategy='ddp' in a script"
         )
 
 
@@ -339,26 +308,3 @@ def _has_compute_threads() -> bool:
     except OSError:
         return True
     return native > threading.active_count()
-
-
-def _unpicklable(thing: Any, path: str, depth: int = 0) -> str | None:
-    """Return which part of an object cannot be pickled, or None if all of it can."""
-    try:
-        pickle.dumps(thing)
-        return None
-    except Exception:
-        pass
-    if depth < 12:
-        if isinstance(thing, Mapping):
-            parts = [(f"{path}[{key!r}]", value) for key, value in thing.items()]
-        elif isinstance(thing, (list, tuple, set, frozenset)):
-            parts = [(f"{path}[{index}]", value) for index, value in enumerate(thing)]
-        elif inspect.ismethod(thing):
-            parts = [(type(thing.__self__).__name__, thing.__self__)]
-        else:
-            held = getattr(thing, "__dict__", {})
-            parts = [(f"{path}.{name}", value) for name, value in held.items()]
-        for name, value in parts:
-            if found := _unpicklable(value, name, depth + 1):
-                return found
-    return f"{path} ({thing!r})"

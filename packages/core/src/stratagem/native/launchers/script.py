@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch import rank, supervisor
-from stratagem.launch.rank_environment import STARTED_IN, rank_environment
-from stratagem.launch.run_as_rank import Watch, run_as_rank
+from stratagem.launch.environment import STARTED_IN, rank_environment
 from stratagem.launch.supervisor import Command
+from stratagem.launch.watch import Watch, run_as_rank
 from stratagem.plan.plan import RunPlan
 
 

@@ -1,4 +1,4 @@
-"""MixedPrecision: full-precision parameters, autocast in the forward pass."""
+"""MixedPrecision: float32 parameters, autocast in the forward pass."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import torch
 
 from stratagem.data.pytree import convert_floats
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 
 
 class MixedPrecision(Precision):
-    """Parameters stay in float32; autocast chooses bfloat16 for the operations that bear it.
+    """Parameters stay in float32; autocast runs operations in bfloat16 where that is safe.
 
-    Needs no loss scaling: bfloat16 has the range of float32.
+    Needs no loss scaling: bfloat16 has the range of float32. The autocast is the accelerator's,
+    and that of the CPU as long as no accelerator is bound.
 
     Args:
         name: "bf16-mixed".
-        device_type: the device type that autocast is for.
+
+    Raises:
+        ConfigurationError: the name is another one; or, from `bind`, the accelerator cannot
+            autocast to bfloat16.
 
     Example:
         >>> import torch
@@ -30,19 +35,29 @@ class MixedPrecision(Precision):
         torch.bfloat16
     """
 
-    def __init__(self, name: str = "bf16-mixed", *, device_type: str = "cpu") -> None:
+    def __init__(self, name: str = "bf16-mixed") -> None:
         if name != "bf16-mixed":
             raise ConfigurationError(
                 f"MixedPrecision(name={name!r}): expected 'bf16-mixed'; '16-mixed' needs loss "
                 "scaling on a GPU and is provided by stratagem-backend-cuda"
             )
         self.name = name
-        self._autocast = torch.autocast(device_type, dtype=torch.bfloat16)
+        self._autocast: AbstractContextManager[Any] = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def bind(self, accelerator: Accelerator) -> None:
+        autocast = accelerator.autocast(torch.bfloat16)
+        if autocast is None:
+            raise ConfigurationError(
+                f"precision={self.name!r}: the accelerator {accelerator.name!r} cannot autocast to "
+                "bfloat16, so the model would compute in float32: pass precision='32-true', or "
+                "'bf16-true' to keep parameters in bfloat16 too"
+            )
+        self._autocast = autocast
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """Return the autocast context; the same object serves every step."""
         return self._autocast
 
     def output_converter(self) -> Callable[[Any], Any] | None:
-        """Return what converts outputs to float32."""
+        """Return a function that converts outputs to the default dtype."""
         return lambda output: convert_floats(output, torch.get_default_dtype())

@@ -47,21 +47,21 @@ class TruePrecision(Precision):
         return default_dtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert floating-point parameters and buffers; full precision changes nothing."""
+        """Convert floating-point parameters and buffers; "32-true" leaves them as they are."""
         return module if self.dtype is torch.float32 else module.to(self.dtype)
 
     def input_converter(self) -> Callable[[Any], Any] | None:
-        """Return what converts floating-point tensors, or None for full precision."""
+        """Return a function that converts floating-point tensors, or None for float32."""
         if self.dtype is torch.float32:
             return None
         return lambda batch: convert_floats(batch, self.dtype)
 
     def output_converter(self) -> Callable[[Any], Any] | None:
-        """Return what converts outputs to the default dtype, or None."""
+        """Return a function that converts outputs to the default dtype, or None for float32."""
         if self.dtype is torch.float32:
             return None
         return lambda output: convert_floats(output, torch.get_default_dtype())
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
-        """Return a context in which user code makes new tensors in this format, or None."""
+        """Return a context in which new tensors have this dtype, or None for float32."""
         return None if self.dtype is torch.float32 else default_dtype(self.dtype)

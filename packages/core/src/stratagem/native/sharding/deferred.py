@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+
+from stratagem.interfaces.accelerator import Accelerator
 
 WHOLE_BYTES = 64 * 2**20
 """Bytes of parameters that are whole at a time, or one parameter if that is larger."""
@@ -50,21 +53,24 @@ class DeferredBuild(TorchFunctionMode):
     """A context in which parameters that a model's constructor makes end up in pieces.
 
     Those that were put away in an earlier context come back here as well when they are used. Every
-    rank runs the same constructors, under rank 0's random numbers.
+    rank runs the same constructors, under rank 0's RNG states.
 
     Args:
-        device: the device type that random numbers are drawn on, beside the CPU.
+        accelerator: of the ranks.
+        device: this rank's, whose RNG is shared beside the host's.
         whole_bytes: see `WHOLE_BYTES`.
     """
 
-    def __init__(self, device: torch.device, *, whole_bytes: int = WHOLE_BYTES) -> None:
+    def __init__(
+        self, accelerator: Accelerator, device: torch.device, *, whole_bytes: int = WHOLE_BYTES
+    ) -> None:
         super().__init__()
-        self._device = device
+        self._accelerator, self._device = accelerator, device
         self._whole_bytes = whole_bytes
         self._whole: OrderedDict[int, ReferenceType[nn.Parameter]] = OrderedDict()
 
     def __enter__(self) -> DeferredBuild:
-        self._restore_random_numbers = _share_random_numbers(self._device)
+        self._restore_random_numbers = _share_rng(self._accelerator, self._device)
         self._hook = register_module_parameter_registration_hook(self._register)
         self._deepcopy = nn.Parameter.__deepcopy__
         build = self
@@ -171,26 +177,30 @@ def _parameters_in(arguments: tuple[Any, ...]) -> Iterator[nn.Parameter]:
             yield from _parameters_in(tuple(argument.values()))
 
 
-def _share_random_numbers(device: torch.device) -> Callable[[], None]:
-    """Let this rank draw rank 0's random numbers; return what gives it back its own.
+def _share_rng(accelerator: Accelerator, device: torch.device) -> Callable[[], None]:
+    """Let this rank draw rank 0's random numbers; return what restores its own RNG states.
 
-    Ranks that draw the same ones anyway go on after them, as after a build in one process.
+    The RNGs of ranks that share a seed go on after the build, as after one in one process.
     """
+    host = torch.get_rng_state, torch.set_rng_state
+    on_device = accelerator.rng_state(device) is not None
+    rngs: list[tuple[Callable[[], Any], Callable[[Tensor], Any]]] = [host]
+    if on_device:
+        rngs.append(
+            (partial(accelerator.rng_state, device), partial(accelerator.set_rng_state, device))
+        )
     restores = []
-    generators: list[Any] = [torch]
-    if device.type != "cpu":
-        generators.append(torch.get_device_module(device))
-    for generator in generators:
-        own = generator.get_rng_state()
+    for get_state, set_state in rngs:
+        own = get_state()
         shared = own.to(device, copy=True)
         dist.broadcast(shared, 0)
         shared = shared.to(own.device)
         if not torch.equal(own, shared):
-            generator.set_rng_state(shared)
-            restores.append((generator, own))
+            set_state(shared)
+            restores.append(partial(set_state, own))
 
     def restore_own() -> None:
-        for generator, own in restores:
-            generator.set_rng_state(own)
+        for restore in restores:
+            restore()
 
     return restore_own

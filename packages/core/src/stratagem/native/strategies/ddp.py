@@ -158,16 +158,18 @@ class DDPStrategy(ParallelStrategy):
         """Wrap `self.model`.
 
         Raises:
-            ConfigurationError: it has layers of torch's SyncBatchNorm, which need a GPU.
+            ConfigurationError: it has layers of torch's SyncBatchNorm, and the accelerator has no
+                kernels for them.
         """
-        if self.device.type == "cpu" and any(
+        if not self.accelerator.sync_batchnorm_kernels and any(
             isinstance(layer, nn.SyncBatchNorm) for layer in self.model.modules()
         ):
             raise ConfigurationError(
-                "the model has torch.nn.SyncBatchNorm layers, which run on GPUs only, and this is "
-                "the CPU: pass sync_batchnorm=True, which gives them a forward that runs here too"
+                "the model has torch.nn.SyncBatchNorm layers, whose kernels the accelerator "
+                f"{self.accelerator.name!r} does not have: pass sync_batchnorm=True, which gives "
+                "them a forward that runs here too"
             )
-        device_ids = None if self.device.type == "cpu" else [self.device]
+        device_ids = None if self.accelerator.is_host else [self.device]
         arguments: dict[str, Any] = dict(self.ddp_arguments)
         if self.communication_hook.needs_one_bucket(self.communication_backend):
             arguments["bucket_cap_mb"] = self._size_of_one_bucket(arguments["bucket_cap_mb"])

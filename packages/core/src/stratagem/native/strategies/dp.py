@@ -51,8 +51,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def bind(self, components: Components) -> None:
         """Take the components of the plan; see `Strategy.bind`."""
         super().bind(components)
-        kind = components.accelerator.device(components.devices[0]).type
-        if len(components.devices) > 1 and kind != "cuda":
+        if len(components.devices) > 1 and not components.accelerator.data_parallel_kernels:
             raise ConfigurationError(
                 f"strategy='dp' splits a batch over GPUs, received {len(components.devices)} "
                 f"devices of the accelerator {components.accelerator.name!r}: use strategy='ddp', "

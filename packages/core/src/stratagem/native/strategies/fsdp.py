@@ -179,7 +179,8 @@ class FSDPStrategy(ShardedStrategy):
         """
         backend = super().communication_backend
         kind = self.accelerator.device(self.components.devices[0]).type
-        if self.cpu_offload and kind != "cpu" and self.process_group_backend is None:
+        offloads = self.cpu_offload and not self.accelerator.is_host
+        if offloads and self.process_group_backend is None:
             return f"cpu:gloo,{kind}:{backend}"
         return backend
 
@@ -237,7 +238,7 @@ class FSDPStrategy(ShardedStrategy):
         if isinstance(self.cpu_offload, OffloadPolicy):
             return self.cpu_offload
         if self.cpu_offload:
-            return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+            return CPUOffloadPolicy(pin_memory=self.accelerator.pins_memory)
         return OffloadPolicy()
 
     def _set_prefetch(self, root: nn.Module, groups: Sequence[nn.Module]) -> None:

@@ -103,13 +103,13 @@ class ShardedStrategy(ParallelStrategy):
         """Take the components of the plan, and check that the ranks can be arranged."""
         super().bind(components)
         self.mesh_shape()
-        if components.accelerator.device(components.devices[0]).type == "cpu":
+        if components.accelerator.is_host:
             ask_for_huge_pages()
 
     def setup_environment(self) -> None:
         """Join the process group, then arrange the ranks."""
         super().setup_environment()
-        if self.device.type == "cpu":
+        if self.accelerator.is_host:
             return_freed_memory()
         sizes, names = self.mesh_shape()
         self.device_mesh = _device_mesh(self.device.type, sizes, names)
@@ -121,7 +121,9 @@ class ShardedStrategy(ParallelStrategy):
 
         What is built can be used once it was prepared.
         """
-        return nullcontext() if self.ranks.world_size == 1 else DeferredBuild(self.device)
+        if self.ranks.world_size == 1:
+            return nullcontext()
+        return DeferredBuild(self.accelerator, self.device)
 
     def prepare(
         self, module: nn.Module, optimizers: Optimizers = (), *, move_to_device: bool = True

@@ -15,6 +15,9 @@ from stratagem.rng import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
+    from stratagem.interfaces.accelerator import Accelerator
     from stratagem.interfaces.ranks import Ranks
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 def state_of_rank(run: Run) -> dict[str, Any]:
     """Return what this rank saves for itself; after an evaluation it has no place in the data."""
     if run.rank_state is None:
-        return {"random": rng_state(), "loader": {}}
+        strategy = run.strategy
+        return {"random": rng_state(strategy.accelerator, strategy.device), "loader": {}}
     return run.rank_state.state()
 
 
@@ -37,11 +41,19 @@ class RankState:
         loader: this rank's training batches.
         validation: this rank's validation loaders, whose generators and persistent workers go on
             as well.
+        rng_of: this rank's accelerator and device, whose RNG state is saved and restored too.
     """
 
     def __init__(
-        self, ranks: Ranks, progress: Progress, loader: TrainLoader, validation: Sequence[Any]
+        self,
+        ranks: Ranks,
+        progress: Progress,
+        loader: TrainLoader,
+        validation: Sequence[Any],
+        *,
+        rng_of: tuple[Accelerator, torch.device],
     ) -> None:
+        self._rng_of = rng_of
         self._ranks = ranks
         self._progress = progress
         self._loader = loader
@@ -53,7 +65,7 @@ class RankState:
     def state(self) -> dict[str, Any]:
         """Return what differs between the ranks: RNG states and the place in the data."""
         return {
-            "random": rng_state(),
+            "random": rng_state(*self._rng_of),
             "loader": self._loader.state(),
             "validation": [
                 [has_persistent_workers(loader), *generator_states(generators_of_loader(loader))]
@@ -98,5 +110,5 @@ class RankState:
 
     def _restore_rng(self) -> None:
         if self._random is not None:
-            set_rng_state(self._random)
+            set_rng_state(self._random, *self._rng_of)
             self._random = None

@@ -54,8 +54,26 @@ def rank_environment(
     num_nodes: int = 1,
     main_address: str = "127.0.0.1",
     main_port: int,
+    elsewhere: bool = False,
 ) -> dict[str, str]:
-    """Return the variables that tell a rank who it is."""
+    """Return the environment variables by which a process knows which rank it is.
+
+    Args:
+        local_rank: its rank on its node, from 0.
+        local_world_size: ranks on each node.
+        node_rank: its node's rank, from 0.
+        num_nodes: how many nodes there are.
+        main_address: host of rank 0, as the other nodes reach it.
+        main_port: a free port there (`free_port`), at which the ranks meet.
+        elsewhere: the rank runs on another machine, whose cores are not counted here:
+            OMP_NUM_THREADS is left out.
+
+    Example:
+        >>> from stratagem.launch import rank_environment
+        >>> environment = rank_environment(local_rank=1, local_world_size=2, main_port=29500)
+        >>> environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_ADDR"]
+        ('1', '2', '127.0.0.1')
+    """
     network = {}
     if num_nodes == 1 and sys.platform.startswith("linux"):
         # gloo listens on the address of the host's name, unless it is told otherwise.
@@ -70,15 +88,15 @@ def rank_environment(
         "LOCAL_RANK": str(local_rank),
         "RANK": str(node_rank * local_world_size + local_rank),
         "STRATAGEM_CLUSTER": "plain",
-        "OMP_NUM_THREADS": threads_per_rank(local_world_size),
+        **({} if elsewhere else {"OMP_NUM_THREADS": threads_per_rank(local_world_size)}),
     }
 
 
 def environment_of_request(ordinal: int) -> dict[str, str]:
     """Return the environment for the n-th request of this process, counted from 0.
 
-    A rank that runs its script again comes by the requests that were made before the launch. They
-    are met as they were in the first process, which was no rank yet.
+    A rank that runs its script again repeats the requests that were made before the launch. They
+    are resolved as in the first process, which was no rank yet.
     """
     environ = dict(os.environ)
     if ordinal < int(environ.get(LAUNCH_VARIABLE, "0")):

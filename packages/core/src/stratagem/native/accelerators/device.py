@@ -1,0 +1,100 @@
+"""DeviceAccelerator: any device that torch knows, by `torch.accelerator`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stratagem.discovery.specs import Availability
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
+
+_STATS = {
+    "allocated_bytes": "allocated_bytes.all.current",
+    "peak_allocated_bytes": "allocated_bytes.all.peak",
+    "reserved_bytes": "reserved_bytes.all.current",
+    "peak_reserved_bytes": "reserved_bytes.all.peak",
+}
+
+
+class DeviceAccelerator(Accelerator):
+    """The accelerator that this build of torch has, or one whose backend registers itself.
+
+    A backend's accelerator is a short subclass, which sets what its devices can do beyond this:
+
+        class XPUAccelerator(DeviceAccelerator):
+            name = "xpu"
+            sync_batchnorm_kernels = True
+
+    Its plugin has a spec with a probe of its own that imports no torch; see `AcceleratorSpec`.
+
+    Args:
+        device_type: as in `torch.device(device_type, 0)`; None: the class's `name`.
+
+    Example:
+        >>> from stratagem.accelerators import DeviceAccelerator
+        >>> DeviceAccelerator("xpu").device(1)
+        device(type='xpu', index=1)
+    """
+
+    name = ""
+    process_group_backend = ""
+    pins_memory = True
+
+    def __init__(self, device_type: str | None = None) -> None:
+        self.device_type = device_type or self.name
+        if not self.device_type:
+            raise ConfigurationError(
+                "DeviceAccelerator(device_type=None): expected the type of device, as in "
+                "DeviceAccelerator('xpu'), or a subclass with a name"
+            )
+        self.name = self.name or self.device_type
+        if not self.process_group_backend:
+            # Some register theirs with torch.distributed when their package is imported.
+            known = dist.Backend.default_device_backend_map
+            self.process_group_backend = known.get(self.device_type, "gloo")
+
+    def availability(self) -> Availability:
+        """Return the devices of this type, if that is the accelerator of this build of torch."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None or found.type != self.device_type:
+            return Availability(0, f"torch {torch.__version__} finds {found or 'no accelerator'}")
+        count = torch.accelerator.device_count()
+        return Availability(count, f"{count} devices")
+
+    def device(self, index: int) -> torch.device:
+        return torch.device(self.device_type, index)
+
+    def fork_problem(self) -> str | None:
+        """Return why not, once the devices are in use here."""
+        module = torch.get_device_module(self.device_type)
+        is_initialized = getattr(module, "is_initialized", lambda: False)
+        if not is_initialized():
+            return None
+        return (
+            f"has used {self.name} devices already, and they do not work in a copy: put no tensor "
+            f"there before (no .to({self.device_type!r}), no torch.{self.device_type}.* call that "
+            "needs a device)"
+        )
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make it torch's current device.
+
+        Raises:
+            ConfigurationError: it is of another type.
+        """
+        if device.type != self.device_type:
+            raise ConfigurationError(
+                f"{type(self).__name__} expected a device {self.device_type}, received {device}"
+            )
+        torch.accelerator.set_device_index(device.index)
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.accelerator.synchronize(device)
+
+    def device_stats(self, device: torch.device) -> dict[str, Any]:
+        """Return the memory that torch has taken and handed out, now and at most, in bytes."""
+        stats = torch.accelerator.memory_stats(device)
+        return {name: stats[key] for name, key in _STATS.items() if key in stats}

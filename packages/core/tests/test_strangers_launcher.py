@@ -1,0 +1,231 @@
+"""A launcher written by a stranger, with public names only, starts any strategy's ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.errors import ConfigurationError
+from stratagem.launch import pack
+from stratagem.plan.plan import RunPlan
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+
+JOB = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Lite, Module, StrategyRegistry, Trainer
+from stratagem.discovery import LauncherSpec
+from stratagem.discovery.registry import get_registry
+from stratagem.strategies import DDPStrategy
+from strangers_launcher import SubprocessLauncher
+
+
+class Net(Module):
+    def __init__(self, fails_on=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+        self.fails_on = fails_on
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == self.fails_on:
+            raise ValueError(f"no good on rank {self.fails_on}")
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def loader():
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs), batch_size=4)
+
+
+def trained(fails_on=None, **options):
+    net = Net(fails_on)
+    options = {"logger": False, "enable_progress_bar": False, "max_epochs": 1, **options}
+    trainer = Trainer(accelerator="cpu", devices=2, enable_checkpointing=False, **options)
+    trainer.fit(net, loader())
+    return net.net.weight.detach()
+
+
+def job(lite, word):
+    total = lite.all_reduce(torch.tensor(float(lite.global_rank)), reduce_op="sum")
+    return [word, lite.world_size, lite.strategy.components.num_nodes, float(total)]
+
+
+def register():
+    get_registry().add(
+        LauncherSpec(
+            name="subprocesses",
+            target="strangers_launcher:SubprocessLauncher",
+            api_version=1,
+            new_processes=True,
+            spans_nodes=True,
+        )
+    )
+    StrategyRegistry.register("mine", DDPStrategy, gradient_as_bucket_view=True)
+"""
+
+
+@pytest.fixture
+def run_job(run_script: RunScript, tmp_path: Path) -> Callable[..., Any]:
+    """Run a script that imports the job, and return what it prints last, as JSON."""
+    (tmp_path / "job.py").write_text(JOB)
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parent}"}
+
+    def run(text: str, **options: Any) -> Any:
+        finished = run_script(text, env=env, **options)
+        return json.loads(finished.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mine"])
+def test_it_serves_the_trainer_and_what_was_trained_comes_back(
+    strategy: str, run_job: Callable[..., Any]
+) -> None:
+    assert run_job(
+        f"""
+        import json
+        import torch
+        from job import SubprocessLauncher, register, trained
+
+        register()
+        expected = trained(strategy="ddp_fork")
+        given = SubprocessLauncher() if {strategy!r} == "ddp" else "subprocesses"
+        print(json.dumps(torch.allclose(trained(strategy={strategy!r}, plugins=given), expected)))
+        """
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mine"])
+def test_it_serves_lite_on_several_nodes_without_a_cluster(
+    strategy: str, run_job: Callable[..., Any]
+) -> None:
+    assert run_job(
+        f"""
+        import json
+        from job import DDPStrategy, Lite, SubprocessLauncher, job, register
+
+        register()
+        options = dict(accelerator="cpu", devices=1, num_nodes=2)
+        if {strategy!r} == "ddp":
+            options["strategy"] = DDPStrategy(launcher=SubprocessLauncher())
+        else:
+            options.update(strategy={strategy!r}, plugins=["subprocesses"])
+        print(json.dumps(Lite(**options).launch(job, "hello")))
+        """
+    ) == ["hello", 2, 2, 1.0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_named_with_its_traceback(run_job: Callable[..., Any]) -> None:
+    rank, text = run_job(
+        """
+        import json
+        from job import SubprocessLauncher, trained
+        from stratagem.errors import RankFailedError
+
+        try:
+            trained(fails_on=1, strategy="ddp", plugins=SubprocessLauncher())
+        except RankFailedError as error:
+            print(json.dumps([error.rank, str(error)]))
+        """
+    )
+    assert rank == 1
+    assert text.startswith("rank 1 of 2 failed with exit code 1; its traceback:")
+    assert "ValueError: no good on rank 1" in text
+
+
+@pytest.mark.slow
+def test_what_a_script_defines_itself_goes_along_where_cloudpickle_is_installed(
+    run_job: Callable[..., Any],
+) -> None:
+    pytest.importorskip("cloudpickle")
+    assert (
+        run_job(
+            """
+        import json
+        from job import Lite, SubprocessLauncher
+
+        def main(lite, numbers):
+            return sum(numbers) + lite.global_rank
+
+        lite = Lite(accelerator="cpu", devices=1, strategy="ddp", plugins=SubprocessLauncher())
+        print(json.dumps(lite.launch(main, [1, 2])))
+        """
+        )
+        == 3
+    )
+
+
+# -- what an author gets wrong
+
+
+@pytest.fixture
+def plan() -> RunPlan:
+    from stratagem import Lite
+
+    return Lite(accelerator="cpu", strategy="ddp_spawn", devices=2).plan
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def test_ranks_of_another_number_than_planned_are_refused(
+    run_job: Callable[..., Any], plan: RunPlan
+) -> None:
+    message = run_job(
+        """
+        import json, operator
+        from stratagem import Lite
+        from stratagem.errors import ConfigurationError
+        from stratagem.launch import pack, rank_environment, run_packed
+
+        plan = Lite(accelerator="cpu", strategy="ddp_spawn", devices=2).plan
+        data = pack(plan, operator.neg, (3,))
+        print(run_packed(data, rank_environment(local_rank=0, local_world_size=2, main_port=1)))
+        try:
+            run_packed(data, rank_environment(local_rank=0, local_world_size=3, main_port=1))
+        except ConfigurationError as error:
+            print(json.dumps(str(error)))
+        """
+    )
+    assert message.startswith("WORLD_SIZE=3 in this rank's environment, but the plan has 2 ranks")
+
+
+def test_what_cannot_be_packed_is_named(plan: RunPlan) -> None:
+    with pytest.raises(ConfigurationError, match=r"the launcher 'spawn' pickles .*dict\['lock'\]"):
+        pack(plan, double, ({"lock": threading.Lock()},))
+
+
+def test_what_a_rank_cannot_read_is_said(run_job: Callable[..., Any]) -> None:
+    message = run_job(
+        """
+        import json
+        from stratagem.errors import ConfigurationError
+        from stratagem.launch import rank_environment, run_packed
+
+        try:
+            run_packed(b"cnowhere\\nnothing\\n.", rank_environment(
+                local_rank=0, local_world_size=1, main_port=1))
+        except ConfigurationError as error:
+            print(json.dumps(str(error)))
+        """
+    )
+    assert message.startswith("a rank cannot read what was packed for it (ModuleNotFoundError")
+    assert "install cloudpickle" in message

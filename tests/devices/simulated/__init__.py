@@ -1,0 +1,74 @@
+"""A device for tests, "sim": four of them, with memory, RNG and counters of their own."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import backend_registration
+
+from simulated.build import build
+
+NAME = "sim"
+COUNT = 4
+
+
+class Counts(NamedTuple):
+    """What was done on all devices since the start."""
+
+    synchronizations: int
+    host_to_device: int
+    device_to_host: int
+    blocking_host_to_device: int
+    kernels: int
+
+
+def counts() -> Counts:
+    """Return how often the host has waited for a device, copied to and from one, and so on."""
+    return Counts(*torch.ops.simulated.counts())
+
+
+@functools.cache
+def load(name: str = NAME) -> types.ModuleType:
+    """Register the device with torch; return its module, `torch.sim`."""
+    torch.ops.load_library(build())  # type: ignore[no-untyped-call]
+    backend_registration.rename_privateuse1_backend(name)
+    module: types.ModuleType = _device_module(name)
+    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
+    sys.modules[f"torch.{name}"] = module
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    return module
+
+
+def _device_module(name: str) -> Any:
+    module: Any = types.ModuleType(f"torch.{name}")
+
+    def index_of(device: Any = None) -> int:
+        if isinstance(device, int):
+            return device
+        index = None if device is None else torch.device(device).index
+        return int(torch.accelerator.current_device_index() if index is None else index)
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(COUNT):
+            torch.ops.simulated.manual_seed(seed, index)
+
+    module.device = lambda device: torch.accelerator.device_index(index_of(device))
+    module.is_available = lambda: True
+    module.is_initialized = lambda: bool(torch.ops.simulated.is_initialized())
+    module._is_in_bad_fork = lambda: False
+    module.device_count = lambda: COUNT
+    module.current_device = torch.accelerator.current_device_index
+    module.set_device = torch.accelerator.set_device_index
+    module.synchronize = torch.accelerator.synchronize
+    module.get_rng_state = lambda device=None: torch.ops.simulated.rng_state(index_of(device))
+    module.set_rng_state = lambda state, device=None: torch.ops.simulated.set_rng_state(
+        state, index_of(device)
+    )
+    module.manual_seed_all = manual_seed_all
+    module.manual_seed = lambda seed: torch.ops.simulated.manual_seed(seed, index_of())
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    return module

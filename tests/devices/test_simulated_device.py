@@ -1,0 +1,137 @@
+"""What only a device does: Lite, the Trainer and ddp on a device that is not the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = [pytest.mark.slow]
+
+
+def run(script: str, folder: Path) -> str:
+    """Run a script where the plugin of this folder is installed; return what it prints."""
+    pytest.importorskip("torch.utils.cpp_extension")
+    sys.path.insert(0, str(HERE))
+    from simulated.build import build, compiler
+
+    sys.path.remove(str(HERE))
+    if compiler() is None:
+        pytest.skip("no C++ compiler to build the simulated device with")
+    build()
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(HERE / script), str(folder)],
+        env={**environment, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return json.loads(run("one_process.py", tmp_path_factory.mktemp("one")))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("two")
+    run("two_ranks.py", folder)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", ["fresh", "with state"])
+def test_an_optimizer_from_before_trains_the_model_that_was_moved(one: Any, case: str) -> None:
+    assert one[case]["trained"]
+    assert one[case]["differ by"] < 1e-6  # from the CPU
+    assert one[case]["device"] == "sim:2"
+
+
+@pytest.mark.parametrize("case", ["fresh", "with state"])
+def test_tied_weights_stay_tied_on_a_device(one: Any, case: str) -> None:
+    assert one[case]["tied"]
+
+
+def test_batches_come_on_the_ranks_device(one: Any) -> None:
+    assert one["trainer"]["devices"] == ["sim:2"]
+    assert one["trainer"]["differ by"] < 1e-6
+
+
+def test_mixed_precision_autocasts_on_the_device(one: Any) -> None:
+    assert one["trainer"]["dtypes"] == [["torch.float32"], ["torch.bfloat16"]]
+    assert one["lite's autocast"] == "torch.bfloat16"
+
+
+def test_mixed_precision_is_refused_where_the_device_has_no_autocast(one: Any) -> None:
+    expected = (
+        "ConfigurationError: precision='bf16-mixed': the accelerator 'sim' cannot autocast to "
+        "bfloat16, so the model would compute in float32: pass precision='32-true', or "
+        "'bf16-true' to keep parameters in bfloat16 too"
+    )
+    assert one["refused"] == one["refused object"] == expected
+
+
+def test_a_run_with_dropout_resumes_bit_for_bit(one: Any) -> None:
+    assert one["resumed"]
+
+
+@pytest.mark.parametrize("format", ["single_file", "directory", "async"])
+def test_lite_resumes_within_an_epoch_bit_for_bit(one: Any, format: str) -> None:
+    assert one[f"lite resumes, {format}"]
+
+
+def test_checkpoints_go_to_the_host_and_come_from_it(one: Any) -> None:
+    assert one["on the host"] == ["cpu"]
+    assert one["to the host"] == [True, "sim:2"]
+    assert one["from the host"] == [True, "cpu"]
+
+
+def test_rng_states_serve_any_index_and_come_from_checkpoints_of_before(one: Any) -> None:
+    assert one["rng"] == [True, True, True]
+
+
+def test_an_accelerator_says_when_a_process_must_not_be_forked(one: Any) -> None:
+    assert one["fork before"] is None
+    assert one["fork after"] == (
+        "ConfigurationError: the launcher 'fork' copies this process, which has used sim devices "
+        "already, and they do not work in a copy: put no tensor there before (no .to('sim'), no "
+        "torch.sim.* call that needs a device); restart the notebook's kernel, or use "
+        "strategy='ddp' in a script"
+    )
+
+
+def test_an_accelerator_reports_memory_and_waits(one: Any) -> None:
+    assert one["stats"]["allocated_bytes"] >= 256 * 257 * 4
+    assert one["stats"]["peak_allocated_bytes"] >= one["stats"]["allocated_bytes"]
+    assert one["host"] == [False, True]
+    assert one["synchronized"] == 1
+
+
+def test_ddp_computes_on_devices_what_it_computes_on_the_cpu(ranks: list[Any]) -> None:
+    assert [rank["devices"] for rank in ranks] == [["sim:1"], ["sim:3"]]
+    for rank in ranks:
+        assert rank["group"] == "simgloo"
+        assert rank["differ by"] < 1e-6
+
+
+def test_batch_statistics_are_those_of_all_devices(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert rank["synchronized differ by"] < 1e-6
+        assert rank["synchronized differs from plain"] > 1e-3
+
+
+def test_ddp_with_dropout_resumes_bit_for_bit(ranks: list[Any]) -> None:
+    assert all(rank["resumed"] for rank in ranks)
+    assert all(rank["mixed"] == ["torch.bfloat16"] for rank in ranks)
