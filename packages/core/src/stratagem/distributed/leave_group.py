@@ -45,7 +45,7 @@ def _leave_together(statuses: RankStatuses) -> None:
     said = False
     while staying := [r for r in range(1, statuses.world_size) if not statuses.is_done(r)]:
         if this_rank.lost_peer or this_rank.peers_are_gone():
-            return  # whoever has started them tells
+            return  # whoever has started them reports it
         time.sleep(0.002 if time.monotonic() < asked_at - _PATIENCE + 1 else 0.1)
         if time.monotonic() < asked_at:
             continue

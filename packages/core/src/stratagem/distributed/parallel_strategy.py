@@ -36,7 +36,7 @@ class ParallelStrategy(Strategy):
         sync_batchnorm: batch norm layers take their statistics over all ranks; the same as
             `Trainer(sync_batchnorm=True)`, and the way to ask for it under Lite.
         join_uneven_inputs: under the Trainer, a rank whose batches run out trains on its last one
-            again, with weight 0, until no rank has more; callbacks are told of it as of any batch,
+            again, with weight 0, until no rank has more; hooks are called as for any batch,
             and values logged for the epoch leave it out. Otherwise ranks that do not have as many
             batches are refused: before training where lengths are known, else by an exchange of
             one number before each step. Lite has `Lite.join`.
@@ -122,7 +122,7 @@ class ParallelStrategy(Strategy):
         return self._sync_batchnorm or super().sync_batchnorm
 
     def make_ranks(self) -> Ranks:
-        """Return the ranks that the cluster environment tells of; see `Strategy.make_ranks`."""
+        """Return the ranks by the cluster environment; see `Strategy.make_ranks`."""
         world_size = self.components.device_count
         shards = [self.data_shard_of(rank, world_size) for rank in range(world_size)]
         return ProcessGroupRanks(self.cluster_environment, world_size, shards)

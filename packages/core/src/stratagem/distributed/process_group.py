@@ -39,6 +39,13 @@ class ProcessGroupRanks(Ranks):
         environment: where this process learns its ranks.
         world_size: the number of ranks.
         data_shards: see `Ranks`.
+
+    Example:
+        >>> from stratagem.environments import PlainEnvironment
+        >>> from stratagem.strategies import ProcessGroupRanks
+        >>> ranks = ProcessGroupRanks(PlainEnvironment(), 4, [(0, 2), (0, 2), (1, 2), (1, 2)])
+        >>> ranks.data_shard, ranks.data_groups
+        ((0, 2), ((0, 1), (2, 3)))
     """
 
     def __init__(

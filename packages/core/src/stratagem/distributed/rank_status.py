@@ -74,7 +74,7 @@ class RankStatus:
 
 
 class RankStatuses:
-    """Lets every rank tell where it is, through the store of the process group.
+    """Shares the status of every rank through the store of the process group.
 
     A thread on each rank looks twice a second whether somebody asks, and answers with the stack of
     the main thread, which may itself be stuck in a collective.
@@ -123,7 +123,7 @@ class RankStatuses:
     def _tell(self, position: RankStatus) -> None:
         key = f"at/{self._round}/{self.rank}"
         with self._lock:
-            # Whoever asks, or has failed, has told it better.
+            # Whoever asks, or has failed, has reported it better.
             if not self._store.check([key]):
                 self._store.set(key, json.dumps(asdict(position)))
 
@@ -159,7 +159,7 @@ class RankStatuses:
                         answers[rank] = position
                 time.sleep(0.05)
         except RuntimeError:
-            pass  # the store is gone or cannot be reached: what is missing tells
+            pass  # the store is gone or cannot be reached: what is missing says it
         return answers
 
     def _read(self, current: int, rank: int) -> RankStatus | None:
@@ -178,9 +178,9 @@ class RankStatuses:
         frames = list(traceback.walk_tb(error.__traceback__))
         innermost = frames[-1][0] if frames else None
         own = RankStatus(self.rank, _operation(innermost), _line_in_traceback(error), self.doing())
-        told = CommunicationError(*self._described(error, self.ask(own, enough)), str(own))
+        better = CommunicationError(*self._described(error, self.ask(own, enough)), str(own))
         self._mark("failed")
-        return told
+        return better
 
     def _described(
         self, error: BaseException, answers: Mapping[int, RankStatus]
@@ -223,7 +223,7 @@ class RankStatuses:
     # -- leaving
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the others what this rank failed with, before its connections close."""
+        """Report to the other ranks what this one failed with, before its connections close."""
         report = "".join(traceback.format_exception(error))
         own = RankStatus(self.rank, "its own error", _line_in_traceback(error), failure=report)
         try:

@@ -12,7 +12,7 @@ from stratagem.interfaces.ranks import Ranks
 
 
 class UnevenInputs:
-    """Tells the ranks before each optimizer step whether everybody has batches for it.
+    """Compares the ranks before each optimizer step: whether everybody has batches for it.
 
     One exchange of a number for each step: `benchmarks/ddp_throughput.py` measures what it costs.
 

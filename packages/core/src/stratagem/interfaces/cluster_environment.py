@@ -10,7 +10,7 @@ from stratagem.launch.rank import LISTEN_FD_VARIABLE
 
 
 class ClusterEnvironment:
-    """Tells a process who it is among the others, and what the cluster does when it ends.
+    """A process's rank among the others, and what the cluster does when the process ends.
 
     The defaults read the variables that torch.distributed uses, so a subclass overrides only what
     its cluster says otherwise.
@@ -59,7 +59,7 @@ class ClusterEnvironment:
         """Return, on rank 0 and once, the descriptor of a socket that listens on `main_port`.
 
         None: there is none, and rank 0 opens the port itself. With a socket that listens before
-        anybody is told its port, no other program can take the port in between.
+        anybody learns its port, no other program can take the port in between.
         """
         listen_fd = os.environ.pop(LISTEN_FD_VARIABLE, None)
         return None if listen_fd is None else int(listen_fd)

@@ -25,6 +25,13 @@ class Components:
         num_nodes: machines taking part.
         step: how the Trainer takes its steps; None under Lite, whose user clips and accumulates in
             a loop of their own.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> trainer = Trainer(accelerator="cpu", gradient_clip_val=1.0, logger=False)
+        >>> components = trainer.strategy.components
+        >>> components.step.clip.value, components.device_count
+        (1.0, 1)
     """
 
     accelerator: Accelerator

@@ -12,6 +12,18 @@ class StepModule(nn.Module):
 
     DDP and FSDP act in the forward of the module that they wrap. Wrapping this one, they act around
     `training_step` and whatever else is called, not only around the model's `forward`.
+
+    Args:
+        module: the user's.
+
+    Example:
+        >>> import torch
+        >>> from stratagem.strategies import StepModule
+        >>> class Net(torch.nn.Linear):
+        ...     def training_step(self, batch):
+        ...         return self(batch).square().mean()
+        >>> StepModule(Net(2, 1))("training_step", torch.zeros(3, 2)).shape
+        torch.Size([])
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -16,6 +16,11 @@ class GradientClip:
         algorithm: "norm" or "value".
         norm_type: which norm; 2.0: Euclidean.
         error_if_nonfinite: raise if the norm is NaN or infinite.
+
+    Example:
+        >>> from stratagem.strategies import GradientClip
+        >>> GradientClip(0.5).algorithm
+        'norm'
     """
 
     value: float

@@ -57,7 +57,7 @@ class Step(TrainStep):
         """Whether no loss of this step was there; None: none was asked for yet."""
         self._outputs: Any = None
         self._check = StrategyCheck(strategy, prepared, run.trainer.step_options.clip)
-        self._is_watched = self._check.is_due
+        self._is_watched = self._check.is_due and module.automatic_optimization
         self._on_batch_start = hooks.of("on_train_batch_start")
         self._on_batch_end = hooks.of("on_train_batch_end")
         self._on_before_backward = hooks.of("on_before_backward")
@@ -272,18 +272,6 @@ class Step(TrainStep):
         return None
 
 
-def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any]:
-    """Return what calls `training_step` as the strategy runs the model.
-
-    Where nothing wraps the model and nothing is hooked to it, that is the method itself.
-    """
-    called = prepared.module
-    hooked = called._forward_hooks or called._forward_pre_hooks or called._backward_hooks
-    if type(called) is StepModule and called.module is module and not hooked:
-        return module.training_step
-    return partial(called, "training_step")
-
-
 class _WatchedStep(Step):
     """A step under a strategy that takes its steps itself: notes whether it reads how to clip."""
 
@@ -301,6 +289,18 @@ class _WatchedStep(Step):
 def make_step(run: Run, prepared: PreparedModel) -> Step:
     """Return the step of a fit, watched in its first optimizer step where that is needed."""
     return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)
+
+
+def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any]:
+    """Return what calls `training_step` as the strategy runs the model.
+
+    Where nothing wraps the model and nothing is hooked to it, that is the method itself.
+    """
+    called = prepared.module
+    hooked = called._forward_hooks or called._forward_pre_hooks or called._backward_hooks
+    if type(called) is StepModule and called.module is module and not hooked:
+        return module.training_step
+    return partial(called, "training_step")
 
 
 def takes_batch_idx(method: Any) -> bool:

@@ -1,10 +1,10 @@
-"""Building a model that is larger than one rank's memory, with the numbers of a plain build.
+"""Building a model that is larger than one rank's memory, with the same values as a plain build.
 
 The meta device, which other libraries build on, runs no initialisation: what a constructor
 computes is lost, and must be computed again by `reset_parameters`, which many modules lack. Here
-constructors run as they are. Once more than a few parameters are whole, the oldest is put away:
-each rank keeps a piece of it. When the constructor comes back to it (`self.apply(init_weights)`),
-the pieces are gathered again.
+constructors run as they are. Once more than a few parameters are whole, the oldest is sharded
+eagerly: each rank keeps a piece of it. When the constructor comes back to it
+(`self.apply(init_weights)`), the pieces are gathered again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SMALL = 4096
 
 _PIECE = "_stratagem_piece"
 
-# What can be asked of a parameter that is put away.
+# What can be asked of a parameter that was sharded eagerly.
 _METADATA = {
     torch.Tensor.numel,
     torch.Tensor.nelement,
@@ -52,8 +52,8 @@ _METADATA = {
 class DeferredBuild(TorchFunctionMode):
     """A context in which parameters that a model's constructor makes end up in pieces.
 
-    Those that were put away in an earlier context come back here as well when they are used. Every
-    rank runs the same constructors, under rank 0's RNG states.
+    Those that were sharded eagerly in an earlier context come back here as well when they are used.
+    Every rank runs the same constructors, under rank 0's RNG states.
 
     Args:
         accelerator: of the ranks.
@@ -152,7 +152,7 @@ def is_put_away(tensor: Tensor) -> bool:
 
 
 def restore(parameter: nn.Parameter, device: torch.device) -> bool:
-    """Gather a parameter that was put away, on every rank; return whether it was."""
+    """Gather a parameter that was sharded eagerly, on every rank; return whether it was."""
     piece: Tensor | None = getattr(parameter, _PIECE, None)
     if piece is None:
         return False
@@ -178,7 +178,7 @@ def _parameters_in(arguments: tuple[Any, ...]) -> Iterator[nn.Parameter]:
 
 
 def _share_rng(accelerator: Accelerator, device: torch.device) -> Callable[[], None]:
-    """Let this rank draw rank 0's random numbers; return what restores its own RNG states.
+    """Let this rank draw from rank 0's RNG state; return what restores its own RNG states.
 
     The RNGs of ranks that share a seed go on after the build, as after one in one process.
     """

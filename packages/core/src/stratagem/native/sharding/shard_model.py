@@ -25,7 +25,7 @@ def shard_model(
     """Give every rank the same parameters, on its device, and shard them group by group.
 
     The order is that of construction, and a group is sharded as soon as all of it is there. So
-    parameters that are made here draw the random numbers that they would draw in one process, and
+    parameters that are made here draw the values that they would draw in one process, and
     no more than one group, with what lies in the root's, is whole at a time.
 
     Args:
@@ -71,7 +71,7 @@ def make_whole(part: nn.Module, device: torch.device, *, name: str) -> None:
 
 
 def give_values(part: nn.Module, device: torch.device, *, name: str) -> None:
-    """Do what `make_whole` does, but leave alone what is put away.
+    """Do what `make_whole` does, but leave alone what was sharded eagerly.
 
     Raises:
         UserCodeError: see `make_whole`.

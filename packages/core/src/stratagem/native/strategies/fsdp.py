@@ -42,7 +42,7 @@ class FSDPStrategy(ShardedStrategy):
     groups (`auto_wrap_policy`); a group's parameters are gathered before its forward and backward
     and freed after them. Every rank begins with the parameters of rank 0.
 
-    `Lite.init_module()` and `Module.configure_model()` build a model in shards, with the numbers
+    `Lite.init_module()` and `Module.configure_model()` build a model in shards, with the values
     that its constructor would draw in one process: about 64 MiB of it are whole at a time.
 
     Ranks run as many batches as each other, also to evaluate: what a sampler divides is made even
@@ -247,7 +247,7 @@ class FSDPStrategy(ShardedStrategy):
             for group, following in pairwise(order):
                 group.set_modules_to_forward_prefetch([following])
         if self.backward_prefetch != "BACKWARD_PRE":
-            # FSDP2 has no switch. Told to prefetch the group that is there already, it does not
+            # FSDP2 has no switch. With a list of the group that is there already, it does not
             # look for another one.
             for group in order:
                 group.set_modules_to_backward_prefetch([group])

@@ -150,7 +150,7 @@ class ModelParallelStrategy(ShardedStrategy):
         for name, part in module.named_modules():
             give_values(part, self.device, name=name.removeprefix("module."))
         if self.parallelize_fn is not None:
-            # Parameters that were put away come back when the function reaches them.
+            # Parameters that were sharded eagerly are gathered when the function reaches them.
             with DeferredBuild(self.accelerator, self.device):
                 self._parallelize(module.module if isinstance(module, StepModule) else module)
         self._check_divided(module)

@@ -117,9 +117,9 @@ class ShardedStrategy(ParallelStrategy):
     # -- model and optimizers
 
     def model_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which a model is built in pieces, with the numbers of a plain build.
+        """Return a context in which a model is built in pieces, as a plain build would.
 
-        What is built can be used once it was prepared.
+        Its values are the same. What is built can be used once it was prepared.
         """
         if self.ranks.world_size == 1:
             return nullcontext()
