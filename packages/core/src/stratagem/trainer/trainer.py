@@ -423,8 +423,6 @@ class Trainer(Ranked, OptionAttributes):
         )
         return self._run.execute()
 
-    # -- within a run
-
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Save the run as it is; every rank calls it, and returns once the file is durable.
 
