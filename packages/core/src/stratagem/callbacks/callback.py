@@ -1,4 +1,4 @@
-"""Callback: the events of a run."""
+"""Callback: the hooks of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Does something at the events of a run; override the methods of those that matter.
+    """Does something at certain points of a run; override the hooks that matter.
 
-    Every event comes on every rank. An event that a callback does not override costs nothing: the
+    Every hook is called on every rank. One that a callback does not override costs nothing: the
     Trainer collects the overridden ones once, before the loop.
 
     Order within one optimizer step over k micro-batches: for each micro-batch
@@ -34,7 +34,7 @@ class Callback:
     """
 
     monitors: ClassVar[bool] = False
-    """It reads the values of an epoch, so it is told of the epoch's end after those are there."""
+    """It reads the values of an epoch: its hooks of the epoch's end come after those are there."""
 
     @property
     def state_key(self) -> str:
@@ -49,75 +49,75 @@ class Callback:
         """Restore what `state_dict` returned."""
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Told before anything else; `stage` is "fit", "validate", "test" or "predict"."""
+        """Called before anything else; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Told after everything else."""
+        """Called after everything else."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Told when the model is prepared and a checkpoint, if any, is loaded."""
+        """Called when the model is prepared and a checkpoint, if any, is loaded."""
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
-        """Told when fit ends without an exception."""
+        """Called when fit ends without an exception."""
 
     def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:
-        """Told before the validation batches that are run before training."""
+        """Called before the validation batches that are run before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
-        """Told after them."""
+        """Called after them."""
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        """Told before the first epoch."""
+        """Called before the first epoch."""
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
-        """Told after the last epoch."""
+        """Called after the last epoch."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Told before each epoch."""
+        """Called before each epoch."""
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Told after each epoch and its validation."""
+        """Called after each epoch and its validation."""
 
     def on_train_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
     ) -> None:
-        """Told before each training batch."""
+        """Called before each training batch."""
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Told after each training batch; `outputs` is a dict with the key "loss"."""
+        """Called after each training batch; `outputs` is a dict with the key "loss"."""
 
     def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
-        """Told before each backward."""
+        """Called before each backward."""
 
     def on_after_backward(self, trainer: Trainer, module: Module) -> None:
-        """Told after each backward."""
+        """Called after each backward."""
 
     def on_before_optimizer_step(
         self, trainer: Trainer, module: Module, optimizer: Optimizer
     ) -> None:
-        """Told when all gradients are there, before they are clipped."""
+        """Called when all gradients are there, before they are clipped."""
 
     def on_before_zero_grad(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
-        """Told after the optimizer step, before gradients are cleared."""
+        """Called after the optimizer step, before gradients are cleared."""
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        """Told before validation."""
+        """Called before validation."""
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        """Told after validation, when its values are there."""
+        """Called after validation, when its values are there."""
 
     def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Told before the first validation batch."""
+        """Called before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Told after the last validation batch; values may still be logged."""
+        """Called after the last validation batch; values may still be logged."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Told before each validation batch."""
+        """Called before each validation batch."""
 
     def on_validation_batch_end(
         self,
@@ -128,24 +128,24 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Told after each validation batch, with what `validation_step` returned."""
+        """Called after each validation batch, with what `validation_step` returned."""
 
     def on_test_start(self, trainer: Trainer, module: Module) -> None:
-        """Told before testing."""
+        """Called before testing."""
 
     def on_test_end(self, trainer: Trainer, module: Module) -> None:
-        """Told after testing, when its values are there."""
+        """Called after testing, when its values are there."""
 
     def on_test_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Told before the first test batch."""
+        """Called before the first test batch."""
 
     def on_test_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Told after the last test batch; values may still be logged."""
+        """Called after the last test batch; values may still be logged."""
 
     def on_test_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Told before each test batch."""
+        """Called before each test batch."""
 
     def on_test_batch_end(
         self,
@@ -156,24 +156,24 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Told after each test batch, with what `test_step` returned."""
+        """Called after each test batch, with what `test_step` returned."""
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
-        """Told before predicting."""
+        """Called before predicting."""
 
     def on_predict_end(self, trainer: Trainer, module: Module) -> None:
-        """Told after predicting."""
+        """Called after predicting."""
 
     def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Told before the first batch to predict."""
+        """Called before the first batch to predict."""
 
     def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Told after the last batch to predict."""
+        """Called after the last batch to predict."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Told before each batch to predict."""
+        """Called before each batch to predict."""
 
     def on_predict_batch_end(
         self,
@@ -184,17 +184,17 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Told after each batch to predict, with what `predict_step` returned."""
+        """Called after each batch to predict, with what `predict_step` returned."""
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        """Told when a run ends by an exception, before it is raised further."""
+        """Called when a run ends by an exception, before it is raised further."""
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
     ) -> None:
-        """Told before a checkpoint is saved; may add plain data to it."""
+        """Called before a checkpoint is saved; may add plain data to it."""
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
     ) -> None:
-        """Told when a checkpoint was read, before the model and optimizer take it."""
+        """Called when a checkpoint was read, before the model and optimizer are filled from it."""

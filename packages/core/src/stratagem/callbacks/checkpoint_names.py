@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointNames:
-    """Chooses names on rank 0, and tells the others.
+    """Chooses names on rank 0, and broadcasts them.
 
     A name is claimed until something is there, so that two runs which choose at the same moment do
     not choose the same one.

@@ -99,27 +99,14 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         save_on_exception: bool = False,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}): expected 'min' or 'max'")
-        if train_time_interval is not None and not isinstance(train_time_interval, timedelta):
-            raise ConfigurationError(
-                f"ModelCheckpoint(train_time_interval={train_time_interval!r}): expected a "
-                "datetime.timedelta, such as timedelta(minutes=30)"
-            )
-        if save_top_k < -1:
-            raise ConfigurationError(
-                f"ModelCheckpoint(save_top_k={save_top_k!r}): expected a number of checkpoints, or "
-                "-1 for all"
-            )
-        for name, value, least in (
-            ("keep_latest_k", keep_latest_k, 0),
-            ("every_n_train_steps", every_n_train_steps, 1),
-            ("every_n_epochs", every_n_epochs, 1),
-        ):
-            if value is not None and value < least:
-                raise ConfigurationError(
-                    f"ModelCheckpoint({name}={value}): expected at least {least}"
-                )
+        _check_arguments(
+            mode=mode,
+            train_time_interval=train_time_interval,
+            save_top_k=save_top_k,
+            keep_latest_k=keep_latest_k,
+            every_n_train_steps=every_n_train_steps,
+            every_n_epochs=every_n_epochs,
+        )
         self.dirpath = None if dirpath is None else paths.at(dirpath)
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
@@ -410,3 +397,33 @@ class ModelCheckpoint(Callback):
             return f"{name.replace('/', '_')}={text}"
 
         return re.sub(r"\{([^}]+)\}", fill, self.filename)
+
+
+def _check_arguments(
+    *,
+    mode: str,
+    train_time_interval: timedelta | None,
+    save_top_k: int,
+    keep_latest_k: int,
+    every_n_train_steps: int | None,
+    every_n_epochs: int | None,
+) -> None:
+    if mode not in ("min", "max"):
+        raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}): expected 'min' or 'max'")
+    if train_time_interval is not None and not isinstance(train_time_interval, timedelta):
+        raise ConfigurationError(
+            f"ModelCheckpoint(train_time_interval={train_time_interval!r}): expected a "
+            "datetime.timedelta, such as timedelta(minutes=30)"
+        )
+    if save_top_k < -1:
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k!r}): expected a number of checkpoints, or "
+            "-1 for all"
+        )
+    for name, value, least in (
+        ("keep_latest_k", keep_latest_k, 0),
+        ("every_n_train_steps", every_n_train_steps, 1),
+        ("every_n_epochs", every_n_epochs, 1),
+    ):
+        if value is not None and value < least:
+            raise ConfigurationError(f"ModelCheckpoint({name}={value}): expected at least {least}")

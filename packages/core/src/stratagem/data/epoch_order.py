@@ -73,7 +73,7 @@ class Indices:
         return getattr(self.sampler, "drop_last", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler, and the sampler that it may hold, the epoch."""
+        """Hand the epoch to the sampler, and to the sampler that it may hold."""
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)

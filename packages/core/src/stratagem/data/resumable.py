@@ -68,7 +68,7 @@ class Resumable:
         """What has a state of its own: the loader, its dataset, or None."""
         self._reshard: Reshard | None = None
         self._resumed: dict[str, Any] | None = None
-        self._told = False
+        self._warned = False
         self._had_workers = False
         """Whether the run that is resumed had persistent workers by now."""
         reads_by_index = isinstance(loader, DataLoader) and not isinstance(
@@ -281,8 +281,8 @@ class Resumable:
 
         Warns, once and on rank 0, if a resume would not be exact.
         """
-        if not self._told:
-            self._tell_inexact()
+        if not self._warned:
+            self._warn_if_inexact()
         index, count = self._shard
         state: dict[str, Any] = {"shard": index, "shards": count, "batch_size": self.batch_size}
         if self._indices is not None:
@@ -298,13 +298,13 @@ class Resumable:
             state["own"] = self._stateful.state_dict()
         return state
 
-    def _tell_inexact(self) -> None:
+    def _warn_if_inexact(self) -> None:
         if self._indices is not None:
             if self._indices.start is None:
                 return  # no batch of it was read yet
             if not self.inexact and (reason := self._indices.why_not_drawn_again()):
                 self.inexact = f"the sampler of {self._name} {reason}"
-        self._told = True
+        self._warned = True
         if self.inexact:
             self._warn(
                 "a run that resumes from this checkpoint in the middle of an epoch may differ: "

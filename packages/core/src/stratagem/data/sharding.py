@@ -163,7 +163,7 @@ def divides_data(loader: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader's samplers the epoch, if they want to know it."""
+    """Hand the epoch to those of a loader's samplers that have `set_epoch`."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (
         getattr(loader, "sampler", None),

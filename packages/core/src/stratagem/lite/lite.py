@@ -21,9 +21,10 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
+from stratagem.lite.observed import Observed
 from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
 from stratagem.lite.prepare import check_backward, prepare, prepared_of
-from stratagem.lite.request import Devices, Plugin, as_list
+from stratagem.lite.request import Devices, Plugin
 from stratagem.lite.state import STRATEGY_STATE, collect, restore
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
@@ -33,7 +34,7 @@ from stratagem.storage import paths
 PathLike = str | os.PathLike[str]
 
 
-class Lite(Launched):
+class Lite(Launched, Observed):
     """Gives a hand-written loop devices, processes, precision and checkpoints.
 
     Either subclass it, write the loop in `run` and call that; or make one, call `launch` and go on
@@ -106,13 +107,7 @@ class Lite(Launched):
         self._prepared: list[PreparedModel] = []
         self._weight = 1.0
         """What the present batch counts; see `join`."""
-        self._callbacks = as_list(callbacks)
-        self._loggers = as_list(loggers)
-
-    @property
-    def loggers(self) -> list[Any]:
-        """Where `log` writes."""
-        return self._loggers
+        Observed.__init__(self, callbacks, loggers)
 
     # -- models, optimizers, data
 
@@ -424,30 +419,3 @@ class Lite(Launched):
     def seed_everything(seed: int | None = None, workers: bool = True) -> int:
         """Seed Python, NumPy and torch alike on every rank; see `stratagem.seed_everything`."""
         return seed_everything(seed, workers=workers)
-
-    # -- loggers and callbacks
-
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Write a value to every logger, on rank 0."""
-        self.log_dict({name: value}, step)
-
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write several values to every logger, on rank 0."""
-        if not self.is_global_zero:
-            return
-        plain = {name: float(value) for name, value in metrics.items()}
-        for logger in self._loggers:
-            logger.log_metrics(plain, step)
-
-    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every callback that has it."""
-        for callback in self._callbacks:
-            method = getattr(callback, hook_name, None)
-            if method is None:
-                continue
-            if not callable(method):
-                raise ConfigurationError(
-                    f"call({hook_name!r}): {type(callback).__name__}.{hook_name} is a "
-                    f"{type(method).__name__}; expected a method"
-                )
-            method(*args, **kwargs)

@@ -42,17 +42,15 @@ def make_loggers(
 
 def make_callbacks(
     given: Callback | Sequence[Callback] | None,
+    enable_checkpointing: bool,
+    enable_progress_bar: bool,
     *,
-    checkpointing: bool,
-    progress_bar: bool,
     quick: bool,
 ) -> list[Callback]:
     """Return the callbacks, with a ProgressBar and a ModelCheckpoint if they are wanted.
 
     Args:
-        given: the argument `callbacks`.
-        checkpointing: `enable_checkpointing`.
-        progress_bar: `enable_progress_bar`.
+        given, enable_checkpointing, enable_progress_bar: the Trainer's arguments.
         quick: a `fast_dev_run` saves no checkpoints.
 
     Raises:
@@ -65,13 +63,13 @@ def make_callbacks(
                 f"callbacks has {callback!r}; expected instances of stratagem.Callback"
             )
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    if saves and not checkpointing:
+    if saves and not enable_checkpointing:
         raise ConfigurationError(
             "callbacks has a ModelCheckpoint, but enable_checkpointing=False: leave one of them out"
         )
-    if checkpointing and not saves:
+    if enable_checkpointing and not saves:
         callbacks.append(ModelCheckpoint())
-    if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+    if enable_progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         callbacks.insert(0, ProgressBar())
     return merge_callbacks(callbacks, [], quick=quick)
 

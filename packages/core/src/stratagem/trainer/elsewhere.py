@@ -35,10 +35,10 @@ def report(run: Run, result: Any) -> dict[str, Any]:
 def take_over(
     outcome: dict[str, Any],
     model: Module,
+    callbacks: Sequence[Callback],
     *,
     latest: LatestValues,
     progress: Progress,
-    callbacks: Sequence[Callback],
 ) -> Any:
     """In the launching process: restore what `report` returned; return the run's result."""
     if not set(model.state_dict()) >= set(outcome["weights"]):

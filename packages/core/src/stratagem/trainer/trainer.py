@@ -137,12 +137,9 @@ class Trainer(Ranked, OptionAttributes):
             step_options=self.step_options, **{name: given[name] for name in REQUESTED}
         )
         check_divergence_detection(self.plan, self.detect_divergence)
-        self.loggers = make_loggers(logger, self.default_root_dir, quick=bool(self.fast_dev_run))
+        self.loggers = make_loggers(logger, self.default_root_dir, quick=self.fast_dev_run > 0)
         self.callbacks = make_callbacks(
-            callbacks,
-            checkpointing=enable_checkpointing,
-            progress_bar=enable_progress_bar,
-            quick=bool(self.fast_dev_run),
+            callbacks, enable_checkpointing, enable_progress_bar, quick=self.fast_dev_run > 0
         )
         self.state = RunState()
         self.should_stop = False
@@ -401,11 +398,7 @@ class Trainer(Ranked, OptionAttributes):
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
         result = elsewhere.take_over(
-            outcome,
-            job.model,
-            latest=self._latest,
-            progress=self._progress,
-            callbacks=self.callbacks,
+            outcome, job.model, self.callbacks, latest=self._latest, progress=self._progress
         )
         self._trained_elsewhere = job.model
         return result
@@ -420,7 +413,7 @@ class Trainer(Ranked, OptionAttributes):
             job.datamodule.trainer = self
         if self._run is None or self._run.module is not job.model:
             asked = as_list(job.model.configure_callbacks())
-            self.callbacks = merge_callbacks(self.callbacks, asked, quick=bool(self.fast_dev_run))
+            self.callbacks = merge_callbacks(self.callbacks, asked, quick=self.fast_dev_run > 0)
         if job.stage == "fit":
             self.should_stop = False
             # A checkpoint, if one is given, says where to go on; otherwise every fit begins anew.
@@ -429,8 +422,6 @@ class Trainer(Ranked, OptionAttributes):
             self, launched, job, progress=self._progress, latest=self._latest, before=self._run
         )
         return self._run.execute()
-
-    # -- within a run
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Save the run as it is; every rank calls it, and returns once the file is durable.

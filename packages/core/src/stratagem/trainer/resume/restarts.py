@@ -49,7 +49,7 @@ class Restarts:
     def __init__(self, strategy: Strategy, folder: paths.Location) -> None:
         self._strategy = strategy
         self._run_id = strategy.cluster_environment.run_id()
-        # The script's arguments as well: torchrun calls every run "none", unless it is told.
+        # The script's arguments as well: torchrun calls every run "none" by default.
         key = zlib.crc32("\0".join([str(self._run_id), *sys.argv]).encode())
         name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', str(self._run_id))}-{key:08x}-{next(_fits)}.json"
         self._file = paths.join(paths.join(paths.absolute(folder), ".stratagem"), name)
@@ -67,14 +67,14 @@ class Restarts:
         if self._run_id is None:
             return asked
         environment = self._strategy.cluster_environment
-        told = self._strategy.ranks.gather_plain(
+        of_ranks = self._strategy.ranks.gather_plain(
             [environment.restart_count(), environment.agent_id()]
         )
-        self._agents = sorted({agent for _, agent in told if agent is not None})
+        self._agents = sorted({agent for _, agent in of_ranks if agent is not None})
         found, problem = "", ""
         if self._strategy.ranks.is_global_zero:
             try:
-                found = self._find(max(count for count, _ in told), asked)
+                found = self._find(max(count for count, _ in of_ranks), asked)
                 self._write()
             except (OSError, ValueError) as error:
                 problem = str(error)

@@ -1,0 +1,53 @@
+"""Observed: the callbacks and loggers of a loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stratagem.errors import ConfigurationError
+from stratagem.lite.ranked import Ranked
+from stratagem.lite.request import as_list
+
+
+class Observed(Ranked):
+    """Calls the user's callbacks, and writes to the user's loggers.
+
+    Args:
+        callbacks: objects whose methods `call` finds; one, several or None.
+        loggers: where `log` writes; one, several or None.
+    """
+
+    def __init__(self, callbacks: object, loggers: object) -> None:
+        self._callbacks = as_list(callbacks)
+        self._loggers = as_list(loggers)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """Where `log` writes."""
+        return self._loggers
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Write a value to every logger, on rank 0."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write several values to every logger, on rank 0."""
+        if not self.is_global_zero:
+            return
+        plain = {name: float(value) for name, value in metrics.items()}
+        for logger in self._loggers:
+            logger.log_metrics(plain, step)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every callback that has it."""
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if not callable(method):
+                raise ConfigurationError(
+                    f"call({hook_name!r}): {type(callback).__name__}.{hook_name} is a "
+                    f"{type(method).__name__}; expected a method"
+                )
+            method(*args, **kwargs)
