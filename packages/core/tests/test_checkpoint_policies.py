@@ -27,6 +27,8 @@ from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigurationError
 from stratagem.storage.claims import claim
 
+SCRIPTS = Path(__file__).parent / "scripts"
+
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -354,40 +356,7 @@ def test_the_checkpoints_of_ones_own_run_go_before_newer_ones_of_another(tmp_pat
 
 # ---------------------------------------------------------------- whose they are
 
-TWO_RUNS = """
-import sys
-from pathlib import Path
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from stratagem import Callback, Module, Trainer
-from stratagem.callbacks import ModelCheckpoint
-
-class Marked(Module):
-    def __init__(self, mark):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Linear(2, 1)
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-class Meets(Callback):
-    # Both runs are at the same step when they choose its name.
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        print("at a step", flush=True)
-        sys.stdin.readline()
-
-saver = ModelCheckpoint("shared", "{step}", every_n_train_steps=1, save_top_k=2, save_last=True)
-trainer = Trainer(
-    accelerator="cpu", logger=False, enable_progress_bar=False, max_steps=8,
-    callbacks=[saver, Meets()],
-)
-data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=1)
-trainer.fit(Marked(sys.argv[1]), data)
-print("kept", sorted(map(str, [*saver.best_k_models, saver.last_model_path])), flush=True)
-"""
+TWO_RUNS = (SCRIPTS / "checkpoint_policies_two_runs.py").read_text()
 
 
 def test_two_runs_in_one_folder_never_touch_each_others_files(
@@ -537,97 +506,7 @@ def test_callbacks_that_differ_in_any_argument_have_states_of_their_own(tmp_path
 
 # ---------------------------------------------------------------- two ranks
 
-TWO_RANKS = """
-import os, sys, warnings
-from datetime import timedelta
-from pathlib import Path
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from stratagem import Callback, Module, Trainer
-from stratagem.callbacks import ModelCheckpoint
-from stratagem.checkpoint import SingleFileCheckpointIO
-from stratagem.strategies import ProcessGroupRanks
-from stratagem.trainer import interruption
-
-class Net(Module):
-    first = None
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(2, 1)
-    def training_step(self, batch, batch_idx):
-        if self.first is None:
-            self.first = self.global_step
-        # Clocks of the ranks differ by 0.3 s, and a step takes 0.1 s.
-        global now
-        now += 0.1
-        return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-now = 0.3 * int(os.environ.get("LOCAL_RANK", 0))
-interruption.monotonic = lambda: now
-
-class Counts(Callback):
-    monitors = True  # told after ModelCheckpoint
-    def __init__(self):
-        self.in_steps = []
-    def on_train_batch_start(self, trainer, *args):
-        self.before = sends
-    def on_train_batch_end(self, trainer, *args):
-        self.in_steps.append(sends - self.before)
-
-sends = 0
-broadcast = ProcessGroupRanks.broadcast
-
-def counting(*args, **kwargs):
-    global sends
-    sends += 1
-    return broadcast(*args, **kwargs)
-
-ProcessGroupRanks.broadcast = counting
-verified = []
-class Noting(SingleFileCheckpointIO):
-    def verify_checkpoint(self, path):
-        verified.append(Path(path).name)
-        super().verify_checkpoint(path)
-
-def trainer(steps):
-    counts = Counts()
-    saver = ModelCheckpoint(
-        "saved", "{step}", train_time_interval=timedelta(seconds=2), save_top_k=-1,
-        save_last=True, save_on_exception=True,
-    )
-    made = Trainer(
-        strategy="ddp", devices=2, accelerator="cpu", logger=False, enable_progress_bar=False,
-        max_steps=steps, callbacks=[saver, counts], plugins=Noting(),
-    )
-    return made, saver, counts
-
-data = DataLoader(TensorDataset(torch.ones(400, 2)), batch_size=1)
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    first, saver, counts = trainer(100)
-    first.fit(Net(), data)
-texts = [str(w.message) for w in told if "save_on_exception" in str(w.message)]
-steps = sorted(int(Path(p).stem.removeprefix("step=")) for p in saver.best_k_models)
-newest = Path("saved", f"step={steps[-1]}.ckpt")
-if first.is_global_zero:
-    newest.write_bytes(newest.read_bytes()[:-10])
-first.strategy.ranks.barrier()
-verified.clear()
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    second, *_ = trainer(101)
-    model = Net()
-    second.fit(model, data, ckpt_path="last")
-over = [str(w.message) for w in told if "passed over" in str(w.message)]
-free = sum(count == 0 for count in counts.in_steps)
-Path(f"rank{first.global_rank}").write_text(
-    repr((steps, free, len(counts.in_steps), texts, model.first, len(over), verified))
-)
-"""
+TWO_RANKS = (SCRIPTS / "checkpoint_policies_two_ranks.py").read_text()
 
 
 @pytest.mark.slow

@@ -21,71 +21,12 @@ from torch.nn.functional import mse_loss
 
 from stratagem import Trainer
 
+SCRIPTS = Path(__file__).parent / "scripts"
+
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # What every script begins with, and what the reference runs in this process use too.
-COMMON = """
-import json, os, sys, time
-from pathlib import Path
-
-import torch
-from torch import nn
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
-
-from stratagem import Callback, Lite, Module, Trainer
-
-
-def data(samples):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(samples, 5, generator=generator)
-    return TensorDataset(torch.arange(samples), inputs, inputs.prod(1, keepdim=True))
-
-
-def loader(samples=32, batch_size=4, **arguments):
-    return DataLoader(data(samples), batch_size=batch_size, **arguments)
-
-
-def network(norm=False):
-    torch.manual_seed(2)
-    layers = [nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)]
-    if norm:
-        layers.insert(1, nn.BatchNorm1d(8))
-    return nn.Sequential(*layers)
-
-
-class Net(Module):
-    def __init__(self, norm=False):
-        super().__init__()
-        self.net = network(norm)
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        indices, inputs, targets = batch
-        self.seen += indices.tolist()
-        return mse_loss(self.net(inputs), targets)
-
-    def validation_step(self, batch, batch_idx):
-        indices, inputs, targets = batch
-        self.log("loss", mse_loss(self.net(inputs), targets))
-        self.log("count", len(indices), reduce_fx="sum")
-        self.log("largest", indices.max(), reduce_fx="max")
-        self.log("smallest", indices.min() + 1, reduce_fx="min")
-
-    def predict_step(self, batch, batch_idx):
-        return batch[0]
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
-def quiet(**arguments):
-    defaults = dict(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
-    return Trainer(**{**defaults, **arguments})
-"""
+COMMON = (SCRIPTS / "ddp_common.py").read_text()
 
 SCRIPT = (
     COMMON
@@ -882,48 +823,7 @@ def test_what_a_script_did_before_it_launched_stays_apart(
     assert (tmp_path / "rank1").read_text() == "1 2 1"
 
 
-MANUAL = """
-import json, sys
-import torch
-from torch import nn
-from stratagem import Module, Trainer
-
-class Two(Module):
-    automatic_optimization = False
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-        self.second = nn.Linear(3, 1)
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        one, two = self.optimizers()
-        one.zero_grad()
-        loss = (self.first(batch) - 1).square().mean()
-        self.manual_backward(loss)
-        one.step()
-        two.zero_grad()
-        after = (self.second(self.first(batch).detach()) - 2).square().mean()
-        self.manual_backward(after)
-        two.step()
-        both = self.trainer.strategy.ranks.all_reduce(torch.stack([loss, after]).detach())
-        self.losses += both.tolist()
-
-    def configure_optimizers(self):
-        return (torch.optim.SGD(self.first.parameters(), lr=0.1),
-                torch.optim.Adam(self.second.parameters(), lr=0.1))
-
-if __name__ == "__main__":
-    name, devices = sys.argv[1], int(sys.argv[2])
-    model = Two()
-    trainer = Trainer(accelerator="cpu", strategy=name, devices=devices, max_epochs=1, logger=False,
-                      enable_checkpointing=False, enable_progress_bar=False)
-    data = torch.arange(128.0).reshape(32, 4) / 128
-    trainer.fit(model, torch.utils.data.DataLoader(data, 8 // devices))
-    trainer.print(json.dumps(model.losses))
-"""
+MANUAL = (SCRIPTS / "ddp_manual.py").read_text()
 
 
 def test_manual_optimization_has_the_numbers_of_one_process(run_script: RunScript) -> None:

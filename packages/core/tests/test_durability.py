@@ -10,49 +10,9 @@ from pathlib import Path
 
 import pytest
 
-CARELESS = """
-    import os
-    from pathlib import Path
+SCRIPTS = Path(__file__).parent / "scripts"
 
-    from stratagem.discovery import CheckpointIOSpec, hookimpl
-
-
-    def careless(name):
-        import torch
-        from stratagem.checkpoint import CheckpointIO
-
-        class Careless(CheckpointIO):
-            def save_checkpoint(self, checkpoint, path):
-                if name == "in_place":
-                    torch.save(checkpoint, path)
-                    return
-                temporary = Path(f"{path}.{os.getpid()}")
-                try:
-                    with temporary.open("wb") as file:
-                        torch.save(checkpoint, file)
-                        os.fsync(file.fileno())
-                    temporary.replace(path)
-                except OSError:
-                    pass
-
-            def load_checkpoint(self, path):
-                return torch.load(path, weights_only=True)
-
-            def remove_checkpoint(self, path):
-                Path(path).unlink(missing_ok=True)
-
-        return Careless()
-
-
-    @hookimpl
-    def stratagem_components():
-        return [
-            CheckpointIOSpec(
-                name=name, target=careless, api_version=1, init_args={"name": name},
-            )
-            for name in ("in_place", "careless")
-        ]
-"""
+CARELESS = (SCRIPTS / "durability_careless.py").read_text()
 
 
 def durability(
@@ -130,21 +90,7 @@ def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -
     assert not (tmp_path / "no").exists()
 
 
-BACKGROUND = """
-    from pathlib import Path
-    from stratagem.checkpoint import SingleFileCheckpointIO
-    from stratagem.testing.durability.saver import NAME, Model, Subject
-    from stratagem.testing.durability.scenarios import Row, Scenarios
-
-    scenarios, subject = Scenarios(Path(), {}, 0), Subject("single_file", True, 0.1)
-    model, row, folder = Model(0.1), Row(subject, "kill -9"), Path("saved")
-    for number in (2, 3, 4):
-        model.train(number)
-        checkpoint = model.checkpoint(number, shards=False)
-        SingleFileCheckpointIO().save_checkpoint(checkpoint, folder / NAME)
-        scenarios._judge(row, folder, [{"begun": 4}], 2)
-        print(row.new, row.old, row.wrong)
-"""
+BACKGROUND = (SCRIPTS / "durability_background.py").read_text()
 
 
 def test_of_two_saves_that_are_under_way_in_the_background_either_is_the_new_one(

@@ -19,53 +19,12 @@ from stratagem.errors import CommunicationError, DivergenceError
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.interruption import Interruption
 
+SCRIPTS = Path(__file__).parent / "scripts"
+
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # Each kind of trouble in a loop of Lite, in two ranks with a timeout of some seconds.
-TROUBLE = """
-import os, sys, time
-import torch
-from stratagem import Lite
-from stratagem.strategies import DDPStrategy
-
-lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=4))
-lite.launch()
-model = torch.nn.Linear(4, 4)
-model, optimizer = lite.setup(model, torch.optim.SGD(model.parameters(), 0.1))
-
-
-def step():
-    loss = model(torch.ones(2, 4)).sum()
-    lite.backward(loss)  # LINE backward
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-for _ in range(3):
-    step()
-kind, rank = sys.argv[1], lite.global_rank
-if kind == "different collectives":
-    if rank == 0:
-        lite.all_reduce(torch.ones(4))  # LINE all_reduce
-    else:
-        lite.broadcast([1, 2, 3])  # LINE broadcast
-if kind == "asleep":
-    if rank == 1:
-        time.sleep(60)  # LINE sleep
-    step()
-if kind == "one step more on rank 1":
-    for _ in range(3 + rank):
-        step()
-if kind == "one step more on rank 0":
-    for _ in range(4 - rank):
-        step()
-if kind == "exit":
-    if rank == 1:
-        sys.exit(0)
-    step()
-if kind == "sizes":
-    lite.all_reduce(torch.ones(4 + rank))
-"""
+TROUBLE = (SCRIPTS / "failure_trouble.py").read_text()
 
 
 def line_of(script: str, what: str) -> int:
@@ -154,46 +113,7 @@ def test_under_torchrun_an_exception_of_one_rank_is_told_to_the_others(
 
 # -- signals under the Trainer
 
-TRAINING = """
-import os, sys, time
-from pathlib import Path
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from stratagem import Callback, Module, Trainer
-from stratagem.callbacks import ModelCheckpoint
-from stratagem.strategies import DDPStrategy
-
-
-class Net(Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.02)
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-class Ready(Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == 5:
-            Path(f"rank{trainer.global_rank}").write_text(str(os.getpid()))
-
-
-folder = Path("checkpoints")
-trainer = Trainer(
-    accelerator="cpu", devices=int(sys.argv[1]), strategy=sys.argv[2], logger=False,
-    enable_progress_bar=False, max_epochs=-1,
-    callbacks=[Ready(), ModelCheckpoint(dirpath=folder, every_n_epochs=100)],
-)
-loader = DataLoader(TensorDataset(torch.ones(4000, 4)), batch_size=4)
-trainer.fit(Net(), loader)
-print("NOT REACHED")
-"""
+TRAINING = (SCRIPTS / "failure_training.py").read_text()
 
 
 @pytest.mark.slow

@@ -1,0 +1,45 @@
+# Run by test_durability.py.
+import os
+from pathlib import Path
+
+from stratagem.discovery import CheckpointIOSpec, hookimpl
+
+
+def careless(name):
+    import torch
+    from stratagem.checkpoint import CheckpointIO
+
+    class Careless(CheckpointIO):
+        def save_checkpoint(self, checkpoint, path):
+            if name == "in_place":
+                torch.save(checkpoint, path)
+                return
+            temporary = Path(f"{path}.{os.getpid()}")
+            try:
+                with temporary.open("wb") as file:
+                    torch.save(checkpoint, file)
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+            except OSError:
+                pass
+
+        def load_checkpoint(self, path):
+            return torch.load(path, weights_only=True)
+
+        def remove_checkpoint(self, path):
+            Path(path).unlink(missing_ok=True)
+
+    return Careless()
+
+
+@hookimpl
+def stratagem_components():
+    return [
+        CheckpointIOSpec(
+            name=name,
+            target=careless,
+            api_version=1,
+            init_args={"name": name},
+        )
+        for name in ("in_place", "careless")
+    ]
