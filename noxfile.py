@@ -69,7 +69,8 @@ def check_lint(session: nox.Session) -> None:
 def check_types(session: nox.Session) -> None:
     """Types of the sources and of this file, then of each folder of tests and scripts."""
     session.run("mypy")
-    folders = [*(f"{package}/tests" for package in PACKAGES), "tests", "examples", "benchmarks"]
+    folders = [f"{package}/{kind}" for package in PACKAGES for kind in ("tests", "scripts")]
+    folders += ["tests", "examples", "benchmarks"]
     for folder in folders:
         # One at a time: modules of the same name live in several of these folders.
         if any(Path(folder).glob("*.py")):

@@ -26,9 +26,9 @@ STEPS = 3
 class Batches(Dataset[Tensor]):
     """Batches that are made when they are read."""
 
-    def __init__(self, count: int, megabytes: int) -> None:
+    def __init__(self, count: int, megabytes: float) -> None:
         self.count = count
-        self.rows = megabytes * 2**20 // (4 * 1024)
+        self.rows = int(megabytes * 2**20 / (4 * 1024))
 
     def __len__(self) -> int:
         return self.count
@@ -92,7 +92,7 @@ def measure(variant: str, accumulate: int, megabytes: int) -> float:
     torch.set_num_threads(1)
     run = raw if variant == "raw PyTorch" else trainer
     # What a first step loads (torch._dynamo, kernels), with batches of next to nothing.
-    run(DataLoader(torch.zeros(2, 4, 1024), batch_size=None), 2)
+    run(DataLoader(Batches(2, 0.02), batch_size=None), 2)
     batches = Batches(STEPS * accumulate, megabytes)
     data = Stream(batches) if variant == "Trainer, iterable" else batches
     before = peak()

@@ -175,6 +175,14 @@ CASES = {
             "strategy name 'single_device' is reserved",
         ],
     ),
+    "imports_torch": Plugin(
+        f"import torch\n{WANTED}",
+        status="loaded",
+        notes=[
+            "module_of_imports_torch imports torch (",
+            "import it in the modules that",
+        ],
+    ),
     "slow": Plugin(f"import time; time.sleep(0.3)\n{WANTED}", status="loaded"),
 }
 
@@ -255,7 +263,7 @@ def test_it_is_reported_and_stops_nobody(case: tuple[str, Plugin], tmp_path: Pat
     assert seen["plan"].startswith("stratagem-core ")
     assert {"ddp", "single_device", "in_order"} <= set(seen["names"])
     assert ("wanted" in seen["names"]) == (plugin.status == "loaded")
-    assert seen["torch"] is False
+    assert seen["torch"] is (name == "imports_torch")
 
     report = seen["reports"][distribution_of(name)]
     assert (report["status"], report["stage"]) == (plugin.status, plugin.stage)
@@ -272,7 +280,7 @@ def test_it_is_reported_and_stops_nobody(case: tuple[str, Plugin], tmp_path: Pat
 
 def test_doctor_shows_it(case: tuple[str, Plugin], tmp_path: Path) -> None:
     name, plugin = case
-    failed = plugin.status in ("broken", "incompatible")
+    failed = plugin.status in ("broken", "incompatible") or bool(plugin.notes)
     doctor = ("-m", "stratagem.cli", "doctor", "--json")
     diagnosis = json.loads(run(tmp_path, *doctor, expect=int(failed), environ=plugin.environ))
     (shown,) = (p for p in diagnosis["plugins"] if p["distribution"] == distribution_of(name))
@@ -280,9 +288,9 @@ def test_doctor_shows_it(case: tuple[str, Plugin], tmp_path: Path) -> None:
     problems = [line for line in diagnosis["problems"] if distribution_of(name) in line]
     assert bool(problems) == failed
     if failed:
-        for part in plugin.reason:
-            assert part in problems[0]
-    assert shown["slow"] == (name == "slow")
+        for part in (*plugin.reason, *plugin.notes):
+            assert part in "\n".join(problems)
+    assert shown["slow"] or name != "slow"
 
 
 def test_a_slow_import_is_reported_with_its_seconds(tmp_path: Path) -> None:
@@ -326,6 +334,63 @@ except LookupError as error:
     assert "Available here: ddp, " in text
 
 
+def test_an_unknown_name_is_told_with_every_plugin_that_is_broken(tmp_path: Path) -> None:
+    install(tmp_path, "averaging", CASES["wrong_signature"])
+    explain = ("-m", "stratagem.cli", "explain", "--strategy", "wanted")
+    text = run(tmp_path, *explain, expect=2)
+    assert "unknown strategy 'wanted'" in text
+    assert "stratagem-averaging 3.2.1 is broken, and nothing that it provides is known: " in text
+    assert "PluginValidationError" in text
+
+
+def test_an_entry_point_in_a_group_that_only_looks_like_ours_is_told(tmp_path: Path) -> None:
+    install(tmp_path, "averaging", Plugin(WANTED))
+    (declared,) = tmp_path.glob("*.dist-info/entry_points.txt")
+    declared.write_text(declared.read_text().replace("[stratagem.backends]", "[stratagem.plugins]"))
+    expected = (
+        "stratagem-averaging declares the entry point 'plugin_of_averaging' in the group "
+        "'stratagem.plugins', which nobody reads: expected the group 'stratagem.backends'."
+    )
+    assert expected in run(
+        tmp_path, "-m", "stratagem.cli", "explain", "--strategy", "wanted", expect=2
+    )
+    assert expected in run(tmp_path, "-m", "stratagem.cli", "doctor", expect=1)
+
+
+PROMISES = {
+    "launcher": (
+        'spec("wanted", capabilities=Capabilities(launchers=("scirpt",), one_process=False))',
+        "it names a launcher that cannot be found: unknown launcher 'scirpt'.",
+    ),
+    "preset_launcher": (
+        'spec("wanted", init_args={"launcher": "spwan"})',
+        "it names a launcher that cannot be found: unknown launcher 'spwan'.",
+    ),
+    "checkpoint_io": (
+        'spec("wanted", capabilities=Capabilities(checkpoint_io="one_file"))',
+        "it names a checkpoint io that cannot be found: unknown checkpoint io 'one_file'",
+    ),
+    "module": (
+        'spec("wanted", target="module_of_nothing.strategy:Mine")',
+        "its target 'module_of_nothing.strategy:Mine' cannot be found: ModuleNotFoundError",
+    ),
+    "attribute": (
+        'spec("wanted", target="module_of_attribute:Mine")',
+        "its target's module module_of_attribute defines no 'Mine'",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", PROMISES)
+def test_doctor_finds_what_a_spec_promises_and_is_not_there(mistake: str, tmp_path: Path) -> None:
+    text, expected = PROMISES[mistake]
+    source = "from stratagem.discovery import Capabilities\n" + returning(f"[{text}]")
+    install(tmp_path, mistake, Plugin(source))
+    diagnosis = json.loads(run(tmp_path, "-m", "stratagem.cli", "doctor", "--json", expect=1))
+    (problem,) = diagnosis["problems"]
+    assert problem.startswith(f"{distribution_of(mistake)}: strategy 'wanted': {expected}")
+
+
 # -- two distributions, one name
 
 TWO = {
@@ -364,6 +429,13 @@ def test_a_reserved_name_stays_with_core_and_the_qualified_one_works(tmp_path: P
     install(tmp_path, "reserved_name", CASES["reserved_name"])
     explain = ("-m", "stratagem.cli", "explain", "--accelerator", "cpu", "--devices", "1")
     assert "stratagem-core" in run(tmp_path, *explain, "--strategy", "ddp").splitlines()[0]
+    code = (
+        "import warnings; from stratagem import Lite; warnings.simplefilter('error');"
+        "Lite(accelerator='cpu', devices=2, strategy='ddp')"
+    )
+    warned = run(tmp_path, "-c", code, expect=1)
+    assert "UserWarning: the strategy 'ddp' is that of stratagem-core" in warned
+    assert "'stratagem-reserved-name:ddp' is another one" in warned
     qualified = run(tmp_path, *explain, "--strategy", "stratagem-reserved-name:ddp")
     assert "stratagem-reserved-name 3.2.1" in qualified.splitlines()[0]
 

@@ -25,7 +25,8 @@ from stratagem_deepspeed.known_keys import KNOWN_KEYS
 from stratagem_deepspeed.optimizers import check_elementwise, only_one
 from stratagem_deepspeed.options import Options, documentation
 from stratagem_deepspeed.plugin import stratagem_components
-from stratagem_deepspeed.strategy import DeepSpeedStrategy, _check_shapes
+from stratagem_deepspeed.preparation import check_shapes
+from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 
 def made(options: dict[str, Any] | None = None, user: Any = None, **facts: Any) -> dict[str, Any]:
@@ -417,7 +418,7 @@ def test_a_parameter_without_a_dimension_is_named() -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigurationError, match=r"'scale' has no dimension.* shape \(1,\)"):
-        _check_shapes(model)
+        check_shapes(model)
 
 
 def test_an_automatic_size_is_left_to_deepspeed() -> None:

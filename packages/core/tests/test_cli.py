@@ -90,7 +90,7 @@ GOOD_PLUGIN = """
 
     @hookimpl
     def stratagem_components():
-        return [StrategySpec(name="average", target="nowhere:Class", api_version=1,
+        return [StrategySpec(name="average", target="stratagem.strategies:Strategy", api_version=1,
                              aliases=("mean",), summary="Averages [often] what it can")]
 """
 
@@ -202,7 +202,8 @@ def test_strategies_says_why_one_cannot_be_used_here(program: Program) -> None:
 
         @hookimpl
         def stratagem_components():
-            return [StrategySpec(name="exotic", target="nowhere:Class", api_version=1,
+            return [StrategySpec(name="exotic", target="stratagem.strategies:Strategy",
+                                 api_version=1,
                                  capabilities=Capabilities(accelerators=("abacus",)))]
         """,
     )
@@ -423,7 +424,8 @@ def test_an_accelerator_whose_probe_fails_is_not_available_and_stops_nothing(
 
         @hookimpl
         def stratagem_components():
-            return [AcceleratorSpec(name="abacus", target="nowhere:Class", api_version=1,
+            return [AcceleratorSpec(name="abacus", target="stratagem.strategies:Strategy",
+                                    api_version=1,
                                     probe=probe, priority=100)]
         """,
     )

@@ -32,7 +32,8 @@ from stratagem.discovery.entry_points import (
     why_incompatible,
 )
 from stratagem.discovery.hints import distribution_of, installation_hint, names_by_distribution
-from stratagem.discovery.registry import PluginReport, Registry
+from stratagem.discovery.loading import PluginReport
+from stratagem.discovery.registry import Registry
 from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 

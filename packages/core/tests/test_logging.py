@@ -415,6 +415,87 @@ def test_rows_logged_before_an_exception_are_written(tmp_path: Path) -> None:
     assert memory.status == "failed"
 
 
+def test_rows_of_a_validation_that_fails_are_written(tmp_path: Path) -> None:
+    def validate(module: Logs, batch: Tensor, index: int) -> None:
+        module.log("x", batch.mean(), on_step=True)
+        if index == 2:
+            raise KeyboardInterrupt
+
+    memory, file = Memory(), CSVLogger(tmp_path)
+    trainer = trainer_with([memory, file], num_sanity_val_steps=0)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Logs(lambda m, b, i: m.log("loss", float(i)), validate), numbers(), numbers())
+    assert memory.of("loss") == {0: 0.0, 1: 1.0, 2: 2.0}
+    assert memory.of("x_step") == {0: 1.5, 1: 5.5}
+    assert len(read(file.log_dir)) == 5
+    assert memory.status == "failed"
+
+
+def test_rows_reach_the_loggers_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("stratagem.trainer.rows.monotonic", lambda: now)
+    memory, there = Memory(), []
+
+    def log(module: Logs, batch: Tensor, index: int) -> None:
+        nonlocal now
+        there.append(len(memory.rows))
+        module.log("loss", batch.mean())
+        now += 0.9
+
+    trainer_with(memory).fit(Logs(log), numbers(24))
+    assert there == [0, 0, 0, 3, 3, 3]
+
+
+def test_the_csv_has_a_row_when_it_was_logged(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.5}, 3)
+    assert read(logger.log_dir) == [{"step": "3", "loss": "0.5"}]
+    logger.log_metrics({"step": 7.0, "loss": 0.25}, 4)
+    assert read(logger.log_dir)[1] == {"step": "7.0", "loss": "0.25"}
+
+
+def test_a_logger_that_takes_one_row_at_a_time_is_saved_after_the_last(tmp_path: Path) -> None:
+    class Saved(Memory):
+        def save(self) -> None:
+            self.rows.append((None, {"saved": 1.0}))
+
+    logger = Saved()
+    logger.log_rows([(0, {"a": 1.0}), (1, {"a": 2.0})])
+    assert logger.rows == [(0, {"a": 1.0}), (1, {"a": 2.0}), (None, {"saved": 1.0})]
+
+
+def test_reading_the_latest_values_changes_nothing() -> None:
+    seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+
+    class Reads(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            first = trainer.callback_metrics
+            first["mine"] = torch.tensor(1.0)
+            seen.append((trainer.callback_metrics, trainer.callback_metrics))
+
+    model = Logs(lambda m, b, i: m.log("loss", float(i)))
+    trainer = trainer_with(callbacks=Reads())
+    trainer.fit(model, numbers())
+    assert [(one, other) for one, other in seen] == [
+        ({"loss": torch.tensor(float(i))}, {"loss": torch.tensor(float(i))}) for i in range(3)
+    ]
+    assert trainer.callback_metrics == {"loss": torch.tensor(2.0)}
+
+
+def test_values_of_the_sanity_check_are_seen_by_nobody() -> None:
+    memory = Memory()
+    model = Logs(validate=lambda m, b, i: m.log("val", 1.0, prog_bar=True, on_step=True))
+    seen: list[dict[str, Any]] = []
+
+    class Reads(Callback):
+        def on_train_start(self, trainer: Trainer, module: Module) -> None:
+            seen.extend([trainer.callback_metrics, dict(trainer.progress_bar_metrics)])
+
+    trainer_with(memory, callbacks=Reads(), limit_train_batches=1).fit(model, numbers(), numbers())
+    assert seen == [{}, {}]
+    assert len(memory.of("val_step")) == 3
+
+
 def test_two_runs_claim_two_versions(tmp_path: Path) -> None:
     first, second = CSVLogger(tmp_path), CSVLogger(tmp_path)
     assert first.log_dir != second.log_dir

@@ -1,4 +1,4 @@
-"""The engine's config: a pure function of the strategy's arguments, the user's config and the run.
+"""The engine's config: a pure function of the strategy's options, the user's config and the run.
 
 Nothing is imported from DeepSpeed here, so that what contradicts itself is refused before a process
 starts. `engine_config` is called as soon as a fact is known, and once more, with all of them, when
@@ -46,7 +46,7 @@ _ENGINE_FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of the run; None: not known (yet).
+    """Facts of the run; None: not known yet.
 
     Attributes:
         precision: its name.
@@ -160,13 +160,13 @@ def offload_device(config: Mapping[str, Any], what: str) -> str | None:
 
 
 class _Config:
-    """A config that is being made: an argument or a fact must agree with what stands there."""
+    """A config under construction, whose values options and facts must not contradict."""
 
     def __init__(self, user: Mapping[str, Any]) -> None:
         self.made: dict[str, Any] = copy.deepcopy(dict(user))
 
     def get(self, path: tuple[str, ...]) -> Any:
-        """Return what stands there; None: nothing."""
+        """Return the value at a path; None: there is none."""
         section: Any = self.made
         for key in path:
             if not isinstance(section, Mapping) or key not in section:
@@ -175,7 +175,7 @@ class _Config:
         return section
 
     def put(self, path: tuple[str, ...], value: Any, said: str, advice: str = "") -> None:
-        """Write what was asked for elsewhere (`said`); refuse another value in the config."""
+        """Write a value that was given elsewhere (`said`); refuse another one in the config."""
         there = self.get(path)
         if there not in (None, AUTO, value):
             raise ConfigurationError(
@@ -196,7 +196,7 @@ class _Config:
 
 
 def _buckets(config: _Config, facts: Facts) -> None:
-    """How much is communicated, kept gathered and stepped at a time."""
+    """Fill sizes of buckets: elements communicated, kept gathered and stepped at a time."""
     on_cpu = facts.device_type == "cpu"
     size = CPU_BUCKET_SIZE if on_cpu else BUCKET_SIZE
     config.fill((ZERO, "allgather_bucket_size"), size)
@@ -241,7 +241,7 @@ def _offload(options: Options, config: _Config) -> None:
             said = f"pin_memory={options.pin_memory!r}"
             config.put((ZERO, section, "pin_memory"), options.pin_memory, said)
         else:
-            # As in Lightning: pinned memory is scarce, and asked for.
+            # Page-locked memory is scarce, so that it has to be asked for.
             config.fill((ZERO, section, "pin_memory"), False)
         if config.get((ZERO, section, "device")) == "nvme":
             path = (ZERO, section, "nvme_path")
@@ -269,7 +269,7 @@ def _precision(config: _Config, facts: Facts) -> None:
 
 
 def _steps(config: _Config, facts: Facts) -> None:
-    """Clipping, accumulation and batch sizes."""
+    """Write clipping, accumulation and batch sizes."""
     if facts.clip is not None:
         said = f"gradient_clip_val={facts.clip!r}"
         config.put(("gradient_clipping",), facts.clip, said)
@@ -333,7 +333,7 @@ def _batch_sizes(config: _Config, facts: Facts, accumulation: int) -> None:
 
 
 def _check_zero(config: _Config, facts: Facts) -> None:
-    """Refuse what DeepSpeed cannot do, or does wrongly."""
+    """Refuse combinations that DeepSpeed lacks, or computes wrongly."""
     stage = config.get((ZERO, "stage"))
     if isinstance(stage, bool) or stage not in STAGES:
         raise ConfigurationError(
@@ -379,7 +379,7 @@ def _check_zero(config: _Config, facts: Facts) -> None:
 
 
 def _leave_to_deepspeed(config: dict[str, Any]) -> None:
-    """Take "auto" out where it stands for a size that DeepSpeed has a default for."""
+    """Remove "auto" where DeepSpeed has a default of its own."""
     for name in (ZERO, "activation_checkpointing", "aio"):
         section = config.get(name)
         if isinstance(section, dict):

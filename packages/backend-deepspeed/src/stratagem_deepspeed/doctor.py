@@ -1,4 +1,4 @@
-"""What `stratagem doctor` says of DeepSpeed: its version, and which ops can be built here."""
+"""Checks of `stratagem doctor`: DeepSpeed's version, and which ops can be built here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def checks() -> Iterator[Check]:
     except ConfigurationError as error:
         yield Check("deepspeed", "error", str(error))
         return
-    yield Check(f"deepspeed {version}", "ok", "a version that this backend was made for")
+    yield Check(f"deepspeed {version}", "ok", "a version that this backend supports")
     for name, op in ops.OPS.items():
         yield _check_op(name, op)
 

@@ -1,8 +1,8 @@
-"""DeepSpeed itself: imported when it is first used, and kept from changing what others see.
+"""Imports DeepSpeed when it is first used, and undoes its side effects on the process.
 
 Importing it sets an environment variable and adds a logger that writes to stdout; making an engine
 reads ranks from the environment, builds a library of its own for communication on the CPU, and
-prints. Here is what puts each of these back, or keeps it away.
+prints. Each of these is restored or prevented here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def import_deepspeed(device_type: str) -> Any:
         ConfigurationError: it was imported for another type of device before.
     """
     first = "deepspeed" not in sys.modules
-    # Else it looks for a GPU's driver, and takes a CPU that has Intel's extension for another.
+    # Else it probes for GPU drivers, and takes a CPU with Intel's extension for another device.
     chosen = {_ACCELERATOR: device_type} if device_type == "cpu" else {}
     with variables(chosen), warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
@@ -90,7 +90,7 @@ def import_deepspeed(device_type: str) -> Any:
 
 @contextlib.contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and put them back as they were."""
+    """Set environment variables for a block, and restore them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -105,9 +105,9 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_rank(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
-    """Let DeepSpeed find its rank in the environment, and print to stderr if at all.
+    """Set the variables that DeepSpeed reads its rank from, and send its output to stderr.
 
-    It joins the process group that is there; address and port only have to be set.
+    It joins the process group that exists; address and port only have to be set.
     """
     found = {
         "RANK": str(rank),
@@ -124,14 +124,14 @@ def quiet_rank(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
 
 
 def _quieten() -> None:
-    """Let its loggers be as others are: warnings and worse go to whoever listens at the root."""
+    """Let its logger propagate warnings and worse to the root logger, as others do."""
     from deepspeed.utils import logger
 
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.setLevel(logging.WARNING)
     logger.propagate = True
-    # Functions of torch that it calls, and nobody else can replace there.
+    # Deprecated functions of torch that it calls, which users cannot change.
     warnings.filterwarnings("ignore", message=_QUIET, category=FutureWarning)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled ops: built once, before ranks start, and in sight of the user.
+"""DeepSpeed's compiled ops: built once, before ranks start, with progress shown.
 
 DeepSpeed compiles an op where it is first used: on every rank, minutes long, without a word, and
 waiting forever for the lock file of a build that was killed. Here a process of its own builds it
@@ -33,7 +33,7 @@ from deepspeed.ops.op_builder import {builder}
 """
 
 _LOCK_IS_OLD = 60.0
-"""Seconds after which a lock file of torch's, that no process works under, counts as left over."""
+"""Seconds after which a lock file of torch's without a live process counts as stale."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ OPS = {
 
 
 def build(name: str, device_type: str) -> None:
-    """Build an op unless it is built; say so, with a line a second.
+    """Build an op unless it is built; print a line of progress a second.
 
     Raises:
         ConfigurationError: a compiler or a library is missing (with the command that installs it),
@@ -97,7 +97,7 @@ def build(name: str, device_type: str) -> None:
 
 
 def is_built(name: str, device_type: str) -> bool:
-    """Return whether an op was built for the versions that are installed, where they are."""
+    """Return whether an op was built for the versions that are installed."""
     folder = _folder(device_type) / name
     return (folder / f".stratagem-{_environment()}").exists()
 
@@ -151,7 +151,7 @@ def _folder(device_type: str) -> Path:
 
 
 def _environment() -> str:
-    """Return what an op is built for: versions, and where they lie, which ninja compares too."""
+    """Return what a build depends on: versions and paths, which ninja compares too."""
     import torch
 
     places = (importlib.util.find_spec(name) for name in ("deepspeed", "torch"))
@@ -173,7 +173,7 @@ def _compiles(compiler: str, code: str) -> bool:
 
 @contextmanager
 def _one_builder(folder: Path) -> Iterator[None]:
-    """Let one process at a time build; the kernel drops the lock of one that dies."""
+    """Hold a file lock while building; the kernel releases that of a process that dies."""
     with (folder / ".stratagem-lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield

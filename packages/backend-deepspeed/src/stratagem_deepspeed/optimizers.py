@@ -1,4 +1,4 @@
-"""The right optimizer for an engine: the user's, or DeepSpeed's own where offload needs it."""
+"""The optimizer that an engine steps: the user's, or DeepSpeed's own where offload needs it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNSUPPORTED = {
     "capturable": False,
     "differentiable": False,
 }
-"""Options of Adam that DeepSpeedCPUAdam does not have, and what they must be."""
+"""Options of torch's Adam that DeepSpeedCPUAdam lacks, and the values that it can stand in for."""
 
 
 def only_one(optimizers: Sequence[Optimizer]) -> Optimizer | None:
@@ -43,7 +43,7 @@ def only_one(optimizers: Sequence[Optimizer]) -> Optimizer | None:
 
 
 def check_elementwise(optimizer: Optimizer, config: Mapping[str, Any]) -> None:
-    """Refuse an optimizer whose numbers would be wrong on DeepSpeed's flat partitions.
+    """Refuse an optimizer whose update is wrong on DeepSpeed's flat partitions.
 
     A step sees one flat tensor in the place of a group's parameters, or a slice of it, so that only
     what treats each element by itself stays what it is.
@@ -67,12 +67,12 @@ def check_elementwise(optimizer: Optimizer, config: Mapping[str, Any]) -> None:
 
 
 def wants_cpu_adam(config: Mapping[str, Any]) -> bool:
-    """Whether offload asks for DeepSpeed's optimizers of the CPU, as far as the config says."""
+    """Whether the config offloads the optimizer so that DeepSpeedCPUAdam is needed."""
     return offload_device(config, "offload_optimizer") is not None and config.get(FORCE, True)
 
 
 def use_torchs_adam(config: dict[str, Any]) -> None:
-    """Let Adam and AdamW of a config be torch's, on a device that has no fused ones.
+    """Let "Adam" and "AdamW" in a config mean torch's, on a device without fused kernels.
 
     DeepSpeed would compile its FusedAdam in the ranks, for two minutes without a line.
 
@@ -85,7 +85,7 @@ def use_torchs_adam(config: dict[str, Any]) -> None:
 
 
 def suited(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """Return the optimizer that an engine with this config takes; the config is made to allow it.
+    """Return the optimizer that an engine with this config takes, and let the config allow it.
 
     With an offloaded optimizer, torch's Adam and AdamW become DeepSpeedCPUAdam (the same numbers up
     to rounding, several times as fast), with the groups that the user's has: schedulers made for
@@ -137,9 +137,9 @@ def _as_cpu_adam(optimizer: Optimizer) -> Optimizer:
     )
     for own, users in zip(made.param_groups, optimizer.param_groups, strict=True):
         users.update({key: value for key, value in own.items() if key not in users})
-    # One list of groups for both: a scheduler that was made for the user's steers this one.
+    # Both share one list of groups: a scheduler made for the user's optimizer acts on this one.
     made.param_groups = optimizer.param_groups
-    # A scheduler asks the optimizer that it was made for whether it was stepped first.
+    # Else a scheduler warns that the user's optimizer was never stepped.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     _say(
         f"the offloaded optimizer is stepped by DeepSpeedCPUAdam in place of torch's "

@@ -60,12 +60,12 @@ class Options:
         *(*_OPTIMIZER, "buffer_count"), size=True, doc="buffers for optimizer state on NVMe."
     )
     pin_memory: bool | None = _option(
-        doc="let offloaded tensors be in page-locked memory; default False."
+        doc="keep offloaded tensors in page-locked memory; default False."
     )
     block_size: int | None = _option(
         *("aio", "block_size"),
         size=True,
-        doc="of reads and writes on NVMe; see DeepSpeed's `aio`.",
+        doc="options of reads and writes on NVMe; see DeepSpeed's `aio`.",
     )
     queue_depth: int | None = _option("aio", "queue_depth", size=True)
     single_submit: bool | None = _option("aio", "single_submit")
@@ -89,16 +89,18 @@ class Options:
     reduce_scatter: bool | None = _option(ZERO, "reduce_scatter")
     overlap_comm: bool | None = _option(ZERO, "overlap_comm")
     contiguous_gradients: bool | None = _option(ZERO, "contiguous_gradients")
-    loss_scale: float | None = _option("fp16", "loss_scale", doc="of float16; 0: dynamic.")
+    loss_scale: float | None = _option(
+        "fp16", "loss_scale", doc="the loss scale of float16; 0: dynamic."
+    )
     initial_scale_power: int | None = _option(
-        "fp16", "initial_scale_power", doc="of a dynamic one."
+        "fp16", "initial_scale_power", doc="options of a dynamic loss scale."
     )
     loss_scale_window: int | None = _option("fp16", "loss_scale_window", size=True)
     hysteresis: int | None = _option("fp16", "hysteresis")
     min_loss_scale: float | None = _option("fp16", "min_loss_scale")
     partition_activations: bool | None = _option(
         *(_CHECKPOINTING, "partition_activations"),
-        doc="of `deepspeed.checkpointing.checkpoint`, which user code calls.",
+        doc="options of `deepspeed.checkpointing.checkpoint`, which user code calls.",
     )
     cpu_checkpointing: bool | None = _option(_CHECKPOINTING, "cpu_checkpointing")
     contiguous_memory_optimization: bool | None = _option(

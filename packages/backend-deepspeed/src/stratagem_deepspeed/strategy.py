@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,10 +23,8 @@ from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_mem
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
-from stratagem.interfaces.precision import EnginePrecision, Precision
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
-from stratagem.plan.step_options import GradientClip, StepOptions
-from stratagem_deepspeed import ops
+from stratagem.plan.step_options import GradientClip
 from stratagem_deepspeed.config import (
     Facts,
     engine_config,
@@ -41,10 +38,18 @@ from stratagem_deepspeed.optimizers import (
     only_one,
     suited,
     use_torchs_adam,
-    wants_cpu_adam,
 )
 from stratagem_deepspeed.options import Options
 from stratagem_deepspeed.plugin import DEEPSPEED
+from stratagem_deepspeed.preparation import (
+    build_ops,
+    check_float16,
+    check_shapes,
+    checkpointing_options,
+    facts_of_steps,
+    is_sharded,
+    share_start,
+)
 from stratagem_deepspeed.state import EngineState
 
 
@@ -57,7 +62,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     it divides the loss, and steps the optimizer when it likes.
 
     `Lite.init_module()` and `Module.configure_model()` build a model of stage 3 in shards
-    (`deepspeed.zero.Init`), layer by layer, with rank 0's numbers.
+    (`deepspeed.zero.Init`), layer by layer, with rank 0's values.
 
     An engine keeps float32 weights for the optimizer. "bf16-mixed" and "bf16-true" both mean its
     bfloat16 mode: parameters, activations and gradients in bfloat16, the optimizer's in float32;
@@ -76,22 +81,23 @@ class DeepSpeedStrategy(ParallelStrategy):
         params_buffer_count, params_buffer_size, max_in_cpu: buffers for parameters on NVMe, their
             elements, and elements of parameters that stay in host memory.
         optimizer_buffer_count: buffers for optimizer state on NVMe.
-        pin_memory: let offloaded tensors be in page-locked memory; default False.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: of reads and writes
-            on NVMe; see DeepSpeed's `aio`.
+        pin_memory: keep offloaded tensors in page-locked memory; default False.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: options of reads and
+            writes on NVMe; see DeepSpeed's `aio`.
         sub_group_size: elements that a step works on at a time; stage 3; default 1e9, and 1e7 on
             the CPU.
         allgather_bucket_size, reduce_bucket_size: elements communicated at a time; default 2e8, and
             1e7 on the CPU.
         allgather_partitions, reduce_scatter, overlap_comm, contiguous_gradients: see DeepSpeed's
             `zero_optimization`; the last two are on by default.
-        loss_scale: of float16; 0: dynamic.
-        initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: of a dynamic one.
+        loss_scale: the loss scale of float16; 0: dynamic.
+        initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: options of a dynamic
+            loss scale.
         activation_checkpointing: compute activations of modules again in backward: True for the
             layers of ModuleLists and Sequentials, classes, or a function of a module.
         partition_activations, cpu_checkpointing, contiguous_memory_optimization,
-            synchronize_checkpoint_boundary: of `deepspeed.checkpointing.checkpoint`, which user
-            code calls.
+            synchronize_checkpoint_boundary: options of `deepspeed.checkpointing.checkpoint`,
+            which user code calls.
         config: DeepSpeed's own config, a dict or the path of a JSON file. "auto" values are
             filled; what contradicts an argument is refused.
         save_full_weights: gather checkpoints on rank 0, which writes one file. By default every
@@ -192,22 +198,13 @@ class DeepSpeedStrategy(ParallelStrategy):
             precision=components.precision.name,
             world_size=components.device_count,
             device_type=kind,
-            **_of_steps(components.step),
+            **facts_of_steps(components.step),
         )
         config = self._config()
         if kind == "cpu":
             ask_for_huge_pages()
-        if config.get("fp16", {}).get("enabled") and kind == "cpu" and not _cpu_has_float16():
-            raise ConfigurationError(
-                f"precision={components.precision.name!r}: this processor has no float16 "
-                "arithmetic, and DeepSpeed refuses to emulate it: pass precision='bf16-mixed'"
-            )
-        for what in ("offload_optimizer", "offload_param"):
-            if offload_device(config, what) == "nvme":
-                ops.check_nvme_path(config["zero_optimization"][what]["nvme_path"])
-                ops.build("async_io", kind)
-        if wants_cpu_adam(config):
-            ops.build("cpu_adam", kind)
+        check_float16(config, kind, components.precision.name)
+        build_ops(config, kind)
 
     def take_batch_size(self, batch_size: int | None) -> None:
         """Take the training loader's batch size; see `Strategy.take_batch_size`."""
@@ -266,7 +263,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         optimizer = only_one(make_optimizers(optimizers))
         if optimizer is not None or (trains and self.makes_optimizers):
             optimizer = self._make_engine(called, optimizer)
-        elif _is_sharded(module):
+        elif is_sharded(module):
             self._make_engine(called, None, trains=False)
         else:
             self._convert(module, move_to_device)
@@ -306,15 +303,15 @@ class DeepSpeedStrategy(ParallelStrategy):
             config.pop("optimizer", None)
             config.pop("scheduler", None)
         else:
-            _check_shapes(model)
+            check_shapes(model)
             if self.device.type == "cpu":
                 use_torchs_adam(config)
             apply_activation_checkpointing(model, self.activation_checkpointing)
-        _share_start(model, self.precision)
+        share_start(model, self.precision)
         with self._quiet():
             if "activation_checkpointing" in config:
                 self._deepspeed.checkpointing.configure(
-                    None, **_checkpointing_options(config["activation_checkpointing"])
+                    None, **checkpointing_options(config["activation_checkpointing"])
                 )
             called.make(self._deepspeed, optimizer, config)
         if trains and optimizer is None:
@@ -432,72 +429,5 @@ class EnginePrepared(PreparedModel):
         return _nothing
 
 
-def _of_steps(step: StepOptions | None) -> dict[str, Any]:
-    """Return what the engine's config has to say of the Trainer's steps; {} under Lite."""
-    if step is None:
-        return {}
-    clip = step.clip
-    if clip is not None and (clip.algorithm != "norm" or clip.norm_type != 2.0):
-        raise ConfigurationError(
-            f"gradient_clip_algorithm={clip.algorithm!r}: DeepSpeed's engine clips by the "
-            "Euclidean norm only: pass gradient_clip_algorithm='norm', or strategy='fsdp'"
-        )
-    return {
-        "loop": "Trainer",
-        "clip": None if clip is None else clip.value,
-        "accumulation": step.most_micro_batches,
-    }
-
-
 def _nothing() -> None:
     pass
-
-
-def _share_start(model: nn.Module, precision: Precision) -> None:
-    """Give every rank rank 0's buffers, and its parameters that were not built in shards.
-
-    The engine does the latter only to models none of whose parameters were built in shards.
-    """
-    tensors = [buffer.detach() for buffer in model.buffers()]
-    if _is_sharded(model):
-        for parameter in model.parameters():
-            if not hasattr(parameter, "ds_id"):
-                if isinstance(precision, EnginePrecision) and parameter.is_floating_point():
-                    parameter.data = parameter.data.to(precision.dtype)
-                tensors.append(parameter.detach())
-    for tensor in tensors:
-        dist.broadcast(tensor, 0)
-
-
-def _check_shapes(model: nn.Module) -> None:
-    """Refuse parameters without a dimension, which an engine cannot send to the other ranks."""
-    for name, parameter in model.named_parameters():
-        if not getattr(parameter, "ds_shape", parameter.shape):
-            raise ConfigurationError(
-                f"the parameter {name!r} has no dimension, which DeepSpeed cannot handle: expected "
-                "shape (1,) or larger: nn.Parameter(torch.tensor([1.0])) in the place of "
-                "nn.Parameter(torch.tensor(1.0))"
-            )
-
-
-def _checkpointing_options(section: Mapping[str, Any]) -> dict[str, Any]:
-    renamed = {
-        "partition_activations": "partition_activations",
-        "contiguous_memory_optimization": "contiguous_checkpointing",
-        "number_checkpoints": "num_checkpoints",
-        "cpu_checkpointing": "checkpoint_in_cpu",
-        "synchronize_checkpoint_boundary": "synchronize",
-        "profile": "profile",
-    }
-    return {renamed[key]: value for key, value in section.items()}
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
-def _cpu_has_float16() -> bool:
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    except (AttributeError, RuntimeError):
-        return False

@@ -13,7 +13,7 @@ from stratagem._version import __version__
 if TYPE_CHECKING:
     from stratagem.callbacks import Callback as Callback
     from stratagem.datamodule import DataModule as DataModule
-    from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
+    from stratagem.discovery.strategy_registry import StrategyRegistry as StrategyRegistry
     from stratagem.lite.lite import Lite as Lite
     from stratagem.module import Module as Module
     from stratagem.rng import seed_everything as seed_everything
@@ -24,7 +24,7 @@ else:
         "DataModule": "stratagem.datamodule",
         "Lite": "stratagem.lite.lite",
         "Module": "stratagem.module",
-        "StrategyRegistry": "stratagem.discovery.registry",
+        "StrategyRegistry": "stratagem.discovery.strategy_registry",
         "Trainer": "stratagem.trainer",
         "seed_everything": "stratagem.rng",
     }

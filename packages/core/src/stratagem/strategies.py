@@ -8,7 +8,7 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.discovery.capabilities import Capabilities as Capabilities
-    from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
+    from stratagem.discovery.strategy_registry import StrategyRegistry as StrategyRegistry
     from stratagem.distributed.activation_checkpointing import (
         apply_activation_checkpointing as apply_activation_checkpointing,
     )
@@ -55,7 +55,7 @@ else:
             "StepModule": "stratagem.interfaces.step_module",
             "StepOptions": "stratagem.plan.step_options",
             "Strategy": "stratagem.interfaces.strategy",
-            "StrategyRegistry": "stratagem.discovery.registry",
+            "StrategyRegistry": "stratagem.discovery.strategy_registry",
             "TrainStep": "stratagem.interfaces.train_step",
             "apply_activation_checkpointing": "stratagem.distributed.activation_checkpointing",
             "make_optimizers": "stratagem.interfaces.prepared_model",

@@ -207,9 +207,9 @@ def read_archive(file: BinaryIO, path: str) -> Archive:
             else f"it begins with {begin!r}, expected a zip archive",
         )
     comment = tail[at + _END_SIZE :]
-    told = int.from_bytes(tail[at + 20 : at + 22], "little")
-    if told != len(comment):
-        raise not_whole(path, size, f"it ends with {len(comment)} bytes, expected {told}")
+    expected = int.from_bytes(tail[at + 20 : at + 22], "little")
+    if expected != len(comment):
+        raise not_whole(path, size, f"it ends with {len(comment)} bytes, expected {expected}")
     if _directory_size(tail, at) > _LARGEST_DIRECTORY:
         raise not_whole(path, size, f"its directory is larger than {_LARGEST_DIRECTORY} bytes")
     if not comment:

@@ -142,7 +142,7 @@ class _Reader:
             at += size
 
     def _is_cached(self, at: int, size: int) -> bool:
-        """Whether a range is in memory, as far as its first and last bytes tell."""
+        """Whether a range is in memory, judged by its first and last byte."""
         flags = getattr(os, "RWF_NOWAIT", None)
         if flags is None:
             return True
@@ -154,4 +154,4 @@ class _Reader:
         except BlockingIOError:
             return False
         except OSError:
-            return True  # a file system that cannot tell; most of those have nothing but memory
+            return True  # a file system without this; most of those have nothing but memory

@@ -11,9 +11,11 @@ from stratagem._version import __version__
 from stratagem.cli.system import System, this_system, version_of
 from stratagem.cli.tables import aligned, print_table
 from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec
+from stratagem.discovery.checks import check_spec
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.hints import names_by_distribution
-from stratagem.discovery.registry import Candidate, PluginReport, Registry
+from stratagem.discovery.loading import PluginReport
+from stratagem.discovery.registry import RUN_TIME, Candidate, Registry
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
 
@@ -73,6 +75,11 @@ class Diagnosis:
             if report.status in ("broken", "incompatible")
         ]
         lines += [
+            f"{report.distribution} ({report.entry_point}): {note}"
+            for report in self.plugins
+            for note in report.notes
+        ]
+        lines += [
             f"the {kind} name {name!r} is ambiguous: choose one of {', '.join(holders)}"
             for (kind, name), holders in self.ambiguous.items()
         ]
@@ -123,6 +130,7 @@ def examine(
         checks=(
             *checks,
             *(of_the_system if system.gpu_problem else ()),
+            *_specs_checks(registry),
             *_plugins_checks(registry),
         ),
     )
@@ -154,6 +162,19 @@ def _detected(spec: ClusterEnvironmentSpec, environ: Mapping[str, str]) -> str:
     why_not = spec.why_not(environ)
     verb = "is" if len(spec.variables) == 1 else "are"
     return why_not or f"detected: {', '.join(spec.variables)} {verb} set"
+
+
+def _specs_checks(registry: Registry) -> list[tuple[str, Check]]:
+    """Return what specs promise that is not there, and entry points that nobody reads."""
+    checks = [
+        (candidate.distribution, Check(f"{kind} {candidate.spec.name!r}", "error", problem))
+        for kind in ("strategy", *_KINDS)
+        for candidate in registry.candidates(kind)
+        if candidate.distribution not in (CORE, RUN_TIME)
+        for problem in check_spec(candidate.spec, registry)
+    ]
+    checks += [("stratagem", Check("entry points", "error", text)) for text in registry.misplaced()]
+    return checks
 
 
 def _plugins_checks(registry: Registry) -> list[tuple[str, Check]]:

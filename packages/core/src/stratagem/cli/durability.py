@@ -45,33 +45,18 @@ def durability(
             file=sys.stderr,
         )
         raise typer.Exit(2)
-    # By name: the program does without torch, and this command cannot.
-    harness_formats = load_target(
-        "stratagem.testing.durability.harness:formats", what="the harness"
-    )
-    run = load_target("stratagem.testing.durability.harness:run", what="the harness")
-    known = harness_formats()
-    names = list(formats or known)
-    if unknown := sorted(set(names) - set(known)):
-        print(
-            f"--format {unknown[0]!r}: there is no such checkpoint format; there are "
-            f"{', '.join(known)}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(2)
     seed = random.randrange(10**6) if seed is None else seed
+    # By name: the program does without torch, and this command cannot.
+    run = load_target("stratagem.testing.durability.harness:run", what="the harness")
     outcome = run(
         directory,
-        names=names,
+        names=_known_formats(formats),
         ways=(False, True) if asynchronous is None else (asynchronous,),
         kills=kills,
         megabytes=size,
         seed=seed,
     )
-    print_table(
-        ("format", "saves", "scenario", "runs", "in a save", "holds the new", "the old", "wrong"),
-        [_cells(row) for row in outcome.rows],
-    )
+    _print_outcome(outcome)
     print(
         f"seed {seed}; checkpoints of {size:g} MB in {directory}; TMPDIR {outcome.temporary}, "
         f"{'on another' if outcome.is_elsewhere else 'on the same'} file system"
@@ -82,6 +67,28 @@ def durability(
     if wrong:
         print(f"\nWhat the processes printed:\n{outcome.log}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _known_formats(asked: list[str] | None) -> list[str]:
+    """Return the formats that were asked for, or all; exit where one is unknown."""
+    formats = load_target("stratagem.testing.durability.harness:formats", what="the harness")
+    known: list[str] = list(formats())
+    names = list(asked or known)
+    if unknown := sorted(set(names) - set(known)):
+        print(
+            f"--format {unknown[0]!r}: there is no such checkpoint format; there are "
+            f"{', '.join(known)}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(2)
+    return names
+
+
+def _print_outcome(outcome: Any) -> None:
+    print_table(
+        ("format", "saves", "scenario", "runs", "in a save", "holds the new", "the old", "wrong"),
+        [_cells(row) for row in outcome.rows],
+    )
 
 
 def _cells(row: Any) -> tuple[str, ...]:

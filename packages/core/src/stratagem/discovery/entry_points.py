@@ -13,6 +13,7 @@ from typing import Any
 
 GROUP = "stratagem.backends"
 CORE = "stratagem-core"
+_LOOKS_LIKE_OURS = "stratagem"
 DISABLE_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
 ONLY_VARIABLE = "STRATAGEM_ONLY_PLUGINS"
 
@@ -64,6 +65,25 @@ def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
     return [entries[key] for key in sorted(entries)]
 
 
+def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
+    """Return a sentence for each entry point in a group whose name only looks like ours.
+
+    Args:
+        path: where to look; None: `sys.path`.
+    """
+    found = []
+    seen: set[str] = set()
+    for place in sys.path if path is None else path:
+        for name, _, _, declared in _distributions(place or ".", seen, marker=_LOOKS_LIKE_OURS):
+            for group, entry, _ in _entries(declared):
+                if _LOOKS_LIKE_OURS in group.casefold() and group != GROUP:
+                    found.append(
+                        f"{name} declares the entry point {entry!r} in the group {group!r}, which "
+                        f"nobody reads: expected the group {GROUP!r}."
+                    )
+    return found
+
+
 def why_disabled(entry: PluginEntry, environ: Mapping[str, str]) -> str | None:
     """Return why the environment switches this entry off, or None if it does not.
 
@@ -111,7 +131,9 @@ def _listed(value: str) -> set[str]:
 # -- what is installed
 
 
-def _distributions(place: str, seen: set[str]) -> Iterator[tuple[str, str, str, str]]:
+def _distributions(
+    place: str, seen: set[str], *, marker: str = GROUP
+) -> Iterator[tuple[str, str, str, str]]:
     """Yield (name, version, METADATA, entry_points.txt) of what declares an entry of the group.
 
     A folder, which nearly every place on the path is, is read directly: importing
@@ -121,12 +143,13 @@ def _distributions(place: str, seen: set[str]) -> Iterator[tuple[str, str, str, 
     Args:
         place: an element of `sys.path`.
         seen: normalised names of the distributions met so far; those of this place are added.
+        marker: what an entry_points.txt contains that is looked for.
     """
     try:
         with os.scandir(place) as found:
             folders = sorted(f.name for f in found if f.name.endswith((".dist-info", ".egg-info")))
     except NotADirectoryError:
-        yield from _distributions_by_library(place, seen)
+        yield from _distributions_by_library(place, seen, marker=marker)
         return
     except OSError:
         return  # nothing is there, or nothing that an import could read
@@ -137,10 +160,10 @@ def _distributions(place: str, seen: set[str]) -> Iterator[tuple[str, str, str, 
             continue
         seen.add(name)
         declared = _read(f"{place}/{folder}/entry_points.txt")
-        if GROUP not in declared:
+        if marker not in declared:
             continue
         if folder.endswith(".egg-info"):  # requirements are in another file and form
-            yield from _distributions_by_library(place, seen - {name}, only=name)
+            yield from _distributions_by_library(place, seen - {name}, only=name, marker=marker)
             continue
         metadata = _read(f"{place}/{folder}/METADATA")
         version = next(_headers(metadata, "Version"), "unknown")
@@ -148,7 +171,7 @@ def _distributions(place: str, seen: set[str]) -> Iterator[tuple[str, str, str, 
 
 
 def _distributions_by_library(
-    place: str, seen: set[str], only: str | None = None
+    place: str, seen: set[str], only: str | None = None, *, marker: str = GROUP
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield the same for places that are no folders (zip files) and for older forms of metadata."""
     from importlib_metadata import distributions
@@ -160,7 +183,7 @@ def _distributions_by_library(
         if name in seen or (only is not None and name != only):
             continue
         seen.add(name)
-        if GROUP in declared:
+        if marker in declared:
             requirements = "".join(f"Requires-Dist: {r}\n" for r in distribution.requires or ())
             yield name, headers["Version"] or "unknown", requirements, declared
 
@@ -175,14 +198,21 @@ def _read(path: str) -> str:
 
 
 def _entries_of_group(declared: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of the group's entries in an entry_points.txt."""
-    here = False
+    """Yield (name, value) of our group's entries in an entry_points.txt."""
+    for group, name, value in _entries(declared):
+        if group == GROUP:
+            yield name, value
+
+
+def _entries(declared: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (group, name, value) of the entries in an entry_points.txt."""
+    group = ""
     for line in map(str.strip, declared.splitlines()):
         if line.startswith("["):
-            here = line[1:-1].strip() == GROUP
-        elif here and line and not line.startswith(("#", ";")):
+            group = line[1:-1].strip()
+        elif line and not line.startswith(("#", ";")):
             name, _, value = line.partition("=")
-            yield name.strip(), value.strip()
+            yield group, name.strip(), value.strip()
 
 
 def _load(value: str) -> Any:

@@ -5,28 +5,24 @@ from __future__ import annotations
 import difflib
 import os
 import threading
-import time
-import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import pluggy
 
 from stratagem._version import __version__
 from stratagem.discovery import hookspecs
-from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.entry_points import (
     CORE,
     PluginEntry,
     installed_entries,
+    misplaced_entries,
     normalise,
-    why_disabled,
-    why_incompatible,
 )
 from stratagem.discovery.hints import distribution_of, installation_hint
-from stratagem.discovery.specs import PLUGIN_API_VERSION, ComponentSpec, StrategySpec
-from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
+from stratagem.discovery.loading import PluginReport, load_plugin
+from stratagem.discovery.specs import ComponentSpec
+from stratagem.errors import AmbiguousNameError, ConfigurationError, UnknownNameError
 
 RUN_TIME = "registered-in-this-process"
 """Stands for the distribution of what code registered at run time."""
@@ -46,34 +42,6 @@ class Candidate:
         return f"{self.distribution}:{self.spec.name}"
 
 
-@dataclass(frozen=True)
-class PluginReport:
-    """What became of one entry point.
-
-    Attributes:
-        distribution, version, entry_point, value: where it stands.
-        status: "loaded", "disabled", "incompatible" or "broken".
-        stage: where it stopped: "environment", "metadata", "import", "hooks" or "specs".
-        reason: why it is not loaded, in one line; empty if it is.
-        detail: the traceback, for a broken one.
-        seconds: how long importing it took.
-        components: how many components it provides.
-        notes: things to know about a plugin that is loaded, such as a reserved name that it claims.
-    """
-
-    distribution: str
-    version: str
-    entry_point: str
-    value: str
-    status: Literal["loaded", "disabled", "incompatible", "broken"]
-    stage: str = ""
-    reason: str = ""
-    detail: str = ""
-    seconds: float = 0.0
-    components: int = 0
-    notes: tuple[str, ...] = ()
-
-
 class Registry:
     """Components by kind and name.
 
@@ -90,6 +58,7 @@ class Registry:
         self.reports: list[PluginReport] = []
         self._candidates: dict[tuple[str, str], list[Candidate]] = {}
         self._claimed: dict[str, set[tuple[str, str]]] = {}
+        self._misplaced: Callable[[], list[str]] = list
 
     @classmethod
     def discover(
@@ -105,111 +74,23 @@ class Registry:
         """
         registry = cls()
         environ = os.environ if environ is None else environ
-        entries = installed_entries() if entries is None else entries
+        if entries is None:
+            entries, registry._misplaced = installed_entries(), misplaced_entries
         # Core first, so that its names are reserved before anybody else claims them.
         for entry in sorted(entries, key=lambda entry: entry.distribution != CORE):
             registry.reports.append(registry._load(entry, environ))
         return registry
 
     def _load(self, entry: PluginEntry, environ: Mapping[str, str]) -> PluginReport:
-        report = PluginReport(
-            entry.distribution, entry.version, entry.name, entry.value, status="loaded"
-        )
-        if reason := why_disabled(entry, environ):
-            return replace(report, status="disabled", stage="environment", reason=reason)
-        if reason := why_incompatible(entry, __version__):
-            return replace(report, status="incompatible", stage="metadata", reason=reason)
-
-        # The boundary at which a plugin's failure is isolated: whatever it raises (an SDK may raise
-        # OSError or even call sys.exit) becomes its report, and discovery goes on.
-        stage, began = "import", time.perf_counter()
-        try:
-            plugin = entry.load()
-            report = replace(report, seconds=time.perf_counter() - began)
-            stage = "hooks"
-            self._register_hooks(plugin, f"{entry.distribution}:{entry.name}")
-            stage = "specs"
-            specs = self._specs_of(plugin)
-            self._refuse_repeated_names(specs, entry.distribution)
-        except (Exception, SystemExit) as error:
-            self.plugins.unregister(name=f"{entry.distribution}:{entry.name}")
-            return replace(
-                report,
-                status="broken",
-                stage=stage,
-                reason=f"{type(error).__name__}: {error}".strip().replace("\n", " "),
-                detail="".join(traceback.format_exception(error)),
-                seconds=time.perf_counter() - began,
-            )
-
-        for spec in specs:
-            if spec.api_version != PLUGIN_API_VERSION:
-                self.plugins.unregister(name=f"{entry.distribution}:{entry.name}")
-                return replace(
-                    report,
-                    status="incompatible",
-                    stage="specs",
-                    reason=(
-                        f"its {spec.kind} {spec.name!r} was made for plugin API version "
-                        f"{spec.api_version}, but {CORE} {__version__} has version "
-                        f"{PLUGIN_API_VERSION}: install a release of {entry.distribution} made "
-                        "for it"
-                    ),
-                )
+        claimed = self._claimed.get(entry.distribution, set())
+        report, specs = load_plugin(entry, environ, self.plugins, claimed)
         notes = [
             f"the {spec.kind} name {name!r} is reserved for {CORE}: reach this one as "
             f"{entry.distribution}:{name}"
             for spec in specs
             for name in self._put(Candidate(spec, entry.distribution, entry.version))
         ]
-        return replace(report, components=len(specs), notes=tuple(notes))
-
-    def _register_hooks(self, plugin: object, name: str) -> None:
-        self.plugins.register(plugin, name=name)
-        callers = self.plugins.get_hookcallers(plugin)
-        if not callers:
-            raise PluginError(
-                "it implements no hook; expected functions decorated with "
-                "stratagem.discovery.hookimpl"
-            )
-        for caller in callers:
-            if not caller.has_spec():
-                raise PluginError(
-                    f"it implements {caller.name!r}, which is not a hook of Stratagem; hooks are "
-                    + ", ".join(n for n in dir(hookspecs) if n.startswith("stratagem_"))
-                )
-
-    def _specs_of(self, plugin: object) -> list[ComponentSpec]:
-        specs: list[ComponentSpec] = []
-        for implementation in self.plugins.hook.stratagem_components.get_hookimpls():
-            if implementation.plugin is plugin:
-                returned: Any = implementation.function()
-                if not isinstance(returned, Iterable):
-                    raise PluginError(
-                        f"stratagem_components() returned {returned!r}; expected an iterable of "
-                        "ComponentSpec objects such as StrategySpec"
-                    )
-                specs.extend(returned)
-        for spec in specs:
-            if not isinstance(spec, ComponentSpec):
-                raise PluginError(
-                    f"stratagem_components() returned {spec!r} among its specs; expected "
-                    "ComponentSpec objects such as StrategySpec"
-                )
-        return specs
-
-    def _refuse_repeated_names(self, specs: list[ComponentSpec], distribution: str) -> None:
-        """Refuse a name that a distribution claims twice: no qualified form tells them apart."""
-        claimed = set(self._claimed.get(distribution, ()))
-        for spec in specs:
-            for name in (spec.name, *spec.aliases):
-                key = (spec.kind, name.casefold())
-                if key in claimed:
-                    raise PluginError(
-                        f"{distribution} provides the {spec.kind} name {name!r} twice; expected "
-                        "each name and alias once in a distribution"
-                    )
-                claimed.add(key)
+        return replace(report, notes=(*report.notes, *notes))
 
     def _put(self, candidate: Candidate) -> Iterator[str]:
         """File a candidate under its names; yield those that belong to core and stay with it."""
@@ -264,10 +145,24 @@ class Registry:
         parts.append(f"Available here: {', '.join(known) or 'none'}.")
         return " ".join(parts)
 
+    def shadowed(self, candidate: Candidate, name: str) -> list[str]:
+        """Return the qualified names of what other distributions provide under a name of core's."""
+        if candidate.distribution != CORE or ":" in name:
+            return []
+        holders = self._candidates.get((candidate.spec.kind, name.casefold()), [])
+        return [
+            f"{h.distribution}:{name}" for h in holders if h.distribution not in (CORE, RUN_TIME)
+        ]
+
+    def misplaced(self) -> list[str]:
+        """Return a sentence for each installed entry point in a group that only looks like ours."""
+        return self._misplaced()
+
     def possible_providers(self, name: str) -> list[str]:
         """Return sentences on who might provide a component or class that was not found.
 
-        A plugin that failed and might have provided it; otherwise the distribution to install.
+        A plugin that failed and might have provided it; otherwise the distribution to install, and
+        whatever plugin failed.
         """
         provider = distribution_of(name)
         suspects = [
@@ -286,7 +181,13 @@ class Registry:
                     f"later release does: pip install --upgrade {provider}."
                 ]
         hint = installation_hint(name)
-        return [hint] if hint else []
+        failed = [
+            f"{report.distribution} {report.version} is {report.status}, and nothing that it "
+            f"provides is known: {report.reason}."
+            for report in self.reports
+            if report.status in ("broken", "incompatible")
+        ]
+        return [*([hint] if hint else failed), *self.misplaced()]
 
     def names(self, kind: str) -> list[str]:
         """Return the names of a kind's components, without aliases, sorted."""
@@ -381,83 +282,3 @@ def get_registry() -> Registry:
             if _registry is None:
                 _registry = Registry.discover()
     return _registry
-
-
-class _StrategyRegistry:
-    """Strategies by name, for code that registers them at run time.
-
-    Example:
-        >>> from stratagem import StrategyRegistry
-        >>> from stratagem.strategies import DDPStrategy
-        >>> StrategyRegistry.register("ddp_static", DDPStrategy, description="DDP, static graph",
-        ...                           static_graph=True)
-        >>> "ddp_static" in StrategyRegistry.available_strategies()
-        True
-        >>> StrategyRegistry.remove("ddp_static")
-    """
-
-    def register(
-        self,
-        name: str,
-        strategy: type[Any],
-        *,
-        description: str = "",
-        override: bool = False,
-        **init_params: Any,
-    ) -> None:
-        """Make `Trainer(strategy=name)` mean `strategy(**init_params)`, in this process.
-
-        Args:
-            name: the name to select it by.
-            strategy: a Strategy class.
-            description: one line for listings.
-            override: replace a strategy that has this name.
-            **init_params: keyword arguments of the class.
-
-        Raises:
-            ConfigurationError: the name is taken and `override` is False; or `strategy` is not a
-                Strategy class.
-        """
-        capabilities = getattr(strategy, "capabilities", None)
-        if not isinstance(strategy, type) or not isinstance(capabilities, Capabilities):
-            raise ConfigurationError(
-                f"StrategyRegistry.register({name!r}, ...) expected a subclass of "
-                f"stratagem.strategies.Strategy, received {strategy!r}"
-            )
-        get_registry().add(
-            StrategySpec(
-                name=name,
-                target=strategy,
-                api_version=PLUGIN_API_VERSION,
-                summary=description or (strategy.__doc__ or "").strip().partition("\n")[0],
-                init_args=init_params,
-                capabilities=capabilities,
-            ),
-            override=override,
-        )
-
-    def get(self, name: str) -> Any:
-        """Return a new instance of a strategy, with its preset arguments.
-
-        Raises:
-            UnknownNameError: no strategy has that name.
-        """
-        return get_registry().find("strategy", name).spec.build()
-
-    def remove(self, name: str) -> None:
-        """Take back a registration made in this process; what it had replaced is found again."""
-        get_registry().remove("strategy", name)
-
-    def available_strategies(self) -> list[str]:
-        """Return the names of all strategies, discovered and registered, sorted."""
-        return get_registry().names("strategy")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.available_strategies()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.available_strategies())
-
-
-StrategyRegistry = _StrategyRegistry()
-"""Strategies by name; see `register`, `get`, `remove` and `available_strategies`."""

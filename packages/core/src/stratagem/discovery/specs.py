@@ -160,7 +160,7 @@ class ClusterEnvironmentSpec(ComponentSpec):
 
     kind: ClassVar[str] = "cluster_environment"
     variables: tuple[str, ...] = ()
-    """Environment variables that betray it: it is detected when all of them are set. The first
+    """Environment variables that it is detected by, when all of them are set. The first
     stands for the cluster, the others for having been started by it as one of several ranks."""
     advice: str = ""
     """What to do where only the first of the variables is set, as in a job whose script was not

@@ -157,7 +157,7 @@ class ParallelStrategy(Strategy):
             synchronize_batch_norm(module, has_kernels=self.accelerator.sync_batchnorm_kernels)
 
 
-def _launcher(start_method: str, launcher: str | None) -> str:
+def _launcher(start_method: str, launcher: object) -> str:
     """Return the launcher that a start method stands for."""
     if start_method not in START_METHODS:
         raise ConfigurationError(
@@ -175,9 +175,8 @@ def _launcher(start_method: str, launcher: str | None) -> str:
 def _is_there(backend: str) -> bool:
     if ":" in backend:  # one for each kind of device, as in "cpu:gloo,cuda:nccl"
         return all(_is_there(part.partition(":")[2]) for part in backend.split(","))
-    known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
-    known.update(mpi=dist.is_mpi_available, ucc=dist.is_ucc_available)
-    known.update(xccl=dist.is_xccl_available, fake=bool, undefined=bool)
-    if backend in known:
-        return bool(known[backend]())
-    return backend in dist.Backend.backend_list
+    if backend in (dist.Backend.UNDEFINED, "fake"):
+        return False
+    # torch has such a function for each of its own backends, built or not.
+    is_built = getattr(dist, f"is_{backend}_available", None)
+    return backend in dist.Backend.backend_list if is_built is None else bool(is_built())

@@ -24,6 +24,7 @@ from stratagem.interfaces.author_checks import (
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.components import Components
+from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
 from stratagem.interfaces.ranks import Ranks
@@ -77,7 +78,7 @@ class Strategy(Stepping, ABC):
         accelerator, checkpoint_io, cluster_environment: objects or discovered names; None leaves
             the choice to the plan.
         precision_plugin: a Precision or the name of one; None leaves the choice to the plan.
-        launcher: name of a launcher; None takes the first in its capabilities.
+        launcher: a launcher or its name; None takes the first in its capabilities.
 
     Attributes:
         capabilities: of the class; the object that its spec has too.
@@ -133,7 +134,7 @@ class Strategy(Stepping, ABC):
         precision_plugin: Precision | str | None = None,
         checkpoint_io: CheckpointIO | str | None = None,
         cluster_environment: ClusterEnvironment | str | None = None,
-        launcher: str | None = None,
+        launcher: Launcher | str | None = None,
         **unexpected: Any,
     ) -> None:
         requested = {

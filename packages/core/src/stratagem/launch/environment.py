@@ -76,7 +76,7 @@ def rank_environment(
     """
     network = {}
     if num_nodes == 1 and sys.platform.startswith("linux"):
-        # gloo listens on the address of the host's name, unless it is told otherwise.
+        # gloo listens on the address of the host's name by default.
         network["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {
         **network,

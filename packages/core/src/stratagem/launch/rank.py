@@ -53,7 +53,7 @@ def record_crashes() -> None:
     """Let a signal that ends this process from within (SIGABRT, SIGSEGV) leave the stack.
 
     torch aborts a process whose collective does not match its peers', from a thread of its own;
-    without this, nothing would tell where the process was.
+    without this, nothing would say where the process was.
     """
     if faulthandler.is_enabled():
         return
@@ -115,7 +115,7 @@ class ThisRank:
         ending: it is at its end, where nobody catches an exception.
         explain: returns a better error for one that ends this rank, or None; it may ask the other
             ranks, until its second argument returns True.
-        report: tells the other ranks of an error that ends this one.
+        report: sends an error that ends this rank to the other ranks.
         at_end: what is called at the end, the latest first.
         handlers: handlers of signals that are ours, whose place a front end may take.
         peers_are_gone: whether all ranks that this process has started have ended.
@@ -138,7 +138,7 @@ this_rank = ThisRank()
 
 
 def explained(error: BaseException, enough: Callable[[], bool] = bool) -> BaseException:
-    """Return what is to be raised in the place of an error that ends this rank.
+    """Return the error to raise where an error ends this rank: the cause, if it is known.
 
     Args:
         error: what a call raised.

@@ -182,7 +182,7 @@ class RankProcesses:
         start: starts one of them.
         environments: by rank, the variables that a child has beyond this process's own.
         on_failure: called once, in the watching thread, when the first child fails; the others
-            have been told to end by then.
+            were asked to end before.
         own_sessions: each child leads a session, so that Ctrl-C on the terminal reaches this
             process alone, and signals sent to a child reach those that it has started too.
         output: where they write.
@@ -288,7 +288,7 @@ class RankProcesses:
                     if exit_code != 0:
                         failures.append(self._failure(rank, exit_code))
             if failures and self._told_to_end:
-                # Each ends by itself, in its own time; whoever has told them sets the limit.
+                # Each ends by itself, in its own time; whoever asked them sets the limit.
                 self.failure = self.failure or failures[0]
             elif failures and not self._ending.is_set():
                 # Several may have ended between two looks: the first to report is the cause.

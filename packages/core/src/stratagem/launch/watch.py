@@ -1,4 +1,7 @@
-"""What a rank does when it, or one that it has started, fails: one error, and no process left."""
+"""run_as_rank, and the watch over the ranks that this process started.
+
+A failure of one rank becomes one error, and no process is left.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +42,18 @@ def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> R
     try:
         return function(*args, **kwargs)
     except BaseException as error:
-        told = _resolved(error)
+        resolved = _resolved(error)
         if Watch.current is None:
-            rank.record_failure(told)
+            rank.record_failure(resolved)
         # With a watch: the caller may handle it, on every rank alike; if nobody does, the hook
         # below ends the ranks.
-        if told is error:
+        if resolved is error:
             raise
-        raise told from (None if isinstance(told, RankFailedError) else error)
+        raise resolved from (None if isinstance(resolved, RankFailedError) else error)
 
 
 def _resolved(error: BaseException) -> BaseException:
-    """Return what is raised in the place of an error that ends this rank, once that is known."""
+    """Return the cause of an error that ends this rank, once it is known: what is to be raised."""
     watch = Watch.current
     return rank.explained(error) if watch is None else watch.resolve_cause(error)
 
@@ -92,8 +95,8 @@ class Watch:
         """Return the failure of a peer that an error here results from, or the error, explained."""
         self._noticed.set()
         began = time.time()
-        told = rank.explained(error, lambda: self.ranks.failure is not None)
-        lost = isinstance(told, CommunicationError)
+        resolved = rank.explained(error, lambda: self.ranks.failure is not None)
+        lost = isinstance(resolved, CommunicationError)
         # A lost connection is a RuntimeError, whatever the backend.
         if isinstance(error, RuntimeError) and self.ranks.failure is None:
             self.ranks.wait(_KNOWN_GRACE if lost else _PEER_GRACE)
@@ -107,8 +110,8 @@ class Watch:
             its_own = bool(failure.report) and failure.time > began
         if failure is None or its_own:
             self._noticed.clear()
-            return told
-        where = f"{told.where}\n" if isinstance(told, CommunicationError) else ""
+            return resolved
+        where = f"{resolved.where}\n" if isinstance(resolved, CommunicationError) else ""
         return failure.error(self.world_size, where)
 
     def _interrupt(self, failure: Failure) -> None:
@@ -142,7 +145,7 @@ class Watch:
 
     def _finish(self) -> None:
         """At the end of the script: wait for the ranks, which are at its end too."""
-        told = self.crashed or self._noticed.is_set() or this_rank.interrupted
+        was_said = self.crashed or self._noticed.is_set() or this_rank.interrupted
         # From here on nothing is raised in this thread, where an exception would be ignored.
         self._noticed.set()
         if not self.crashed:
@@ -152,7 +155,7 @@ class Watch:
                 pass
         failure = self.ranks.failure
         self.ranks.end()
-        if failure is not None and not told:
+        if failure is not None and not was_said:
             print(f"{failure.error(self.world_size)}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)
@@ -179,20 +182,20 @@ def prepare_this_rank() -> None:
         this_rank.failed = True
         watch = Watch.current
         if watch is not None:
-            told = watch.resolve_cause(error)
-            if isinstance(told, RankFailedError):
-                print(told, file=sys.stderr, flush=True)
+            resolved = watch.resolve_cause(error)
+            if isinstance(resolved, RankFailedError):
+                print(resolved, file=sys.stderr, flush=True)
             else:
-                print_exception(type(told), told, told.__traceback__)
+                print_exception(type(resolved), resolved, resolved.__traceback__)
             watch.crashed = True
             watch.ranks.end()
             return
-        told = rank.explained(error)
+        resolved = rank.explained(error)
         if rank.has_parent() and isinstance(error, KeyboardInterrupt):
             return  # Ctrl-C reaches every rank; the first one shows it
-        if not (rank.record_failure(told) and rank.has_parent()):
+        if not (rank.record_failure(resolved) and rank.has_parent()):
             # A parent of ours shows the recorded traceback; anybody else may not.
-            print_exception(type(told), told, told.__traceback__)
+            print_exception(type(resolved), resolved, resolved.__traceback__)
 
     sys.excepthook = report
 

@@ -29,6 +29,12 @@ from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
 from stratagem.plan.step_options import StepOptions
 
+REQUESTED = (
+    *("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins"),
+    *("gpus", "tpu_cores", "async_save"),
+)
+"""The arguments of both front ends that make the request."""
+
 
 class Launched(Ranked):
     """What both front ends are made on: a plan, its strategy, and the processes.
@@ -47,6 +53,13 @@ class Launched(Ranked):
     """
 
     _made: ClassVar[int] = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a subclass's `run` launch the processes before it runs."""
+        super().__init_subclass__(**kwargs)
+        run = cls.__dict__.get("run")
+        if run is not None:
+            cls.run = _launching(run)  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -91,7 +104,7 @@ class Launched(Ranked):
                 step=plan.request.step_options,
             )
         )
-        self._launched = False
+        self._launched = self._in_run = False
         self._raise_errors: Callable[[], None] | None = None
         """Raises what failed in the background, where something may run there."""
 
@@ -272,6 +285,27 @@ def _teardown(strategy: weakref.ref[Strategy]) -> None:
         # Nobody catches it here: it would be printed as ignored, and the exit code would be 0.
         except Exception as error:
             fail_at_end(error, f"{type(alive).__name__}.teardown() failed after the run was done")
+
+
+def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a `run` so that the outermost call launches the processes."""
+
+    @functools.wraps(run)
+    def launch_and_run(self: Launched, *args: Any, **kwargs: Any) -> Any:
+        if self._in_run:
+            return run(self, *args, **kwargs)
+        self._in_run = True
+        try:
+            return self.launch(_run, *args, **kwargs)
+        finally:
+            self._in_run = False
+
+    return launch_and_run
+
+
+def _run(lite: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a subclass's `run`; a function of this module, so that it can be pickled."""
+    return lite.run(*args, **kwargs)
 
 
 def _tensors(data: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
@@ -23,7 +22,7 @@ from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
 from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
-from stratagem.lite.prepare import prepare
+from stratagem.lite.prepare import check_backward, prepare, prepared_of
 from stratagem.lite.request import Devices, Plugin, as_list
 from stratagem.lite.state import STRATEGY_STATE, collect, restore
 from stratagem.plan.step_options import GradientClip, StepOptions
@@ -76,13 +75,6 @@ class Lite(Launched):
         True
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a subclass's `run` launch the processes before it runs."""
-        super().__init_subclass__(**kwargs)
-        run = cls.__dict__.get("run")
-        if run is not None:
-            cls.run = _launching(run)  # type: ignore[attr-defined]
-
     def __init__(
         self,
         accelerator: str | Accelerator = "auto",
@@ -111,7 +103,6 @@ class Lite(Launched):
             async_save=async_save,
             step_options=step_options,
         )
-        self._in_run = False
         self._prepared: list[PreparedModel] = []
         self._weight = 1.0
         """What the present batch counts; see `join`."""
@@ -152,9 +143,8 @@ class Lite(Launched):
                 "before the model is sharded: call setup_module(model), make the optimizer from "
                 "its parameters, then setup_optimizers(optimizer)"
             )
-        _check_parameters(module, optimizers)
         if optimizers:
-            self._check_backward()
+            check_backward(self.plan)
         prepared = prepare(strategy, module, optimizers, move_to_device=move_to_device)
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
@@ -162,14 +152,6 @@ class Lite(Launched):
             return model
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         return (model, *wrapped)
-
-    def _check_backward(self) -> None:
-        if not self.plan.capabilities.manual_backward:
-            raise ConfigurationError(
-                f"the strategy {self.plan.strategy.name!r} runs backward itself "
-                "(manual_backward=False in its capabilities), so that a loop of your own cannot "
-                "train with it: use the Trainer, or another strategy"
-            )
 
     def setup_module(self, module: nn.Module, *, move_to_device: bool = True) -> LiteModule:
         """Prepare a model without optimizers; `setup_optimizers` follows."""
@@ -183,25 +165,15 @@ class Lite(Launched):
         Returns:
             The optimizer, or a tuple of them.
         """
-        self._check_backward()
+        check_backward(self.plan)
         wrapped = []
         for optimizer in optimizers:
-            prepared = self._prepared_of(optimizer)
+            prepared = prepared_of(optimizer, self._prepared)
             if optimizer not in prepared.optimizers:
                 optimizer = self.strategy.setup_optimizer(prepared, optimizer)
                 prepared.optimizers.append(optimizer)
             wrapped.append(wrap_optimizer(optimizer, prepared, self.strategy))
         return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
-
-    def _prepared_of(self, optimizer: Optimizer) -> PreparedModel:
-        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for prepared in self._prepared:
-            if any(id(p) in wanted for p in prepared.original.parameters()):
-                return prepared
-        raise ConfigurationError(
-            "setup_optimizers() received an optimizer without any parameter of a model that was "
-            "set up: call setup_module(model) first, and make the optimizer from its parameters"
-        )
 
     def setup_dataloaders(
         self,
@@ -225,6 +197,8 @@ class Lite(Launched):
             The loader, or a list of them.
         """
         index, count = self._launched_strategy().ranks.data_shard
+        rng_of = (self.strategy.accelerator, self.device)
+        moves = move_to_device and not self.strategy.accelerator.is_host
         wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
@@ -232,17 +206,10 @@ class Lite(Launched):
             name = "the data loader"
             if len(dataloaders) > 1:
                 name += f" {len(wrapped)} of setup_dataloaders()"
-            accelerator = self.strategy.accelerator
-            moves = move_to_device and not accelerator.is_host
+            device = self.device if moves else None
+            shard = (index, count)
             wrapped.append(
-                LiteDataLoader(
-                    loader,
-                    self.device if moves else None,
-                    name,
-                    self.global_rank,
-                    (index, count),
-                    rng_of=(accelerator, self.device),
-                )
+                LiteDataLoader(loader, device, name, self.global_rank, shard, rng_of=rng_of)
             )
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
@@ -260,7 +227,7 @@ class Lite(Launched):
             *args, **kwargs: those of `Tensor.backward`.
         """
         prepared = model.prepared if model is not None else self._only_prepared()
-        self._check_backward()
+        check_backward(self.plan)
         if self._raise_errors is not None:
             self._raise_errors()
         if self._weight != 1.0:
@@ -484,34 +451,3 @@ class Lite(Launched):
                     f"{type(method).__name__}; expected a method"
                 )
             method(*args, **kwargs)
-
-
-def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a `run` so that the outermost call launches the processes."""
-
-    @functools.wraps(run)
-    def launch_and_run(self: Lite, *args: Any, **kwargs: Any) -> Any:
-        if self._in_run:
-            return run(self, *args, **kwargs)
-        self._in_run = True
-        try:
-            return self.launch(_run, *args, **kwargs)
-        finally:
-            self._in_run = False
-
-    return launch_and_run
-
-
-def _run(lite: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a subclass's `run`; a function of this module, so that it can be pickled."""
-    return lite.run(*args, **kwargs)
-
-
-def _check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    own = {id(p) for p in module.parameters()}
-    for optimizer in optimizers:
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise ConfigurationError(
-                f"setup() received a {type(optimizer).__name__} that holds none of the model's "
-                "parameters, so its steps would change nothing: make it from model.parameters()"
-            )

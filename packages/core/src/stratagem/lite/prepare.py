@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
+from torch.optim import Optimizer
 
-from stratagem.errors import PluginError
+from stratagem.errors import ConfigurationError, PluginError
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Strategy
+from stratagem.plan.plan import RunPlan
 
 _latest: WeakKeyDictionary[nn.Module, tuple[ref[Strategy], ref[PreparedModel]]] = (
     WeakKeyDictionary()
@@ -33,8 +36,11 @@ def prepare(
         optimizers, move_to_device: see `Strategy.prepare`.
 
     Raises:
+        ConfigurationError: an optimizer that exists holds none of the module's parameters.
         PluginError: the strategy has returned something else.
     """
+    if not callable(optimizers):
+        _check_parameters(module, optimizers)
     earlier_strategy, earlier = (one() for one in _latest.pop(module, (_nothing, _nothing)))
     if isinstance(earlier_strategy, Strategy) and isinstance(earlier, PreparedModel):
         earlier_strategy.release(earlier)
@@ -54,3 +60,43 @@ def prepare(
 
 def _nothing() -> None:
     return None
+
+
+def check_backward(plan: RunPlan) -> None:
+    """Check that a loop of the user's own can call backward.
+
+    Raises:
+        ConfigurationError: the strategy runs backward itself.
+    """
+    if not plan.capabilities.manual_backward:
+        raise ConfigurationError(
+            f"the strategy {plan.strategy.name!r} runs backward itself "
+            "(manual_backward=False in its capabilities), so that a loop of your own cannot "
+            "train with it: use the Trainer, or another strategy"
+        )
+
+
+def prepared_of(optimizer: Optimizer, models: Sequence[PreparedModel]) -> PreparedModel:
+    """Return the prepared model whose parameters an optimizer holds.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for prepared in models:
+        if any(id(p) in held for p in prepared.original.parameters()):
+            return prepared
+    raise ConfigurationError(
+        "setup_optimizers() received an optimizer without any parameter of a model that was "
+        "set up: call setup_module(model) first, and make the optimizer from its parameters"
+    )
+
+
+def _check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    own = {id(p) for p in module.parameters()}
+    for optimizer in optimizers:
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigurationError(
+                f"setup() received a {type(optimizer).__name__} that holds none of the model's "
+                "parameters, so its steps would change nothing: make it from model.parameters()"
+            )

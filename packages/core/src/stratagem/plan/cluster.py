@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from stratagem.discovery.registry import Candidate
 from stratagem.discovery.specs import ClusterEnvironmentSpec, load_target
 from stratagem.errors import ConfigurationError, UnknownNameError
-from stratagem.plan.selection import Question, Selection, given, selection_of
+from stratagem.plan.selection import NAMED, Question, Selection, given, selection_of
 
 CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 """Names the cluster environment; "none" switches detection off."""
@@ -98,7 +98,7 @@ def find_cluster(question: Question) -> Cluster:
         external = bool(asked.creates_processes_externally)
         return Cluster(environment=selected, has_started_this=external, environ=environ)
     if asked is not None:
-        return _named(question.find("cluster_environment", asked, "you named it"), environ)
+        return _named(question.find("cluster_environment", asked, NAMED), environ)
     switch = environ.get(CLUSTER_VARIABLE, "")
     if switch.casefold() == "none":
         why = f"detection is switched off by {CLUSTER_VARIABLE}=none"

@@ -17,6 +17,7 @@ from stratagem.plan.cluster import Cluster
 from stratagem.plan.devices import is_zero
 from stratagem.plan.selection import (
     GIVEN,
+    NAMED,
     Question,
     Selection,
     can,
@@ -58,7 +59,7 @@ def choose_accelerator(
             )
         selected = Selection("accelerator", name, GIVEN, "you passed it", asked)
     elif asked != "auto":
-        selected = question.find("accelerator", asked, "you named it")
+        selected = question.find("accelerator", asked, NAMED)
     elif question.request.devices is None or is_zero(question.request.devices):
         selected = question.find("accelerator", "cpu", f"devices={question.request.devices!r}")
     elif elsewhere is not None:
@@ -153,7 +154,7 @@ def asked_launcher(
         _check_starts(question, strategy, asked)
     if not isinstance(asked, str):
         return given("launcher", asked, method="launch", base="stratagem.launch.Launcher")
-    selected = question.find("launcher", asked, "you named it")
+    selected = question.find("launcher", asked, NAMED)
     if not can(selected, "starts_ranks"):
         raise ConfigurationError(
             f"launcher={asked!r} starts no ranks: expected one that does, such as "
@@ -271,7 +272,7 @@ def _asked_precision(
                 "stratagem.precision.Precision"
             )
         return Selection("precision", name, GIVEN, "you passed it", asked)
-    why = "the default" if asked == "32-true" else "you named it"
+    why = "the default" if asked == "32-true" else NAMED
     of_engine = _of_engine(str(asked), capabilities)
     if of_engine is None:
         return question.find("precision", str(asked), why)
@@ -306,7 +307,7 @@ def choose_checkpoint_io(question: Question, capabilities: Capabilities) -> Sele
     if asked is None:
         selected = question.find("checkpoint_io", capabilities.checkpoint_io, "the default")
     elif isinstance(asked, str):
-        selected = question.find("checkpoint_io", asked, "you named it")
+        selected = question.find("checkpoint_io", asked, NAMED)
     else:
         base = "stratagem.checkpoint.CheckpointIO"
         selected = given("checkpoint_io", asked, method="save_checkpoint", base=base)

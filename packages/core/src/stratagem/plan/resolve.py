@@ -27,6 +27,7 @@ from stratagem.plan.devices import choose_devices, choose_num_nodes, devices_els
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.selection import (
     GIVEN,
+    NAMED,
     Question,
     Selection,
     can,
@@ -104,7 +105,7 @@ def _named_strategy(question: Question) -> Selection | None:
     if wanted is None or wanted == "auto":
         return None
     if isinstance(wanted, str):
-        return question.find("strategy", wanted, "you named it")
+        return question.find("strategy", wanted, NAMED)
     capabilities = getattr(wanted, "capabilities", None)
     if isinstance(wanted, type) or not isinstance(capabilities, Capabilities):
         raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,9 @@ from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from stratagem.plan.plan import RunRequest
+
+NAMED = "you named it"
+"""Why a component was chosen that the user named."""
 
 GIVEN = "given as an object"
 """Stands for the provider of an object that the user passed."""
@@ -56,8 +60,20 @@ class Question:
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def find(self, kind: str, name: str, why: str) -> Selection:
-        """Return the component of a name; see `Registry.find` for what is raised."""
-        return selection_of(self.registry.find(kind, name), why)
+        """Return the component of a name; see `Registry.find` for what is raised.
+
+        Where the user named it and another distribution claims that name as well, a warning says
+        that core's is taken.
+        """
+        candidate = self.registry.find(kind, name)
+        others = self.registry.shadowed(candidate, name)
+        if others and why == NAMED:
+            warnings.warn(
+                f"the {kind.replace('_', ' ')} {name!r} is that of {candidate.distribution}, which "
+                f"the name is reserved for; {' and '.join(map(repr, others))} is another one",
+                stacklevel=2,
+            )
+        return selection_of(candidate, why)
 
     def asked(self, kind: str, default: Any) -> Any:
         """Return what was asked for, in the request or in the strategy's own arguments.

@@ -98,7 +98,7 @@ class Entry:
 
     Attributes:
         path: where; what a symbolic link leads to, where it is one.
-        modified: when, in seconds since 1970; 0: the file system does not tell.
+        modified: when, in seconds since 1970; 0: unknown.
         is_directory: whether it is one.
     """
 

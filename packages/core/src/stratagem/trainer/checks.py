@@ -121,20 +121,6 @@ def check_manual_optimization(
         )
 
 
-def check_divergence_detection(plan: RunPlan, every_n_steps: int) -> None:
-    """Check that ranks may be compared every so many steps (0: never).
-
-    Raises:
-        ConfigurationError: the strategy lets their parameters differ.
-    """
-    if every_n_steps and not plan.capabilities.replicated:
-        raise ConfigurationError(
-            f"detect_divergence={every_n_steps!r} compares the parameters of all ranks, "
-            f"which the strategy {plan.strategy.name!r} lets differ (replicated=False in "
-            "its capabilities): leave detect_divergence out"
-        )
-
-
 def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
     """Check that optimizers hold parameters of the model.
 
@@ -152,3 +138,17 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
                 "the model does not have (any more), so its steps would not train the model: "
                 "make it in configure_optimizers(), from self.parameters()"
             )
+
+
+def check_divergence_detection(plan: RunPlan, every_n_steps: int) -> None:
+    """Check that ranks may be compared every so many steps (0: never).
+
+    Raises:
+        ConfigurationError: the strategy lets their parameters differ.
+    """
+    if every_n_steps and not plan.capabilities.replicated:
+        raise ConfigurationError(
+            f"detect_divergence={every_n_steps!r} compares the parameters of all ranks, "
+            f"which the strategy {plan.strategy.name!r} lets differ (replicated=False in "
+            "its capabilities): leave detect_divergence out"
+        )

@@ -19,6 +19,30 @@ from stratagem.trainer.divergence import DEFAULT_INTERVAL
 Limit = int | float
 
 
+class OptionAttributes:
+    """The options as attributes of a Trainer, where users may set them between runs."""
+
+    max_epochs: int
+    min_epochs: int
+    max_steps: int
+    min_steps: int
+    max_time: float | None
+    fast_dev_run: int
+    limits: Mapping[str, Limit]
+    val_check_interval: Limit
+    check_val_every_n_epoch: int
+    num_sanity_val_steps: int
+    log_every_n_steps: int
+    step_options: StepOptions
+    deterministic: bool | str
+    benchmark: bool
+    inference_mode: bool
+    use_distributed_sampler: bool
+    detect_anomaly: bool
+    detect_divergence: int
+    default_root_dir: paths.Location
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
     """The Trainer's arguments that say how runs go, in the form in which runs read them.

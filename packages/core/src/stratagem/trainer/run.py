@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from stratagem.trainer.trainer import Trainer
 
 
-_runs: WeakSet[Run] = WeakSet()
-"""The last run of each Trainer of this process."""
-
-
 class Run:
     """One run of a Trainer on this rank.
 
@@ -431,11 +427,15 @@ class Run:
         return self.prepared
 
 
+_runs: WeakSet[Run] = WeakSet()
+"""Those of this process whose prepared models may still hold something."""
+
+
 def _release_others(run: Run) -> None:
     """Free what strategies hold for Trainers that are done: a process trains model after model."""
     for other in list(_runs):
-        if other.trainer is run.trainer or other.trainer.state.status == "running":
-            continue
-        if other.prepared is not None:
-            other.strategy.release(other.prepared)
+        if other.trainer is not run.trainer and other.trainer.state.status != "running":
+            _runs.discard(other)
+            if other.prepared is not None:
+                other.strategy.release(other.prepared)
     _runs.add(run)

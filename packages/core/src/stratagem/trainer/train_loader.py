@@ -132,7 +132,8 @@ class TrainLoader:
             return self._read_ahead_steps(accumulate)
         if accumulate == 1:
             left = None if self.end == UNKNOWN else max(0, int(self.end) - self._done)
-            return zip(islice(self._epoch, left))
+            # No `zip`, which would keep the batch before the last one.
+            return ((batch,) for batch in islice(self._epoch, left))
         # Several ranks rely on the length in any case.
         if self._data.has_exact_length or self._strategy.ranks.data_shard[1] > 1:
             return self._lazy_steps(accumulate)

@@ -18,13 +18,12 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
-from stratagem.lite.launched import Launched
+from stratagem.lite.launched import REQUESTED, Launched
 from stratagem.lite.ranked import Ranked
 from stratagem.lite.request import Devices, Plugin, as_list
 from stratagem.loggers import Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
-from stratagem.plan.step_options import StepOptions
 from stratagem.storage import paths
 from stratagem.trainer import elsewhere
 from stratagem.trainer.checks import check_divergence_detection, check_module
@@ -32,13 +31,13 @@ from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callb
 from stratagem.trainer.job import Job
 from stratagem.trainer.metrics import LatestValues
 from stratagem.trainer.optimizers import SchedulerConfig
-from stratagem.trainer.options import Limit, TrainerOptions
+from stratagem.trainer.options import OptionAttributes, TrainerOptions
 from stratagem.trainer.progress import Progress, RunState
 from stratagem.trainer.results import by_loader, print_values
 from stratagem.trainer.run import Run
 
 
-class Trainer(Ranked):
+class Trainer(Ranked, OptionAttributes):
     """Trains, validates, tests and predicts.
 
     Args:
@@ -90,27 +89,6 @@ class Trainer(Ranked):
         'single_device'
     """
 
-    # The options in the form in which runs read them; they may be set between runs.
-    max_epochs: int
-    min_epochs: int
-    max_steps: int
-    min_steps: int
-    max_time: float | None
-    fast_dev_run: int
-    limits: Mapping[str, Limit]
-    val_check_interval: Limit
-    check_val_every_n_epoch: int
-    num_sanity_val_steps: int
-    log_every_n_steps: int
-    step_options: StepOptions
-    deterministic: bool | str
-    benchmark: bool
-    inference_mode: bool
-    use_distributed_sampler: bool
-    detect_anomaly: bool
-    detect_divergence: int
-    default_root_dir: paths.Location
-
     def __init__(
         self,
         *,
@@ -156,7 +134,7 @@ class Trainer(Ranked):
         given = {name: value for name, value in locals().items() if name != "self"}
         vars(self).update(vars(TrainerOptions.parse(given)))
         self._launched = Launched(
-            step_options=self.step_options, **{name: given[name] for name in _OF_PLAN}
+            step_options=self.step_options, **{name: given[name] for name in REQUESTED}
         )
         check_divergence_detection(self.plan, self.detect_divergence)
         self.loggers = make_loggers(logger, self.default_root_dir, quick=bool(self.fast_dev_run))
@@ -467,16 +445,3 @@ class Trainer(Ranked):
             CheckpointContentError: something in it is not plain data; says what.
         """
         self.run.save(paths.at(filepath), weights_only=weights_only)
-
-
-_OF_PLAN = (
-    "accelerator",
-    "strategy",
-    "devices",
-    "num_nodes",
-    "precision",
-    "plugins",
-    "async_save",
-    "gpus",
-    "tpu_cores",
-)

@@ -1,4 +1,4 @@
-"""Writing and reading the archive of `torch.save` with a manifest and a checksum in it."""
+"""The archive of `torch.save`, written with a manifest and a checksum, and loaded weights-only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stratagem.interfaces.checkpoint_io import CheckpointIO
 
 
 def manifest_of(checkpoint: dict[str, Any], saver: CheckpointIO) -> Manifest:
-    """Return the manifest; a Trainer's checkpoint tells more than one of Lite."""
+    """Return the manifest of a checkpoint; epoch, step and run are those of a Trainer's."""
 
     def number(name: str) -> int | None:
         value = checkpoint.get(name)

@@ -259,7 +259,7 @@ class _Write:
             return self._todo.pop(0) if self._todo else None
 
     def _at_end(self) -> None:
-        """At the end of the process: wait; an error that nobody was told of is the process's."""
+        """At the end of the process: wait; an error that nobody has raised is the process's."""
         failed = this_rank.failed or this_rank.lost_peer
         if failed:
             self.join_at_error()

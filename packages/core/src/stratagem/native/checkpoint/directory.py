@@ -123,13 +123,13 @@ class _Save:
         self._writer = ShardWriter(chunks)
         self._manifest: Manifest = manifest_of(checkpoint, io)
         self._directory: DurableDirectory | None = None
-        # A rank that fails says so in what it tells, so that none of the others waits for it.
+        # A rank that fails says so in its record, so that none of the others waits for it.
         own = {"chunks": self._writer.describe(), **self._begin()}
-        told = [own] if ranks is None else ranks.gather_plain(own)
-        self._temporary = Path(told[0]["temporary"])
+        records = [own] if ranks is None else ranks.gather_plain(own)
+        self._temporary = Path(records[0]["temporary"])
         try:
-            _raise_first(told, path)
-            self._agree([of_rank["chunks"] for of_rank in told])
+            _raise_first(records, path)
+            self._agree([record["chunks"] for record in records])
         except BaseException:
             self._close()
             raise
@@ -142,7 +142,7 @@ class _Save:
             try:
                 self._directory = DurableDirectory(self._path, may_replace=is_directory_checkpoint)
             except OSError as error:
-                return {**record, **_told(error)}
+                return {**record, **_failure(error)}
             record["temporary"] = str(self._directory.temporary)
         return record
 
@@ -176,7 +176,7 @@ class _Save:
                 with closing(create(self._temporary / STATE)) as file:
                     write_archive(self._rest, self._manifest, file)
         except (OSError, RuntimeError) as error:
-            return _told(error)
+            return _failure(error)
         written = {name: (file.size, file.xxh3_128) for name, file in files.items()}
         return {"error": "", "errno": None, "places": places, "files": written}
 
@@ -195,7 +195,7 @@ class _Save:
                 file.write(manifest)
             directory.commit()
         except OSError as error:
-            return _told(error)
+            return _failure(error)
         return {"error": "", "errno": None}
 
     def _close(self) -> None:
@@ -244,7 +244,7 @@ def _split(
     return rest, chunks, places
 
 
-def _told(error: Exception) -> Record:
+def _failure(error: Exception) -> Record:
     return {
         "error": f"{type(error).__name__}: {error}",
         "errno": error.errno if isinstance(error, OSError) else None,

@@ -1,4 +1,4 @@
-"""How the ranks that write one checkpoint tell each other how it went."""
+"""Exchange of records between the ranks that write one checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratagem.interfaces.ranks import Ranks
 
 Record = dict[str, Any]
 Exchange = Callable[[Record], list[Record]]
-"""Takes what one rank tells, plain data; returns what each has told, on every rank."""
+"""Takes one rank's record, plain data; returns the records of all ranks, on every rank."""
 
 _LOOK = 0.02  # seconds
 # A rank that lives writes its share in this time, in seconds.
@@ -43,14 +43,14 @@ class StoreExchange:
         self._stopped = threading.Event()
 
     def __call__(self, record: Record) -> list[Record]:
-        """Tell the other ranks `record`, and wait for theirs.
+        """Send `record` to the other ranks, and wait for theirs.
 
         Raises:
-            CheckpointSaveError: a rank has not told within an hour, or `stop` was called.
+            CheckpointSaveError: a rank has sent nothing within an hour, or `stop` was called.
         """
         self._round += 1
         if self._round > 2:
-            # Read by all: they have told of the round after it.
+            # Read by all: they have sent records of the round after it.
             self._store.delete_key(f"{self._round - 2}/{self._rank}")
         self._store.set(f"{self._round}/{self._rank}", json.dumps(record))
         end = time.monotonic() + _PATIENCE
@@ -67,5 +67,5 @@ class StoreExchange:
                 raise CheckpointSaveError(
                     f"rank {rank} has not written its share of a checkpoint, so nothing was saved"
                 )
-        told: Record = json.loads(self._store.get(key))
-        return told
+        record: Record = json.loads(self._store.get(key))
+        return record

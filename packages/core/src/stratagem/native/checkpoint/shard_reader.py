@@ -1,7 +1,7 @@
 """ShardReader: tensors of a directory, of which each rank reads what it needs.
 
 The directory is one that `ShardWriter` or `dcp.save` has written. DCP finds which saved chunks a
-wanted one is made of; its reader is not used, since it executes what the layout file tells it to.
+wanted one is made of; its reader is not used, since it executes what the layout file asks for.
 Here the layout is read by an unpickler that makes nothing but descriptions of tensors.
 """
 

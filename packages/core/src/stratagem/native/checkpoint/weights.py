@@ -49,10 +49,10 @@ def convert(source: Path, target: Path, key: str | None = None) -> str:
             f"cannot write {str(target)!r}: {type(error).__name__}: {error}; {state}",
             errno=error.errno,
         ) from error
-    told = f"{target}: {len(weights)} tensors, {size} bytes"
+    summary = f"{target}: {len(weights)} tensors, {size} bytes"
     if left_out:
-        told += f"; left out, since they are no tensors: {', '.join(left_out)}"
-    return told
+        summary += f"; left out, since they are no tensors: {', '.join(left_out)}"
+    return summary
 
 
 def average(sources: Sequence[Path], target: Path, key: str | None = None) -> str:
@@ -155,15 +155,15 @@ def _compare(
         for name in one.keys() & other.keys()
         if (one[name].shape, one[name].dtype) != (other[name].shape, other[name].dtype)
     ]
-    told = [
+    problems = [
         *([f"only the first has {', '.join(only_one)}"] if only_one else []),
         *([f"only the second has {', '.join(only_other)}"] if only_other else []),
         *sorted(differing),
     ]
-    if told:
+    if problems:
         raise CheckpointMismatchError(
             f"{str(source)!r} and {str(other_source)!r} are of different models: "
-            f"{'; '.join(told)}. Average checkpoints of one model"
+            f"{'; '.join(problems)}. Average checkpoints of one model"
         )
 
 

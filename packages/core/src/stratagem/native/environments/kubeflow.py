@@ -24,7 +24,7 @@ class KubeflowEnvironment(ClusterEnvironment):
     """Ranks from the variables that Kubeflow's training operator sets for the pods of a PyTorchJob.
 
     Each pod is one rank. For several devices in a pod, let it run `torchrun`, which the operator
-    tells about the other pods by its own variables.
+    describes the other pods by its own variables.
 
     Checked against the operator's documented variables, never run on a Kubeflow cluster.
 

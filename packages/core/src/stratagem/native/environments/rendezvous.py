@@ -2,8 +2,9 @@
 
 A port that is computed, from a job's number say, may be taken: by another program, by another step
 of the same job, by another job on the same node. So rank 0 listens on whatever port is free, and
-tells the others over a *beacon*: the first free one of a few computed ports, where it answers those
-who know the run's token, and nobody else. The others try these ports in turn until one answers.
+announces it to the others by a *beacon*: the first free one of a few computed ports, where it
+answers those who know the run's token, and nobody else. The others try these ports in turn until
+one answers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _RANK_0_TIMEOUT = 600.0
 
 
 class AnnouncedPortEnvironment(ClusterEnvironment):
-    """A cluster that tells a rank where rank 0 runs, but no port: rank 0 announces a free one.
+    """A cluster that names rank 0's host, but no port: rank 0 announces a free one.
 
     A subclass says `_token`. MASTER_PORT goes before what is announced.
     """
@@ -85,14 +86,14 @@ def listen_on_any_interface(port: int = 0) -> socket.socket:
 
 
 def announce(token: str, ranks: int) -> socket.socket:
-    """Open rank 0's port and tell it to the other ranks, in a thread.
+    """Open rank 0's port and announce it to the other ranks, in a thread.
 
     Args:
         token: names the run; no other run at the same time has it.
         ranks: how many will ask.
 
     Returns:
-        The socket that listens on the port that they are told.
+        The socket that listens on the port that is announced.
 
     Raises:
         ConfigurationError: all candidate ports are taken.

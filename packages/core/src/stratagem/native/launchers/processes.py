@@ -268,7 +268,7 @@ def _environments(plan: RunPlan) -> dict[int, dict[str, str]]:
 
 @contextmanager
 def _forwarding_signals(ranks: RankProcesses) -> Iterator[list[int]]:
-    """Pass on to the ranks what asks this process to end or tells it something."""
+    """Forward signals to the ranks: those that end this process, and SIGUSR1 and SIGUSR2."""
     received: list[int] = []
     ending = (signal.SIGTERM, signal.SIGHUP)
 

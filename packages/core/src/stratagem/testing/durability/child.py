@@ -1,4 +1,4 @@
-"""Child: a forked process that tells its parent what it does, line by line, until it is killed."""
+"""Child: a forked process that reports what it does, line by line, until it is killed."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
 
-Tell = Callable[..., None]
+Report = Callable[..., None]
 
 PATIENCE = 120.0
 """Seconds without a word after which a child counts as stuck."""
 
 
 class StuckError(Exception):
-    """A child has neither ended nor told anything for too long."""
+    """A child has neither ended nor reported anything for too long."""
 
 
 class Child:
     """A process that runs a function; forked, since importing torch takes longer than a save.
 
-    What it tells is in the pipe before the function goes on, so that it outlives a kill.
+    What it reports is in the pipe before the function goes on, so that it outlives a kill.
 
     Args:
-        function: called with `tell`, which takes keyword arguments of plain data.
+        function: called with `report`, which takes keyword arguments of plain data.
         log: takes what the process and its own children print.
         environ: variables that it has in addition.
     """
 
     def __init__(
-        self, function: Callable[[Tell], None], log: IO[bytes], environ: dict[str, str]
+        self, function: Callable[[Report], None], log: IO[bytes], environ: dict[str, str]
     ) -> None:
         self._told = b""
         self._all: list[dict[str, Any]] = []
@@ -61,8 +61,8 @@ class Child:
                 os._exit(code)
         os.close(writing)
 
-    def next_told(self, patience: float = PATIENCE) -> dict[str, Any] | None:
-        """Return what it tells next; None: it has ended.
+    def next_report(self, patience: float = PATIENCE) -> dict[str, Any] | None:
+        """Return what it reports next; None: it has ended.
 
         Raises:
             StuckError: nothing came.
@@ -76,26 +76,26 @@ class Child:
                 return None
             self._told += more
         line, _, self._told = self._told.partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        self._all.append(told)
-        return told
+        reported: dict[str, Any] = json.loads(line)
+        self._all.append(reported)
+        return reported
 
     def wait_for(self, name: str, patience: float = PATIENCE) -> Any:
-        """Return the value of the first thing that it tells by a name.
+        """Return the value of the first thing that it reports by a name.
 
         Raises:
             StuckError: it did not, also because it has ended.
         """
-        while (told := self.next_told(patience)) is not None:
-            if name in told:
-                return told[name]
-        raise StuckError(f"it ended without having told {name!r}")
+        while (reported := self.next_report(patience)) is not None:
+            if name in reported:
+                return reported[name]
+        raise StuckError(f"it ended without having reported {name!r}")
 
     def end(self) -> list[dict[str, Any]]:
-        """Kill it and its children, if they live; return everything that it has told."""
+        """Kill it and its children, if they live; return everything that it has reported."""
         self.kill()
         os.waitpid(self.pid, 0)
-        while self.next_told() is not None:
+        while self.next_report() is not None:
             pass
         os.close(self._pipe)
         return self._all

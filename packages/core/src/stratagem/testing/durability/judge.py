@@ -9,35 +9,35 @@ from torch import Tensor
 
 from stratagem.checkpoint import CheckpointIO
 from stratagem.errors import CheckpointNotFoundError
-from stratagem.testing.durability.child import Tell
+from stratagem.testing.durability.child import Report
 from stratagem.testing.durability.saver import NAME, Model, Subject
 
 
-def judge(subject: Subject, folder: Path, durable: int, begun: int, tell: Tell) -> None:
-    """Tell which number the checkpoint holds, or what is wrong with it; leave the folder empty.
+def judge(subject: Subject, folder: Path, durable: int, begun: int, report: Report) -> None:
+    """Report which number the checkpoint holds, or what is wrong with it; leave the folder empty.
 
     Args:
         subject: what was tormented.
         folder: where it has saved.
         durable: the last number that has to be there still, if none after it is.
         begun: the last number that may be there.
-        tell: takes `number`, or `wrong`.
+        report: takes `number`, or `wrong`.
     """
     io, path = subject.make(), folder / NAME
     try:
         number = the_number(io, path)
     except CheckpointNotFoundError as error:
-        tell(wrong=f"missing: {error}")
+        report(wrong=f"missing: {error}")
         return
     except MixedError as error:
-        tell(wrong=f"mixed: {error}")
+        report(wrong=f"mixed: {error}")
         return
     # Whatever a damaged checkpoint makes loading raise: that is what is asked here.
     except Exception as error:
-        tell(wrong=f"corrupt: {type(error).__name__}: {error}")
+        report(wrong=f"corrupt: {type(error).__name__}: {error}")
         return
     if not durable <= number <= begun:
-        tell(wrong=f"stale: it holds {number}; {durable} was durable, {begun} was begun last")
+        report(wrong=f"stale: it holds {number}; {durable} was durable, {begun} was begun last")
         return
     try:
         wrong = _next_one(io, path, subject, begun + 1)
@@ -45,9 +45,9 @@ def judge(subject: Subject, folder: Path, durable: int, begun: int, tell: Tell) 
     except Exception as error:
         wrong = f"unusable: {type(error).__name__}: {error}"
     if wrong:
-        tell(wrong=wrong)
+        report(wrong=wrong)
         return
-    tell(number=number)
+    report(number=number)
 
 
 def _next_one(io: CheckpointIO, path: Path, subject: Subject, number: int) -> str:

@@ -16,7 +16,7 @@ from stratagem import Lite
 from stratagem.checkpoint import CheckpointIO, Shards
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointError
-from stratagem.testing.durability.child import Tell
+from stratagem.testing.durability.child import Report
 from stratagem.testing.durability.faults import Break
 
 NAME = "model.ckpt"
@@ -81,15 +81,15 @@ class Model:
         return Shards.of_flat(tensor.shape, tensor.flatten()[start:end], start=start)
 
 
-def save_for_ever(subject: Subject, folder: Path, tell: Tell) -> None:
-    """Save 1, 2, 3 ... to one path; tell which save is begun, and which is durable."""
+def save_for_ever(subject: Subject, folder: Path, report: Report) -> None:
+    """Save 1, 2, 3 ... to one path; report which save is begun, and which is durable."""
     io = subject.make()
     model = Model(subject.megabytes)
     _save_for_ever(
         model,
         lambda checkpoint: io.save_checkpoint(checkpoint, folder / NAME),
         io.wait,
-        tell,
+        report,
         asynchronous=subject.asynchronous,
         shards=io.takes_shards,
     )
@@ -99,23 +99,23 @@ def _save_for_ever(
     model: Model,
     save: Callable[[dict[str, Any]], None],
     wait: Callable[[], None],
-    tell: Tell,
+    report: Report,
     *,
     asynchronous: bool,
     shards: bool,
 ) -> None:
     for number in itertools.count(1):
         model.train(number)
-        tell(begun=number)
+        report(begun=number)
         save(model.checkpoint(number, shards=shards))
         if number == 1:
             wait()
         # At most one is in flight: the one before is durable.
-        tell(durable=number - 1 if asynchronous and number > 1 else number)
+        report(durable=number - 1 if asynchronous and number > 1 else number)
 
 
-def save_on_two_ranks(subject: Subject, folder: Path, tell: Tell) -> None:
-    """Do as `save_for_ever` does, on two ranks together; tell their processes' ids."""
+def save_on_two_ranks(subject: Subject, folder: Path, report: Report) -> None:
+    """Do as `save_for_ever` does, on two ranks together; report their processes' ids."""
     lite = Lite(
         accelerator="cpu",
         strategy="ddp_fork",
@@ -123,41 +123,41 @@ def save_on_two_ranks(subject: Subject, folder: Path, tell: Tell) -> None:
         plugins=subject.format,
         async_save=subject.asynchronous,
     )
-    lite.launch(_save_on_rank, subject, folder, tell)
+    lite.launch(_save_on_rank, subject, folder, report)
 
 
-def _save_on_rank(lite: Lite, subject: Subject, folder: Path, tell: Tell) -> None:
+def _save_on_rank(lite: Lite, subject: Subject, folder: Path, report: Report) -> None:
     writer, io = lite.checkpoint_writer, lite.strategy.checkpoint_io
-    tell(rank=lite.global_rank, pid=os.getpid())
+    report(rank=lite.global_rank, pid=os.getpid())
     _save_for_ever(
         Model(subject.megabytes, lite.global_rank, lite.world_size),
         lambda checkpoint: writer.save(checkpoint, folder / NAME),
         writer.finish,
-        tell if lite.is_global_zero else _tell_nobody,
+        report if lite.is_global_zero else _report_nothing,
         asynchronous=subject.asynchronous,
         shards=io.takes_shards,
     )
 
 
-def _tell_nobody(**what: Any) -> None:
+def _report_nothing(**what: Any) -> None:
     pass
 
 
-def save_twice(subject: Subject, folder: Path, break_disk: Break, tell: Tell) -> None:
-    """Save 1, break the disk, save 2; tell whether that was refused, and whether it broke."""
+def save_twice(subject: Subject, folder: Path, break_disk: Break, report: Report) -> None:
+    """Save 1, break the disk, save 2; report whether that was refused, and whether it broke."""
     io = subject.make()
     model = Model(subject.megabytes)
     model.train(1)
     io.save_checkpoint(model.checkpoint(1, shards=io.takes_shards), folder / NAME)
     io.wait()
-    tell(durable=1)
+    report(durable=1)
     model.train(2)
     broke = break_disk()
     try:
         io.save_checkpoint(model.checkpoint(2, shards=io.takes_shards), folder / NAME)
         io.wait()
     except (OSError, CheckpointError) as error:
-        tell(refused=f"{type(error).__name__}: {error}")
+        report(refused=f"{type(error).__name__}: {error}")
     else:
-        tell(saved=2)
-    tell(broke=broke(), end=True)
+        report(saved=2)
+    report(broke=broke(), end=True)

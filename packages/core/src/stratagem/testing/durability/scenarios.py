@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.testing.durability import faults
-from stratagem.testing.durability.child import Child, StuckError, Tell
+from stratagem.testing.durability.child import Child, Report, StuckError
 from stratagem.testing.durability.judge import judge
 from stratagem.testing.durability.saver import Subject, save_for_ever, save_on_two_ranks, save_twice
 
@@ -89,7 +89,7 @@ class Scenarios:
                 time.sleep(self._chance.uniform(0, 2 * (time.monotonic() - begin)))
                 os.kill(self._chance.choice(pids), signal.SIGKILL)
                 try:
-                    while child.next_told() is not None:
+                    while child.next_report() is not None:
                         pass
                 except StuckError as error:
                     row.wrong.append(f"the other rank does not end: {error}")
@@ -132,26 +132,26 @@ class Scenarios:
     def _break(self, row: Row, folder: Path, break_disk: faults.Break) -> bool:
         """Run a child that saves, breaks its disk, and saves; return whether something broke."""
         child = self._child(partial(save_twice, row.subject, folder, break_disk))
-        told: dict[str, Any] = {}
-        while (more := child.next_told()) is not None:
-            told.update(more)
+        reported: dict[str, Any] = {}
+        while (more := child.next_report()) is not None:
+            reported.update(more)
         child.end()
         folder.chmod(0o755)
-        if "end" not in told:
-            row.wrong.append(f"the process that saved has crashed; it told {told}")
-        elif told["broke"] and "refused" not in told:
+        if "end" not in reported:
+            row.wrong.append(f"the process that saved has crashed; it reported {reported}")
+        elif reported["broke"] and "refused" not in reported:
             row.wrong.append("a save on a broken disk raised no error")
-        self._judge(row, folder, [{"begun": 2}], 2 if "saved" in told else 1)
-        return bool(told.get("broke"))
+        self._judge(row, folder, [{"begun": 2}], 2 if "saved" in reported else 1)
+        return bool(reported.get("broke"))
 
-    def _judge(self, row: Row, folder: Path, told: list[dict[str, Any]], durable: int) -> None:
-        durable = max([durable, *(line["durable"] for line in told if "durable" in line)])
-        begun = max([durable, *(line["begun"] for line in told if "begun" in line)])
+    def _judge(self, row: Row, folder: Path, reported: list[dict[str, Any]], durable: int) -> None:
+        durable = max([durable, *(line["durable"] for line in reported if "durable" in line)])
+        begun = max([durable, *(line["begun"] for line in reported if "begun" in line)])
         row.runs += 1
         row.in_a_save += begun > durable
         child = self._child(partial(judge, row.subject, folder, durable, begun))
         try:
-            verdict = child.next_told() or {"wrong": "the process that looked at it has crashed"}
+            verdict = child.next_report() or {"wrong": "the process that looked at it has crashed"}
         except StuckError as error:
             verdict = {"wrong": f"looking at it does not end: {error}"}
         child.end()
@@ -163,7 +163,7 @@ class Scenarios:
         else:
             row.old += 1
 
-    def _time_of_a_save(self, save: Callable[[Path, Tell], None]) -> float:
+    def _time_of_a_save(self, save: Callable[[Path, Report], None]) -> float:
         """Return how many seconds a save takes."""
         with self._folder() as folder:
             child = self._child(partial(save, folder))
@@ -177,12 +177,12 @@ class Scenarios:
     def _size_of_a_checkpoint(self, subject: Subject) -> int:
         with self._folder() as folder:
             child = self._child(partial(save_twice, subject, folder, faults.nothing_more))
-            while child.next_told() is not None:
+            while child.next_report() is not None:
                 pass
             child.end()
             return sum(file.stat().st_size for file in folder.rglob("*") if not file.is_symlink())
 
-    def _child(self, function: Callable[[Tell], None]) -> Child:
+    def _child(self, function: Callable[[Report], None]) -> Child:
         return Child(function, self._log, self._environ)
 
     @contextmanager
@@ -200,6 +200,6 @@ class Scenarios:
         return self._log.read().decode(errors="replace")[-most:]
 
 
-def _save_on_slow_disk(seed: float, subject: Subject, folder: Path, tell: Tell) -> None:
+def _save_on_slow_disk(seed: float, subject: Subject, folder: Path, report: Report) -> None:
     faults.slow_disk(random.Random(seed))
-    save_for_ever(subject, folder, tell)
+    save_for_ever(subject, folder, report)

@@ -1,0 +1,182 @@
+"""What core asks an accelerator; tests/devices does it on a device that is not the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stratagem import Lite, Module, Trainer
+from stratagem.accelerators import CPUAccelerator, DeviceAccelerator
+from stratagem.errors import ConfigurationError
+from stratagem.rng import rng_state, set_rng_state
+from stratagem.state.parameters import ParameterReferences
+from stratagem.strategies import DataParallelStrategy
+
+
+class WithoutAutocast(CPUAccelerator):
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any] | None:
+        return None
+
+
+class WithRNG(CPUAccelerator):
+    """A CPU whose devices have RNGs of their own."""
+
+    def __init__(self) -> None:
+        self.states = {0: torch.tensor([1, 2], dtype=torch.uint8)}
+
+    def device(self, index: int) -> torch.device:
+        return torch.device("cpu", index)
+
+    def rng_state(self, device: torch.device) -> Tensor:
+        return self.states[device.index].clone()
+
+    def set_rng_state(self, device: torch.device, state: Tensor) -> None:
+        self.states[device.index] = state.clone()
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_mixed_precision_is_refused_where_there_is_no_autocast() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        Lite(accelerator=WithoutAutocast(), devices=1, precision="bf16-mixed")
+    assert str(refused.value) == (
+        "precision='bf16-mixed': the accelerator 'cpu' cannot autocast to bfloat16, so the model "
+        "would compute in float32: pass precision='32-true', or 'bf16-true' to keep parameters in "
+        "bfloat16 too"
+    )
+
+
+def test_autocast_is_asked_for_by_device_type_and_dtype() -> None:
+    context: Any = CPUAccelerator().autocast(torch.bfloat16)
+    assert (context.device, context.fast_dtype) == ("cpu", torch.bfloat16)
+    assert DeviceAccelerator("meta").autocast(torch.bfloat16) is None
+
+
+def test_the_rng_state_of_a_device_is_saved_and_restored() -> None:
+    accelerator, device = WithRNG(), torch.device("cpu", 0)
+    state = rng_state(accelerator, device)
+    assert state["device"][0] == "cpu"
+    accelerator.states[0] = torch.zeros(2, dtype=torch.uint8)
+    set_rng_state(state, accelerator, device)
+    assert accelerator.states[0].tolist() == [1, 2]
+
+
+def test_rng_states_of_another_type_of_device_are_passed_over() -> None:
+    accelerator, device = WithRNG(), torch.device("cpu", 0)
+    state = {**rng_state(), "device": ["other", torch.zeros(2, dtype=torch.uint8)]}
+    set_rng_state(state, accelerator, device)
+    set_rng_state({**rng_state(), "cuda": [torch.zeros(2)]}, accelerator, device)
+    set_rng_state(rng_state(), accelerator, device)
+    assert accelerator.states[0].tolist() == [1, 2]
+
+
+def test_checkpoints_of_before_have_the_states_of_all_devices_under_their_type() -> None:
+    accelerator, device = WithRNG(), torch.device("cpu", 1)
+    states = [torch.tensor([n, n], dtype=torch.uint8) for n in range(2)]
+    set_rng_state({**rng_state(), "cpu": states}, accelerator, device)
+    assert accelerator.states[1].tolist() == [1, 1]
+    set_rng_state({**rng_state(), "cpu": states[:1]}, accelerator, device)
+    assert accelerator.states[1].tolist() == [1, 1]  # there were fewer devices
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"benchmark": True}, [(True, False), "restored"]),
+        ({"benchmark": True, "deterministic": True}, [(False, True), "restored"]),
+        ({"deterministic": "warn"}, [(False, True), "restored"]),
+        ({}, []),
+    ],
+)
+def test_the_trainer_asks_for_kernels_and_restores_them(
+    options: dict[str, Any], expected: list[Any], tmp_path: Path
+) -> None:
+    called: list[Any] = []
+
+    class Kernels(CPUAccelerator):
+        def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
+            called.append((benchmark, deterministic))
+            return lambda: called.append("restored")
+
+    trainer = Trainer(
+        accelerator=Kernels(), devices=1, max_steps=1, logger=False, default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_checkpointing=False, **options,
+    )  # fmt: skip
+    trainer.fit(Net(), [torch.ones(2, 2)])
+    assert called == expected
+
+
+def test_a_device_accelerator_needs_a_type() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        DeviceAccelerator()
+    assert str(refused.value) == (
+        "DeviceAccelerator(device_type=None): expected the type of device, as in "
+        "DeviceAccelerator('xpu'), or a subclass with a name"
+    )
+
+
+def test_a_device_accelerator_without_devices_says_what_torch_has() -> None:
+    accelerator = DeviceAccelerator("meta")
+    assert (accelerator.name, accelerator.process_group_backend) == ("meta", "gloo")
+    found = accelerator.availability()
+    assert found.count == 0
+    assert found.reason.startswith(f"torch {torch.__version__} finds ")
+
+
+def test_a_device_accelerator_sets_up_devices_of_its_type_only() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        DeviceAccelerator("xpu").setup_device(torch.device("cpu"))
+    assert str(refused.value) == "DeviceAccelerator expected a device xpu, received cpu"
+
+
+def test_several_devices_in_one_process_need_kernels_for_it() -> None:
+    with pytest.warns(FutureWarning, match="deprecated"):
+        strategy = DataParallelStrategy()
+    with pytest.raises(ConfigurationError) as refused:
+        Lite(accelerator="cpu", strategy=strategy, devices=2)
+    assert "received 2 devices of the accelerator 'cpu'" in str(refused.value)
+
+
+def test_optimizers_and_ties_follow_parameters_that_are_replaced() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    momentum = optimizer.state[model[0].weight]["momentum_buffer"]
+    references = ParameterReferences(model, [optimizer])
+    for layer in (model[0], model[1]):
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    references.restore(model)
+    assert model[0].weight is model[1].weight
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert torch.equal(optimizer.state[model[0].weight]["momentum_buffer"], momentum)
+    assert len(optimizer.state) == 3
+
+
+def test_an_optimizer_whose_parameter_a_conversion_removed_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    references = ParameterReferences(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    model.bias = None  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError) as refused:
+        references.restore(model)
+    assert str(refused.value) == (
+        "the SGD holds the parameter 'bias', which the model has no longer after its conversion: "
+        "make the optimizer after setup_module(model)"
+    )
