@@ -406,6 +406,20 @@ def test_a_step_that_every_batch_skips_needs_no_end() -> None:
     assert own.global_step == 0
 
 
+def test_steps_that_user_code_takes_itself_are_not_the_strategys_to_end() -> None:
+    class Manual(Line):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.manual_backward(self.layer(batch).square().mean())
+            self.optimizers().step()  # and keeps the gradients
+
+    strategy = type("Own", (SingleDeviceStrategy,), {"train_step": _accumulates_only})()
+    own = trainer(strategy=strategy)
+    own.fit(Manual(), loader())
+    assert own.global_step == 4
+
+
 def test_a_prepare_or_wrap_that_returns_something_else_is_named() -> None:
     class Bare(SingleDeviceStrategy):
         def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:

@@ -58,6 +58,20 @@ def prepare(
     return prepared
 
 
+def check_manual_backward(plan: RunPlan) -> None:
+    """Check that user code may call `backward`.
+
+    Raises:
+        ConfigurationError: the strategy runs backward itself.
+    """
+    if not plan.capabilities.manual_backward:
+        raise ConfigurationError(
+            f"the strategy {plan.strategy.name!r} runs backward itself (manual_backward=False in "
+            "its capabilities), so that a loop of your own cannot train with it: use the Trainer, "
+            "or another strategy"
+        )
+
+
 def _nothing() -> None:
     return None
 

@@ -272,6 +272,18 @@ class Step(TrainStep):
         return None
 
 
+def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any]:
+    """Return what calls `training_step` as the strategy runs the model.
+
+    Where nothing wraps the model and nothing is hooked to it, that is the method itself.
+    """
+    called = prepared.module
+    hooked = called._forward_hooks or called._forward_pre_hooks or called._backward_hooks
+    if type(called) is StepModule and called.module is module and not hooked:
+        return module.training_step
+    return partial(called, "training_step")
+
+
 class _WatchedStep(Step):
     """A step under a strategy that takes its steps itself: notes whether it reads how to clip."""
 
@@ -289,18 +301,6 @@ class _WatchedStep(Step):
 def make_step(run: Run, prepared: PreparedModel) -> Step:
     """Return the step of a fit, watched in its first optimizer step where that is needed."""
     return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)
-
-
-def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any]:
-    """Return what calls `training_step` as the strategy runs the model.
-
-    Where nothing wraps the model and nothing is hooked to it, that is the method itself.
-    """
-    called = prepared.module
-    hooked = called._forward_hooks or called._forward_pre_hooks or called._backward_hooks
-    if type(called) is StepModule and called.module is module and not hooked:
-        return module.training_step
-    return partial(called, "training_step")
 
 
 def takes_batch_idx(method: Any) -> bool:
