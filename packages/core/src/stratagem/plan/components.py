@@ -154,7 +154,8 @@ def asked_launcher(
         _check_starts(question, strategy, asked)
     if not isinstance(asked, str):
         return given("launcher", asked, method="launch", base="stratagem.launch.Launcher")
-    selected = question.find("launcher", asked, NAMED)
+    of_strategy = question.request.launcher is None
+    selected = question.find("launcher", asked, "as the strategy asks" if of_strategy else NAMED)
     if not can(selected, "starts_ranks"):
         raise ConfigurationError(
             f"launcher={asked!r} starts no ranks: expected one that does, such as "
