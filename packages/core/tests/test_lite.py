@@ -893,3 +893,11 @@ def test_an_optimizer_that_needs_a_closure_steps_as_in_a_raw_loop() -> None:
     model, optimizer = lite_on_cpu().setup(ours, torch.optim.LBFGS(ours.parameters(), max_iter=4))
     for own, other in zip(run(model, optimizer), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=0)
+
+
+def test_a_strategys_barrier_is_that_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lite = lite_on_cpu()
+    waited: list[str] = []
+    monkeypatch.setattr(lite.strategy.ranks, "barrier", waited.append)
+    lite.strategy.barrier("before the download")
+    assert waited == ["before the download"]

@@ -35,12 +35,12 @@ from stratagem.state.plain_data import encode, find_offending_value
 class Indices:
     """What a loader takes its indices from: its own sampler, from any place of an epoch on.
 
-    The state of the random numbers when a sampler draws is kept (`start`), so that it can draw the
+    The RNG states when a sampler draws are kept (`start`), so that it can draw the
     same again.
 
     Args:
         sampler: the loader's batch sampler, or its sampler where it makes no batches.
-        generators: those that the sampler may draw from, beside the global random numbers.
+        generators: those that the sampler may draw from, beside the global RNGs.
         is_batched: whether it yields lists of indices.
         first_seed: put before the indices of each batch, for workers, with the batch's number
             counted in; None: nothing is put there.
@@ -94,7 +94,7 @@ class Indices:
         Args:
             epoch: which; workers' seeds change with it.
             done: how many to pass over.
-            start: the random numbers to draw from; None: those of that moment.
+            start: the RNG states to draw from; None: those of that moment.
             resharded: what to take in place of the sampler.
             number: of its first batch, for workers' seeds.
         """
@@ -107,7 +107,7 @@ class Indices:
 
     @property
     def start(self) -> dict[str, Any] | None:
-        """The random numbers' state when this epoch's order was drawn; None: not yet."""
+        """The RNG states when this epoch's order was drawn; None: not yet."""
         return None if self._begun is None else self._begun.start
 
     @property
@@ -188,7 +188,7 @@ class _Draw:
         return self._draws
 
     def why_not_drawn_again(self, sampler: Any) -> str:
-        """Compare with what a copy of the sampler draws; all random numbers stay as they are."""
+        """Compare with what a copy of the sampler draws; all RNG states stay as they are."""
         assert self.start is not None
         generators = self._owner.generators
         before = generator_states(generators)
@@ -289,12 +289,12 @@ class Order:
     def draw(
         self, seed: int | None, epoch: int, start: dict[str, Any], generators: Sequence[Any]
     ) -> list[Any]:
-        """Return an epoch's indices of all ranks; global random numbers stay as they are.
+        """Return an epoch's indices of all ranks; global RNG states stay as they are.
 
         Args:
             seed: the one that the order was drawn with at first; None: it was drawn by one reader.
             epoch: which.
-            start: the random numbers' states when it was drawn.
+            start: the RNG states when it was drawn.
             generators: that the sampler may draw from.
         """
         if self.kind == "distributed":

@@ -24,7 +24,7 @@ class Resumable:
     """Iterates over a loader from any batch of an epoch on.
 
     The user's DataLoader is kept; what it takes its indices from is wrapped, so that the batches
-    before are passed over without being read. A sampler that draws from the global random numbers,
+    before are passed over without being read. A sampler that draws from the global RNGs,
     or from a generator that it, the loader or the dataset holds, draws again what it drew. Workers
     are seeded for each batch, by the state at the start of the epoch and the batch's number, so
     that random augmentation repeats as well.
@@ -32,7 +32,7 @@ class Resumable:
     An IterableDataset without workers, or a loader that reads no dataset by index, goes on by its
     own state if it has `state_dict` and `load_state_dict`. Of others batches are read and passed
     over. (A StatefulDataLoader that reads by index is resumed as any DataLoader: its own state
-    knows nothing of the random numbers in workers.)
+    knows nothing of the RNG states in workers.)
 
     Ranks that are not as many as saved, or that take batches of another size, go on after the same
     samples of the epoch's order: the rest is resharded to them in turn.

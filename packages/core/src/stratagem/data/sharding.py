@@ -95,7 +95,7 @@ def shard_indices(indices: list[Any], index: int, count: int, *, even: bool) -> 
 
 @contextmanager
 def _same_random_numbers(seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's random numbers, which a user's sampler may draw; put them back."""
+    """Seed Python's and NumPy's RNGs, which a user's sampler may draw from; restore them after."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), None if numpy is None else numpy.random.get_state()
     random.seed(seed)

@@ -221,6 +221,10 @@ class Strategy(Stepping, ABC):
         """Whether `prepare` makes the optimizer by the engine's config where it is given none."""
         return False
 
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank is here; users' spelling of `ranks.barrier`."""
+        self.ranks.barrier(name)
+
     def setup(self, trainer: Any) -> None:
         """Do more before a Trainer prepares a model, at the start of each of its runs."""
 

@@ -18,7 +18,7 @@ from stratagem.rng import rng_state, set_rng_state
 class LiteDataLoader:
     """A data loader whose batches come on the device; attributes are those of the user's loader.
 
-    `Lite.save` keeps its place, and the random numbers of every rank. After `Lite.load` the next
+    `Lite.save` keeps its place, and the RNG states of every rank. After `Lite.load` the next
     loop over it goes on from there: inside an epoch with the batch that would have come next, after
     the last one with the next epoch. A loop that was left by `break` is inside an epoch.
 
@@ -101,7 +101,7 @@ class LiteDataLoader:
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's place in the data, and its random numbers."""
+        """Return this rank's place in the data, and its RNG states."""
         batches = self._done + getattr(self._begun, "_num_yielded", 0)
         return {
             "epoch": self._present_epoch() if batches else self._epoch,
@@ -117,7 +117,7 @@ class LiteDataLoader:
     def resume(self, states: list[dict[str, Any]]) -> None:
         """Go on from what `state_dict` returned on each rank.
 
-        Of more ranks than saved, the further ones keep their own random numbers.
+        Of more ranks than saved, the further ones keep their own RNG states.
         """
         batches = states[0]["batches"]
         self._epoch = states[0]["epoch"]

@@ -355,7 +355,7 @@ class Lite(Launched, Observed):
         Args:
             path: where to, a local path or a URL.
             state: a dict of models and optimizers (as `setup` returned them), data loaders (as
-                `setup_dataloaders` returned them, with their place and the random numbers of every
+                `setup_dataloaders` returned them, with their place and the RNG states of every
                 rank), objects with `state_dict()`, and plain data.
 
         Raises:
@@ -398,7 +398,7 @@ class Lite(Launched, Observed):
             path: where from, a local path or a URL.
             state: models, optimizers, data loaders and objects with `load_state_dict()` are
                 filled, plain values are replaced in this dict; None: nothing is filled. With a data
-                loader, random numbers go on as well.
+                loader, RNG states are restored as well.
             strict: refuse a checkpoint that lacks an entry of `state`, or whose weights do not
                 match the model's.
 
