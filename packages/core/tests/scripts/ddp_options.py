@@ -77,7 +77,7 @@ def attempt(name, action):
 
 
 plain = weights(fit("ddp")[0])
-lite = trainer("ddp").lite
+lite = Lite(accelerator="cpu", strategy="ddp", devices=2)
 lite.launch()
 
 
