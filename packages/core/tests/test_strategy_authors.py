@@ -249,8 +249,8 @@ def test_what_was_prepared_of_a_model_is_released_before_it_is_prepared_again() 
     of_first.fit(model, loader())
     assert first.calls[3:] == ["release", "prepare", "end_training"]
     trainer(strategy=second).fit(model, loader())
-    # Once when the other Trainer begins, once when the model is prepared again.
-    assert set(first.calls[6:]) == {"release"}
+    # Once, though another Trainer begins and the model is prepared again.
+    assert first.calls[6:] == ["release"]
     assert second.calls == ["prepare", "end_training"]
 
 
@@ -340,6 +340,20 @@ def _ends_no_batch(self: Any, prepared: Any, step: Any, micro_batches: Any) -> N
     self.finish_step(prepared, step)
 
 
+def _begins_no_batch(self: Any, prepared: Any, step: Any, micro_batches: Any) -> None:
+    for micro_batch in micro_batches:
+        self.backward(prepared, step.loss(micro_batch))
+        step.end(micro_batch)
+    self.finish_step(prepared, step)
+
+
+def _steps_each_batch(self: Any, prepared: Any, step: Any, micro_batches: Any) -> None:
+    for micro_batch in micro_batches:
+        self.accumulate(prepared, step, micro_batch, 1)
+        step.end(micro_batch)
+        self.finish_step(prepared, step)
+
+
 def _keeps_gradients(self: Any, prepared: Any, step: Any, micro_batches: Any) -> None:
     self.accumulate_all(prepared, step, micro_batches)
     if step.clip is not None:
@@ -370,6 +384,19 @@ def _never_clips(self: Any, prepared: Any, step: Any, micro_batches: Any) -> Non
             {"accumulate_grad_batches": 2},
             "Own.train_step has ended 0 of 2 micro-batches; expected a call of "
             "step.end(micro_batch) for each, as Strategy.accumulate_all does",
+        ),
+        (
+            _begins_no_batch,
+            {},
+            "Own.train_step has begun 0 of 1 micro-batches; expected a call of "
+            "step.begin(micro_batch) for each, before its loss, as Strategy.accumulate does",
+        ),
+        (
+            _steps_each_batch,
+            {"accumulate_grad_batches": 2},
+            "Own.train_step has counted one step twice: expected one call of "
+            "step.after_optimizer_step(optimizer) for all its micro-batches, as "
+            "Strategy.finish_step does",
         ),
         (
             _keeps_gradients,
@@ -530,6 +557,25 @@ def test_capabilities_that_the_class_contradicts_are_refused() -> None:
     assert refused(lambda: trainer(strategy=OneProcess(), devices=2)) == (
         "OneProcess.capabilities has one_process=True, so that one process was to drive 2 devices, "
         "but a ParallelStrategy has a process for each: set one_process=False"
+    )
+
+
+def test_ranks_that_are_not_those_that_were_launched_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Alone(SingleDeviceStrategy):
+        capabilities = Capabilities(one_process=False, many_devices=True)
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    lite = Lite(accelerator="cpu", devices=2, strategy=Alone())
+    assert refused(lite.launch, PluginError) == (
+        "Alone was launched as 2 rank(s), and its ranks are 1: its capabilities say "
+        "one_process=False, and its make_ranks() returned something else; subclass "
+        "ParallelStrategy for one process a device"
     )
 
 

@@ -14,7 +14,7 @@ from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.registry import get_registry
 from stratagem.distributed.checkpoint_writer import CheckpointWriter
 from stratagem.distributed.leave_group import fail_at_end
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, PluginError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.precision import Precision
@@ -147,12 +147,28 @@ class Launched(Ranked):
     def _setup_environment(self) -> None:
         if not self._launched:
             self.strategy.setup_environment()
+            self._check_world_size()
             checkpoint_io = self.strategy.checkpoint_io
             checkpoint_io.setup(self.strategy.ranks, self.plan.strategy.name)
             if checkpoint_io.asynchronous:
                 self._raise_errors = checkpoint_io.raise_errors
             self._launched = True
             at_end_of_rank(functools.partial(_teardown, weakref.ref(self.strategy)))
+
+    def _check_world_size(self) -> None:
+        """Refuse a strategy whose ranks are not those that were launched.
+
+        Raises:
+            PluginError: each process would train alone, on all of the data.
+        """
+        ranks, planned = self.strategy.ranks, self.plan.world_size
+        if ranks.world_size != planned:
+            raise PluginError(
+                f"{type(self.strategy).__name__} was launched as {planned} rank(s), and its ranks "
+                f"are {ranks.world_size}: its capabilities say one_process="
+                f"{self.plan.capabilities.one_process}, and its make_ranks() returned something "
+                "else; subclass ParallelStrategy for one process a device"
+            )
 
     @property
     def is_launched(self) -> bool:

@@ -41,9 +41,7 @@ def prepare(
     """
     if not callable(optimizers):
         _check_parameters(module, optimizers)
-    earlier_strategy, earlier = (one() for one in _latest.pop(module, (_nothing, _nothing)))
-    if isinstance(earlier_strategy, Strategy) and isinstance(earlier, PreparedModel):
-        earlier_strategy.release(earlier)
+    release(module)
     step_module = StepModule(module)
     if strategy.sync_batchnorm:
         strategy.synchronize_batch_norm(step_module)
@@ -70,6 +68,13 @@ def check_manual_backward(plan: RunPlan) -> None:
             "its capabilities), so that a loop of your own cannot train with it: use the Trainer, "
             "or another strategy"
         )
+
+
+def release(module: nn.Module) -> None:
+    """Let the strategy that has prepared a module last free what it holds for it; once."""
+    strategy, prepared = (one() for one in _latest.pop(module, (_nothing, _nothing)))
+    if isinstance(strategy, Strategy) and isinstance(prepared, PreparedModel):
+        strategy.release(prepared)
 
 
 def _nothing() -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
-from stratagem.lite.prepare import prepare
+from stratagem.lite.prepare import prepare, release
 from stratagem.storage import paths
 from stratagem.trainer import checks, evaluation, fit_loop, options
 from stratagem.trainer.hooks import Hooks
@@ -436,6 +436,5 @@ def _release_others(run: Run) -> None:
     for other in list(_runs):
         if other.trainer is not run.trainer and other.trainer.state.status != "running":
             _runs.discard(other)
-            if other.prepared is not None:
-                other.strategy.release(other.prepared)
+            release(other.module)
     _runs.add(run)

@@ -37,7 +37,7 @@ class Step(TrainStep):
         self._micro_batches = 0
         """Those of a step that is under way; 0 between two steps."""
         self._expected = 0
-        self._ended = 0
+        self._begun = self._ended = 0
         self._weights: list[float] | None = None
         self._weight = 1.0
         self._batch: Any = None
@@ -71,7 +71,7 @@ class Step(TrainStep):
         """Begin a step over so many batches, each with a weight; None: all count 1."""
         self.batch_idx = self._progress.batches
         self._micro_batches = self._expected = micro_batches
-        self._ended = 0
+        self._begun = self._ended = 0
         self._weights = weights
         self._stepped, self._skipped = False, None
         self._logged.counts = True
@@ -92,8 +92,9 @@ class Step(TrainStep):
         Batches of a step that was not taken, since none of them had a loss, count too.
         """
         stepped = self._stepped
-        if self._ended != self._expected or not (stepped or self._skipped):
-            self._check.explain(self._expected, self._ended, stepped=stepped)
+        ended = self._ended
+        if ended != self._expected or self._begun != ended or not (stepped or self._skipped):
+            self._check.explain(self._expected, self._begun, ended)
         if not stepped:
             self._count_batches()
         elif self._is_watched:
@@ -134,6 +135,7 @@ class Step(TrainStep):
 
     def begin(self, micro_batch: Any) -> Any:
         """Return the converted batch, after the hooks of its start."""
+        self._begun += 1
         batch = micro_batch if self._convert is None else self._convert(micro_batch)
         if self._weights is not None:
             self._weight = self._weights[self._ended]
@@ -211,6 +213,8 @@ class Step(TrainStep):
         Batches count as trained on once their step is taken, all together: a checkpoint saved
         between two micro-batches resumes with the first of them.
         """
+        if self._stepped:
+            self._check.explain_counted_twice()
         self._progress.global_step += 1
         self._count_batches()
         self._stepped = True

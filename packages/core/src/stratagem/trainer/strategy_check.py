@@ -46,7 +46,7 @@ class StrategyCheck:
         self.clip_was_read = False
         self.is_due = takes_own_steps(self._kind)
 
-    def explain(self, expected: int, ended: int, *, stepped: bool) -> NoReturn:
+    def explain(self, expected: int, begun: int, ended: int) -> NoReturn:
         """Say what a step has left out.
 
         Raises:
@@ -58,11 +58,27 @@ class StrategyCheck:
                 f"{who} has ended {ended} of {expected} micro-batches; expected a call of "
                 "step.end(micro_batch) for each, as Strategy.accumulate_all does"
             )
-        assert not stepped
+        if begun != expected:
+            raise PluginError(
+                f"{who} has begun {begun} of {expected} micro-batches; expected a call of "
+                "step.begin(micro_batch) for each, before its loss, as Strategy.accumulate does"
+            )
         raise PluginError(
             f"{who} has returned, but the step was not counted, so that training would never reach "
             "max_steps: expected a call of step.after_optimizer_step(optimizer) once, "
             "as Strategy.finish_step does, or a loss of None for every micro-batch"
+        )
+
+    def explain_counted_twice(self) -> NoReturn:
+        """Say that one step was counted as several.
+
+        Raises:
+            PluginError: names the class and what to call.
+        """
+        raise PluginError(
+            f"{self._kind.__name__}.train_step has counted one step twice: expected one call of "
+            "step.after_optimizer_step(optimizer) for all its micro-batches, as "
+            "Strategy.finish_step does"
         )
 
     def look(self) -> None:
