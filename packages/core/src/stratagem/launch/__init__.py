@@ -19,11 +19,11 @@ A launcher of your own starts processes, wherever it can, and lets each of them 
                 )
                 for rank in range(count)
             ]
-            try:
-                return [job.result() for job in jobs][0]
-            except my_cluster.JobError as error:
+            # The first to fail is the cause: the others lose their connection to it.
+            if error := my_cluster.first_error(jobs):
                 my_cluster.cancel(jobs)
-                raise rank_failure(error.rank, plan.world_size, report=error.traceback) from None
+                raise rank_failure(error.rank, plan.world_size, report=error.traceback)
+            return jobs[0].result()
 
 It serves every strategy whose `Capabilities.launchers` is None (ddp, fsdp and their families),
 under the Trainer and Lite: `Trainer(strategy="ddp", devices=2, plugins=MyLauncher())`, or by the

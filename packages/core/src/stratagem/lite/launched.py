@@ -260,7 +260,7 @@ class Launched(Ranked):
 
         Args:
             data: plain data: numbers, strings, tensors, and dicts, lists, tuples and sets of them.
-            src: whose.
+            src: the rank to broadcast from.
 
         Raises:
             TypeError: it is not plain data; says where.

@@ -1,4 +1,4 @@
-"""Building a model that is larger than one rank's memory, with the same values as a plain build.
+"""Building a model that is larger than one rank's memory, with the same values as in one process.
 
 The meta device, which other libraries build on, runs no initialisation: what a constructor
 computes is lost, and must be computed again by `reset_parameters`, which many modules lack. Here

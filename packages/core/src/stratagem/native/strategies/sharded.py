@@ -117,7 +117,7 @@ class ShardedStrategy(ParallelStrategy):
     # -- model and optimizers
 
     def model_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which a model is built in pieces, as a plain build would.
+        """Return a context in which a model is built in shards, with the values that it has in one process.
 
         Its values are the same. What is built can be used once it was prepared.
         """

@@ -17,7 +17,7 @@ def judge(subject: Subject, folder: Path, durable: int, begun: int, report: Repo
     """Report which number the checkpoint holds, or what is wrong with it; leave the folder empty.
 
     Args:
-        subject: what was tormented.
+        subject: what is tested.
         folder: where it has saved.
         durable: the last number that has to be there still, if none after it is.
         begun: the last number that may be there.

@@ -24,7 +24,7 @@ NAME = "model.ckpt"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tormented.
+    """What is tested.
 
     Attributes:
         format: name of a checkpoint format.

@@ -27,7 +27,7 @@ class Row:
     """What came of a scenario.
 
     Attributes:
-        subject: what was tormented.
+        subject: what is tested.
         scenario: how.
         runs: how often.
         in_a_save: how many of them met a save that was begun and not durable.

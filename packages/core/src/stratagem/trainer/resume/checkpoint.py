@@ -68,7 +68,7 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
         if run.step is not None and run.step.is_under_way and strategy.ranks.is_global_zero:
             warnings.warn(
                 "this checkpoint is saved within an optimizer step that an error has ended: a run "
-                "that resumes from it takes that step's batches again, but with the random numbers "
+                "that resumes from it takes that step's batches again, but with the RNG states "
                 "and the buffers (such as those of batch norm) of the error's time",
                 stacklevel=3,
             )
