@@ -117,9 +117,9 @@ class ShardedStrategy(ParallelStrategy):
     # -- model and optimizers
 
     def model_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which a model is built in shards, with the values that it has in one process.
+        """Return a context in which a model is built in shards.
 
-        Its values are the same. What is built can be used once it was prepared.
+        Its values are those that it has in one process. What is built can be used once it was prepared.
         """
         if self.ranks.world_size == 1:
             return nullcontext()
