@@ -119,7 +119,8 @@ class ShardedStrategy(ParallelStrategy):
     def model_context(self) -> AbstractContextManager[Any]:
         """Return a context in which a model is built in shards.
 
-        Its values are those that it has in one process. What is built can be used once it was prepared.
+        Its values are those that it has in one process. What is built can be used once it was
+        prepared.
         """
         if self.ranks.world_size == 1:
             return nullcontext()
