@@ -56,20 +56,6 @@ def prepare(
     return prepared
 
 
-def check_manual_backward(plan: RunPlan) -> None:
-    """Check that user code may call `backward`.
-
-    Raises:
-        ConfigurationError: the strategy runs backward itself.
-    """
-    if not plan.capabilities.manual_backward:
-        raise ConfigurationError(
-            f"the strategy {plan.strategy.name!r} runs backward itself (manual_backward=False in "
-            "its capabilities), so that a loop of your own cannot train with it: use the Trainer, "
-            "or another strategy"
-        )
-
-
 def release(module: nn.Module) -> None:
     """Let the strategy that has prepared a module last free what it holds for it; once."""
     strategy, prepared = (one() for one in _latest.pop(module, (_nothing, _nothing)))
