@@ -538,6 +538,19 @@ def test_what_is_not_there_yet_says_when_it_will_be() -> None:
         trainer(strategy=SingleDeviceStrategy()).strategy.device.type  # noqa: B018
 
 
+def test_a_property_that_fails_shows_its_own_error() -> None:
+    class Misspelt(SingleDeviceStrategy):
+        @property
+        def makes_optimizers(self) -> bool:
+            return bool(self.enigne)
+
+    strategy = Misspelt()
+    with pytest.raises(AttributeError, match="no attribute 'enigne'"):
+        _ = strategy.makes_optimizers
+    with pytest.raises(AttributeError, match=r"components is not there yet: .* after bind\(\)"):
+        _ = strategy.sync_batchnorm
+
+
 def test_capabilities_that_the_class_contradicts_are_refused() -> None:
     class Clips(SingleDeviceStrategy):
         capabilities = Capabilities(owns_clipping=True)

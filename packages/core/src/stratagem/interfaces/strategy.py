@@ -160,6 +160,9 @@ class Strategy(Stepping, ABC):
         when = _THERE.get(name)
         if when is not None:
             raise AttributeError(f"{kind}.{name} is not there yet: it is there {when}")
+        own = getattr(type(self), name, None)
+        if isinstance(own, property):
+            own.__get__(self)  # a property that failed: with its own error, not with its name
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def bind(self, components: Components) -> None:
@@ -370,8 +373,9 @@ class Strategy(Stepping, ABC):
         """Return this strategy's own state for a checkpoint; {} where it has none.
 
         For what is neither a weight nor an optimizer's: weights as of the last average, a count of
-        rounds. Plain data and tensors; `Shards` where `checkpoint_io.takes_shards`, as
-        `model_state` says. Loading under a strategy of another class leaves it out.
+        rounds. Plain data and tensors, the same on every rank, since rank 0's is saved; what
+        differs by rank goes into `Shards`, where `checkpoint_io.takes_shards`. Loading under a
+        strategy of another class leaves it out.
 
         Args:
             prepared: the model.
