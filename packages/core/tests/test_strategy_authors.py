@@ -648,6 +648,37 @@ def test_the_trainers_options_of_a_step_are_there_when_the_strategy_is_bound() -
     assert under_lite.told is None
 
 
+@pytest.mark.parametrize(
+    ("model_state", "expected"),
+    [
+        (
+            lambda self, prepared: None,
+            "Partial.model_state returned a NoneType; expected a dict of tensors by name ({} on "
+            "ranks that leave saving to rank 0)",
+        ),
+        (
+            lambda self, prepared: {"module.layer.weight": torch.ones(1, 2)},
+            "Partial.model_state lacks 1 of the model's names on every rank, such as "
+            "'layer.weight': return all of them, under the names of prepared.original.state_dict()",
+        ),
+        (
+            lambda self, prepared: {"layer.weight": torch.ones(1, 1)},
+            "Partial.model_state returned 'layer.weight' with the shape (1, 1), and the model's "
+            "has (1, 2): return whole tensors, or Shards of what a rank holds a part of",
+        ),
+    ],
+)
+def test_a_state_that_is_not_the_whole_model_is_refused_at_the_save(
+    model_state: Any, expected: str, tmp_path: Path
+) -> None:
+    strategy = type("Partial", (SingleDeviceStrategy,), {"model_state": model_state})()
+    made = trainer(strategy=strategy)
+    made.fit(Line(), loader())
+    path = tmp_path / "partial.ckpt"
+    assert refused(lambda: made.save_checkpoint(path), PluginError) == expected
+    assert not path.exists()
+
+
 def test_an_author_faces_few_names_and_finds_all_that_signatures_name() -> None:
     assert len([name for name in dir(Strategy) if not name.startswith("_")]) <= 35
     names: dict[str, Any] = {}

@@ -86,21 +86,73 @@ def model_state(strategy: Strategy, prepared: PreparedModel) -> dict[str, Any]:
     """Return a model's state to be saved; called by every rank.
 
     Raises:
-        PluginError: ranks returned different names, so that what is saved would lack some.
+        PluginError: what the ranks returned is not the whole model, or differs in its names.
     """
     state = strategy.model_state(prepared)
+    kind, ranks = type(strategy), strategy.ranks
+    if not isinstance(state, dict):
+        raise PluginError(
+            f"{kind.__name__}.model_state returned a {type(state).__name__}; expected a dict of "
+            "tensors by name ({} on ranks that leave saving to rank 0)"
+        )
+    missing: list[str] = []
+    if kind.model_state is not Strategy.model_state:
+        missing = _compared_with_the_model(strategy, prepared, state)
+    if ranks.world_size > 1:
+        missing = _compared_with_other_ranks(strategy, state, missing)
+    if missing:
+        raise PluginError(
+            f"{kind.__name__}.model_state lacks {len(missing)} of the model's names on every rank, "
+            f"such as {missing[0]!r}: return all of them, under the names of "
+            "prepared.original.state_dict()"
+        )
+    return state
+
+
+def _compared_with_the_model(
+    strategy: Strategy, prepared: PreparedModel, state: Mapping[str, Any]
+) -> list[str]:
+    """Return the model's names that a state lacks.
+
+    Raises:
+        PluginError: a whole tensor has another shape than the model's.
+    """
+    whole = prepared.original.state_dict()
+    for name, value in whole.items():
+        saved = state.get(name)
+        # An engine may keep an empty tensor in a parameter's place.
+        if (
+            isinstance(saved, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and value.numel()
+            and saved.shape != value.shape
+        ):
+            raise PluginError(
+                f"{type(strategy).__name__}.model_state returned {name!r} with the shape "
+                f"{tuple(saved.shape)}, and the model's has {tuple(value.shape)}: return whole "
+                "tensors, or Shards of what a rank holds a part of"
+            )
+    return [name for name in whole if name not in state]
+
+
+def _compared_with_other_ranks(
+    strategy: Strategy, state: Mapping[str, Any], missing: list[str]
+) -> list[str]:
+    """Return the names that are missing on every rank.
+
+    Raises:
+        PluginError: ranks returned different names, so that what is saved would lack some.
+    """
     ranks = strategy.ranks
-    if ranks.world_size == 1:
-        return state
     # Every rank may hold other shards; what is whole, rank 0 alone writes.
     names = sorted(name for name, value in state.items() if not isinstance(value, Shards))
-    # A hash, so that the ranks exchange 16 bytes each and not the names.
-    own = torch.tensor([len(names), zlib.crc32("\n".join(names).encode())], dtype=torch.int64)
-    of_ranks = ranks.all_gather(own).tolist()
-    differing = [rank for rank, (count, _) in enumerate(of_ranks) if count]
-    if any(of_ranks[rank] != of_ranks[0] for rank in differing):
+    # A hash, so that the ranks exchange 24 bytes each and not the names.
+    numbers = [len(names), zlib.crc32("\n".join(names).encode()), len(missing)]
+    of_ranks = ranks.all_gather(torch.tensor(numbers, dtype=torch.int64)).tolist()
+    differing = [rank for rank, (count, *_) in enumerate(of_ranks) if count]
+    if any(of_ranks[rank][:2] != of_ranks[0][:2] for rank in differing):
         gathered = ranks.gather_plain(names)
-        rank = next(rank for rank in differing if of_ranks[rank] != of_ranks[0])
+        rank = next(rank for rank in differing if of_ranks[rank][:2] != of_ranks[0][:2])
         apart = sorted(set(gathered[rank]) ^ set(gathered[0]))
         raise PluginError(
             f"{type(strategy).__name__}.model_state returned {len(gathered[0])} whole tensors on "
@@ -109,7 +161,10 @@ def model_state(strategy: Strategy, prepared: PreparedModel) -> dict[str, Any]:
             "Shards of what a rank holds a part of (where checkpoint_io.takes_shards), or gather "
             "all on rank 0 and return {} elsewhere"
         )
-    return state
+    if not all(lacking for *_, lacking in of_ranks):
+        return []
+    everywhere = set(missing).intersection(*ranks.gather_plain(missing))
+    return [name for name in missing if name in everywhere]
 
 
 def strategy_state(
