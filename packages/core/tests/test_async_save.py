@@ -520,7 +520,7 @@ def test_of_two_ranks_both_load_what_one_is_writing_and_both_end_with_its_error(
         model = lite.setup(torch.nn.Linear(2, 1))
         lite.save("model.ckpt", {"model": model, "number": 7})
         assert lite.load("model.ckpt", {"model": model})["number"] == 7
-        print("loaded", flush=True)
+        print("loaded\\n", end="", flush=True)  # in one write, which the other rank cannot divide
         lite.save("script.py/model.ckpt", {"number": 8})
         while True:
             lite.backward(model(torch.ones(1, 2)).sum())
