@@ -50,6 +50,8 @@ def _global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def script_environment() -> dict[str, str]:
     """The environment of a script: one thread a process, and no variable of a rank."""
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
+    # Unbuffered, a line is written in two pieces, between which another rank may write.
+    environment.pop("PYTHONUNBUFFERED", None)
     return {**environment, "OMP_NUM_THREADS": "1"}
 
 
