@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Unbuffered, a line is written in two pieces, between which another rank may write.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # What a launcher, torchrun or a cluster sets for a rank; no process of a test may inherit it.
@@ -50,8 +53,6 @@ def _global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def script_environment() -> dict[str, str]:
     """The environment of a script: one thread a process, and no variable of a rank."""
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    # Unbuffered, a line is written in two pieces, between which another rank may write.
-    environment.pop("PYTHONUNBUFFERED", None)
     return {**environment, "OMP_NUM_THREADS": "1"}
 
 
