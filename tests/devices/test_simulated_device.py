@@ -24,7 +24,7 @@ def run(script: str, folder: Path) -> str:
 
     sys.path.remove(str(HERE))
     if compiler() is None:
-        pytest.skip("no C++ compiler to build the simulated device with")
+        pytest.skip("no C++ compiler for the simulated device; `nox -s tests` runs it with one")
     build()
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}

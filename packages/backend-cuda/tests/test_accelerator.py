@@ -33,7 +33,9 @@ def test_kernels_are_chosen_as_asked_until_the_end_of_a_run(
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU; `nox -s tests` runs it where there is none"
+)
 def test_without_a_gpu_there_are_no_devices_and_the_reason() -> None:
     found = CUDAAccelerator().availability()
     assert found.count == 0

@@ -759,7 +759,7 @@ def test_ranks_with_different_numbers_of_parameters_are_told_so_and_not_aborted(
 def test_a_backend_may_be_registered_after_the_strategy_was_made(
     run_script: Callable[..., Any],
 ) -> None:
-    run_script(
+    finished = run_script(
         """
         import torch.distributed as dist
         from stratagem import Lite
@@ -767,9 +767,11 @@ def test_a_backend_may_be_registered_after_the_strategy_was_made(
 
         strategy = DDPStrategy(process_group_backend="of_an_accelerator")
         dist.Backend.register_backend("of_an_accelerator", lambda *_: None, devices=["cpu"])
-        Lite(accelerator="cpu", devices=2, strategy=strategy)
+        lite = Lite(accelerator="cpu", devices=2, strategy=strategy)
+        print(lite.strategy.communication_backend)
         """
     )
+    assert finished.stdout == "of_an_accelerator\n"
 
 
 def test_a_teardown_that_raises_ends_the_program_with_an_error(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from stratagem.interfaces.ranks import Ranks
 
 
-class Ranked:
+class Ranked(ABC):
     """Names of `ranks` that users read most; a subclass has the ranks."""
 
     @property
+    @abstractmethod
     def ranks(self) -> Ranks:
         """The processes that train together; collectives work once they are launched."""
-        raise NotImplementedError
 
     @property
     def global_rank(self) -> int:
