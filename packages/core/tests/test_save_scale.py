@@ -226,6 +226,21 @@ def test_a_rank_that_fails_is_named_by_every_rank_and_the_next_save_is_whole(
     DirectoryCheckpointIO().verify_checkpoint(tmp_path / "b")
 
 
+def test_an_authors_ranks_need_no_more_than_gather_plain_and_broadcast() -> None:
+    class Own(Ranks):
+        def gather_plain(self, data: Any) -> list[Any]:
+            return [b"of rank 0", b"of rank 1"]
+
+        def broadcast(self, data: Any, src: int = 0) -> Any:
+            return [b"for rank 0", b"for rank 1"]
+
+    first, second = Own(world_size=2), Own(global_rank=1, world_size=2)
+    assert first.gather_bytes(b"of rank 0") == [b"of rank 0", b"of rank 1"]
+    assert second.gather_bytes(b"of rank 1") == []
+    assert first.scatter_bytes([b"for rank 0", b"for rank 1"]) == b"for rank 0"
+    assert second.scatter_bytes([]) == b"for rank 1"
+
+
 # ---------------------------------------------------------------- in the background
 
 

@@ -100,12 +100,9 @@ class RankStates(Sequence[State]):
     def _state(self, rank: int) -> State:
         if not isinstance(self._saved, dict):
             return self._saved[rank]
-        ends = self._saved["ends"]
+        first, ends = self._saved["first"], self._saved["ends"]
         begin = int(ends[rank - 1]) if rank else 0
-        state: State = self._saved["first"]
-        for path, value in _decode(self._saved["changes"][begin : int(ends[rank])], rank):
-            state = _changed(state, path, value)
-        return state
+        return _changed(first, self._saved["changes"][begin : int(ends[rank])], rank)
 
 
 def _changes(own: Any, first: Any, path: tuple[Any, ...] = ()) -> list[Change]:
@@ -127,24 +124,26 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """Return `state` with another value at the end of `path`; nothing is changed in place."""
-    if not path:
-        return value
-    return {**state, path[0]: _changed(state[path[0]], path[1:], value)}
-
-
-def _decode(encoded: torch.Tensor, rank: int) -> list[Change]:
-    """Return a list that `gather_states` has encoded; it comes from a file."""
+def _changed(state: Any, encoded: torch.Tensor, rank: int) -> State:
+    """Return `state` with changes that `gather_states` has encoded; they come from a file."""
     file, name = io.BytesIO(plain_data.bytes_of(encoded)), f"the state of rank {rank}"
     check_entries(file, read_archive(file, name), name)
     try:
-        changes: list[Change] = plain_data.decode(encoded)
+        for path, value in plain_data.decode(encoded):
+            state = _with(state, path, value)
     # What torch.load raises for damaged contents is not documented.
     except Exception as error:
         raise CheckpointCorruptError(
             f"{name} in the checkpoint is damaged: {type(error).__name__}: {error}"
         ) from error
-    if oversized := plain_data.find_oversized(changes, name):
+    if oversized := plain_data.find_oversized(state, name):
         raise CheckpointCorruptError(f"the checkpoint was refused: {oversized}")
-    return changes
+    changed: State = state
+    return changed
+
+
+def _with(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Return `state` with another value at the end of `path`; nothing is changed in place."""
+    if not path:
+        return value
+    return {**state, path[0]: _with(state[path[0]], path[1:], value)}
