@@ -24,6 +24,8 @@ def test_importing_the_plugin_does_not_import_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", PLUGINS.values())
-def test_the_plugin_registers_no_component_yet(module: str) -> None:
-    assert list(importlib.import_module(module).stratagem_components()) == []
+def test_the_plugin_registers_the_accelerator() -> None:
+    (module,) = PLUGINS.values()
+    (spec,) = importlib.import_module(module).stratagem_components()
+    assert (spec.kind, spec.name, spec.aliases) == ("accelerator", "cuda", ("gpu",))
+    assert spec.load().name == "cuda"
