@@ -24,8 +24,11 @@ def test_importing_the_plugin_does_not_import_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_plugin_registers_the_accelerator() -> None:
+def test_the_plugin_registers_what_the_readme_lists() -> None:
     (module,) = PLUGINS.values()
-    (spec,) = importlib.import_module(module).stratagem_components()
-    assert (spec.kind, spec.name, spec.aliases) == ("accelerator", "cuda", ("gpu",))
-    assert spec.load().name == "cuda"
+    specs = importlib.import_module(module).stratagem_components()
+    assert {(spec.kind, spec.name, spec.aliases) for spec in specs} == {
+        ("accelerator", "cuda", ("gpu",)),
+        ("precision", "16-mixed", ("16",)),
+    }
+    assert [spec.load().name for spec in specs if spec.kind == "accelerator"] == ["cuda"]

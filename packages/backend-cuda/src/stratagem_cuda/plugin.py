@@ -1,6 +1,6 @@
 """What this distribution offers for NVIDIA GPUs: specs only, no torch and no SDK."""
 
-from stratagem.discovery import AcceleratorSpec, ComponentSpec, hookimpl
+from stratagem.discovery import AcceleratorSpec, ComponentSpec, PrecisionSpec, hookimpl
 
 
 @hookimpl
@@ -15,5 +15,13 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             aliases=("gpu",),
             probe="stratagem_cuda.probe:cuda_availability",
             priority=100,
+        ),
+        PrecisionSpec(
+            name="16-mixed",
+            target="stratagem_cuda.precision:Float16Mixed",
+            api_version=1,
+            summary="float32 parameters, float16 where autocast finds it safe, losses scaled",
+            aliases=("16",),
+            accelerators=("cuda",),
         ),
     )

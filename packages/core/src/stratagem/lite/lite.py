@@ -257,7 +257,8 @@ class Lite(Launched, Observed):
             clip_val: the largest absolute value of an element.
             max_norm: the largest norm; give one of the two.
             norm_type: which norm.
-            error_if_nonfinite: raise if the norm is NaN or infinite.
+            error_if_nonfinite: raise if the norm is NaN or infinite; not under a precision that
+                scales the loss, where such a step is left out.
 
         Returns:
             The norm before clipping, if `max_norm` was given.
@@ -272,15 +273,16 @@ class Lite(Launched, Observed):
                 f"the strategy {self.plan.strategy.name!r} clips gradients itself: configure it "
                 "there in place of calling clip_gradients()"
             )
+        inner = optimizer.optimizer if isinstance(optimizer, LiteOptimizer) else optimizer
+        precision = self.strategy.precision
+        if precision.scales_loss:
+            precision.unscale_gradients(inner)
+            error_if_nonfinite = False
         clip = (
             GradientClip(clip_val, "value")
             if clip_val is not None
             else GradientClip(max_norm or 0.0, "norm", norm_type, error_if_nonfinite)
         )
-        inner = optimizer.optimizer if isinstance(optimizer, LiteOptimizer) else optimizer
-        precision = self.strategy.precision
-        if precision.scales_loss:
-            precision.unscale_gradients(inner)
         return self.strategy.clip_gradients(module.prepared, inner, clip)
 
     @contextmanager
