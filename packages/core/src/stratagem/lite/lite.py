@@ -193,7 +193,9 @@ class Lite(Launched, Observed):
         """
         index, count = self._launched_strategy().ranks.data_shard
         rng_of = (self.strategy.accelerator, self.device)
-        moves = move_to_device and not self.strategy.accelerator.is_host
+        accelerator = self.strategy.accelerator
+        moves = move_to_device and not accelerator.is_host
+        move = accelerator.batch_mover(self.device) if moves else None
         wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
@@ -201,10 +203,9 @@ class Lite(Launched, Observed):
             name = "the data loader"
             if len(dataloaders) > 1:
                 name += f" {len(wrapped)} of setup_dataloaders()"
-            device = self.device if moves else None
             shard = (index, count)
             wrapped.append(
-                LiteDataLoader(loader, device, name, self.global_rank, shard, rng_of=rng_of)
+                LiteDataLoader(loader, move, name, self.global_rank, shard, rng_of=rng_of)
             )
         return wrapped[0] if len(wrapped) == 1 else wrapped
 

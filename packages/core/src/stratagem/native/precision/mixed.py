@@ -50,10 +50,14 @@ class MixedPrecision(Precision):
     def bind(self, accelerator: Accelerator) -> None:
         autocast = accelerator.autocast(self.dtype)
         if autocast is None:
+            dtype, parameters = (
+                str(self.dtype).partition(".")[2],
+                self.name.replace("mixed", "true"),
+            )
             raise ConfigurationError(
                 f"precision={self.name!r}: the accelerator {accelerator.name!r} cannot autocast to "
-                f"{str(self.dtype).removeprefix('torch.')}, so the model would compute in float32: "
-                "pass precision='32-true', or a '-true' precision to keep parameters in it too"
+                f"{dtype}, so the model would compute in float32: pass precision='32-true', or "
+                f"{parameters!r} to keep parameters in {dtype} too"
             )
         self._autocast = autocast
 
