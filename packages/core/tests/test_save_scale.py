@@ -226,6 +226,20 @@ def test_a_rank_that_fails_is_named_by_every_rank_and_the_next_save_is_whole(
     DirectoryCheckpointIO().verify_checkpoint(tmp_path / "b")
 
 
+def test_a_chunk_of_other_dims_is_refused_on_every_rank_before_one_waits(tmp_path: Path) -> None:
+    group = Group(2)
+
+    def held(rank: int) -> Checkpoint:
+        chunk = ((2 * rank, 0), torch.zeros(2, 3)) if rank == 0 else ((2,), torch.zeros(6))
+        return {"model": {"w": Shards((4, 3), torch.float32, [chunk])}}
+
+    errors = group.save(tmp_path / "a", held)
+    assert {type(error) for error in errors} == {CheckpointContentError}
+    for error in errors:
+        assert "rank 1: 'model.w' has the shape (4, 3), but one of its chunks has" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_authors_ranks_need_no_more_than_gather_plain_and_broadcast() -> None:
     class Own(Ranks):
         def gather_plain(self, data: Any) -> list[Any]:

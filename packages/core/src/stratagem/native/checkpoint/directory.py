@@ -117,6 +117,7 @@ class DirectoryCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """Wait for no other rank any more."""
         self._reader.forget()
+        self.last_plan = None
         if self._exchange is not None:
             self._exchange.stop()
             self._exchange = None
@@ -132,17 +133,20 @@ class _Save:
         self._rest, self._tensors, self._paths = _split(checkpoint)
         self._manifest: Manifest = manifest_of(checkpoint, io)
         self._directory: DurableDirectory | None = None
+        self._held = Held([], [])
         # A rank that fails says so, so that none of the others waits for it.
         try:
-            failure = self._begin()
-            held = Held.of(self._tensors)
-            self._temporary = self._agree(held, failure)
+            self._temporary = self._agree(self._begin())
         except BaseException:
             self._close()
             raise
 
     def _begin(self) -> Record:
         """Return why this rank cannot save; {} if it can."""
+        try:
+            self._held = Held.of(self._tensors)
+        except ValueError as error:
+            return {"error": str(error), "errno": None, "is_content": True}
         if why := why_refused(self._rest):
             return {"error": why, "errno": None, "is_content": True}
         if self.ranks.is_global_zero:
@@ -152,9 +156,9 @@ class _Save:
                 return _failure(error)
         return {}
 
-    def _agree(self, held: Held, failure: Record) -> Path:
+    def _agree(self, failure: Record) -> Path:
         """Plan the save, or keep the plan of the last one; return the temporary directory."""
-        ranks, last = self.ranks, self._io.last_plan
+        ranks, held, last = self.ranks, self._held, self._io.last_plan
         signature = held.signature()
         changed = last is None or last.held != held
         own = [bool(failure), changed, held.dims, signature, -signature]

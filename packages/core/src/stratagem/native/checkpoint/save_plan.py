@@ -40,13 +40,22 @@ class Held:
 
     @staticmethod
     def of(tensors: HeldTensors) -> Held:
-        """Return what describes `tensors`."""
+        """Return what describes `tensors`.
+
+        Raises:
+            ValueError: a chunk has other dims than its tensor; says which.
+        """
         described: list[Description] = []
         chunks = []
         for number, (name, held) in enumerate(tensors.items()):
             shape = tuple(held.shape)
             described.append((name, str(held.dtype).removeprefix("torch."), shape))
             for offsets, chunk in chunks_of(held):
+                if not len(offsets) == chunk.ndim == len(shape):
+                    raise ValueError(
+                        f"{name!r} has the shape {shape}, but one of its chunks has the offsets "
+                        f"{offsets} and the shape {tuple(chunk.shape)}: give a number for each dim"
+                    )
                 chunks.append((number, offsets, tuple(chunk.shape)))
         return Held(described, chunks)
 
