@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-PIECE = 2**16
+PIECE = 2**15
 """How many indices are computed at once while a sequence is iterated over."""
 
 LARGEST_OF_TORCH = 2**24

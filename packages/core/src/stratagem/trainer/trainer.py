@@ -26,7 +26,7 @@ from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths
 from stratagem.trainer import elsewhere
-from stratagem.trainer.checks import check_divergence_detection, check_module
+from stratagem.trainer.checks import check_divergence_detection, check_module, check_not_running
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
 from stratagem.trainer.metrics import LatestValues
@@ -297,6 +297,7 @@ class Trainer(Ranked, OptionAttributes):
                 has saved goes before.
 
         Raises:
+            ConfigurationError: this Trainer is running already.
             UserCodeError: the model or a loader does not keep its contract.
             CheckpointError: the checkpoint cannot be used.
             RankFailedError: another rank failed.
@@ -380,6 +381,7 @@ class Trainer(Ranked, OptionAttributes):
 
     def _execute(self, job: Job) -> Any:
         """Launch, and run on every rank."""
+        check_not_running(self.state, job.stage)
         self.state = RunState(job.stage, "running")
         try:
             if self.plan.runs_elsewhere and not self._launched.is_launched:
