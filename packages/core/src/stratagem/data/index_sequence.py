@@ -112,7 +112,10 @@ class IndexSequence(Sequence[Any]):
         return self._take(range(self._places[at], self._places[at] + 1))[0]
 
     def __iter__(self) -> Iterator[Any]:
-        pieces = (self._places[first : first + PIECE] for first in range(0, len(self), PIECE))
+        places = self._places
+        if isinstance(self._items, range) and places.stop <= len(self._items):
+            return iter(self._items[places.start : places.stop : places.step])
+        pieces = (places[first : first + PIECE] for first in range(0, len(self), PIECE))
         return chain.from_iterable(map(self._take, pieces))
 
     def tolist(self) -> list[Any]:
