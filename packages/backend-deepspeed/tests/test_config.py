@@ -20,7 +20,8 @@ from torch import nn
 from stratagem import Lite, Trainer
 from stratagem.errors import ConfigurationError
 from stratagem_deepspeed import library, ops
-from stratagem_deepspeed.config import Facts, engine_config, read_config
+from stratagem_deepspeed.config import Facts, engine_config
+from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.known_keys import KNOWN_KEYS
 from stratagem_deepspeed.optimizers import check_elementwise, only_one
 from stratagem_deepspeed.options import Options, documentation

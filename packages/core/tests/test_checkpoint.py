@@ -1140,6 +1140,11 @@ def test_early_stopping_refuses_an_unknown_mode() -> None:
     with pytest.raises(ConfigurationError) as caught:
         EarlyStopping("loss", mode="best")  # type: ignore[arg-type]
     assert str(caught.value) == "EarlyStopping(mode='best'): expected 'min' or 'max'"
+    with pytest.raises(ConfigurationError) as caught:
+        EarlyStopping("loss", min_delta=float("nan"))
+    assert str(caught.value) == (
+        "EarlyStopping(min_delta=nan): expected a number; no change would count"
+    )
 
 
 def test_callbacks_that_would_share_a_state_are_refused(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
+from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
 
 
@@ -38,21 +39,32 @@ class CSVLogger(Logger):
         name: str = "stratagem_logs",
         version: int | str | None = None,
     ) -> None:
-        self._root = Path(save_dir) / name
+        self.save_dir = Path(save_dir)
+        self._root = self.save_dir / name
         self._version = version
         self._columns: list[str] = []
         self._written = False
 
     @property
     def log_dir(self) -> str:
-        """The folder of this run; choosing a free one makes it."""
+        """The folder of this run; choosing a free one makes it.
+
+        Raises:
+            ConfigurationError: it cannot be made.
+        """
         if self._version is None:
             self._version = self._claim_version()
         name = f"version_{self._version}" if isinstance(self._version, int) else self._version
         return str(self._root / name)
 
     def _claim_version(self) -> int:
-        self._root.mkdir(parents=True, exist_ok=True)
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"CSVLogger: the folder {str(self._root)!r} cannot be made "
+                f"({type(error).__name__}: {error}): pass a save_dir that can be written to"
+            ) from error
         version = 0
         while True:
             # Making the folder claims the number: two runs at once get two of them.
@@ -96,7 +108,7 @@ class CSVLogger(Logger):
             self._add_columns(new)
         self._columns += new
         # Opened for each call: nothing is held back that the end of the process could lose.
-        with file.open("a" if self._written else "w", newline="") as opened:
+        with _open(file, "a" if self._written else "w") as opened:
             writer = csv.writer(opened)
             if not self._written:
                 writer.writerow(self._columns)
@@ -106,14 +118,19 @@ class CSVLogger(Logger):
     def _continue_file(self) -> None:
         """Take over the columns of a file that is there: a named version may have been used."""
         if self._file.exists():
-            with self._file.open(newline="") as file:
+            with _open(self._file) as file:
                 self._columns = next(csv.reader(file), [])
             self._written = bool(self._columns)
 
     def _add_columns(self, new: list[str]) -> None:
         temporary = self._file.with_suffix(".tmp")
-        with self._file.open(newline="") as old, temporary.open("w", newline="") as file:
+        with _open(self._file) as old, _open(temporary, "w") as file:
             reader, writer = csv.reader(old), csv.writer(file)
             writer.writerow(next(reader) + new)
             writer.writerows(row + [""] * len(new) for row in reader)
         temporary.replace(self._file)
+
+
+def _open(file: Path, mode: Literal["r", "w", "a"] = "r") -> IO[str]:
+    """Open a CSV file: UTF-8 whatever the locale, and other bytes stay what they are."""
+    return file.open(mode, encoding="utf-8", errors="surrogateescape", newline="")

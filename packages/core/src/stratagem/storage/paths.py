@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import IO, BinaryIO, cast
 
 from stratagem.errors import CheckpointSaveError, ConfigurationError
 from stratagem.storage import local
+from stratagem.storage.durable_file import DurableFile
 from stratagem.storage.remote import RemoteFile, fetch, file_system, is_object_store, protocols
 
 Location = Path | str
@@ -223,17 +225,22 @@ def read(path: str | os.PathLike[str]) -> bytes:
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Put a small file in its place in one step, so that a reader sees all of it or the old one."""
+    """Put a small file in its place in one step: whole and on the disk, or the old one is there."""
     path = at(path)
-    if isinstance(path, Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(data)
-        temporary.replace(path)
-        return
-    with RemoteFile(path) as file:
+    with DurableFile(path) if isinstance(path, Path) else RemoteFile(path) as file:
         file.write(memoryview(data))
         file.commit()
+
+
+def try_folder(folder: str | os.PathLike[str]) -> None:
+    """Make a local folder, if there is none, and try to write into it; nothing is left there.
+
+    Raises:
+        OSError: one of the two cannot be done.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"tried")
 
 
 def remove(path: str | os.PathLike[str]) -> None:

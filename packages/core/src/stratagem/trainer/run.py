@@ -17,7 +17,7 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare, release
 from stratagem.storage import paths
-from stratagem.trainer import checks, evaluation, fit_loop, options
+from stratagem.trainer import checks, evaluation, fit_loop, folders, options
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
@@ -128,6 +128,7 @@ class Run:
         status = "failed"
         ranks = self.strategy.ranks
         ranks.report_status(self._position)
+        folders.check_on_ranks(trainer, stage)
         with ExitStack() as until_end:
             until_end.callback(
                 options.set_determinism(

@@ -25,7 +25,7 @@ from stratagem.loggers import Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths
-from stratagem.trainer import elsewhere
+from stratagem.trainer import elsewhere, folders
 from stratagem.trainer.checks import check_divergence_detection, check_module
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
@@ -382,6 +382,8 @@ class Trainer(Ranked, OptionAttributes):
         """Launch, and run on every rank."""
         self.state = RunState(job.stage, "running")
         try:
+            if not self._launched.is_launched:
+                folders.check_before_launch(self, job.stage)
             if self.plan.runs_elsewhere and not self._launched.is_launched:
                 result = self._execute_elsewhere(job)
             else:
