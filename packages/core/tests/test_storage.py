@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -179,6 +180,28 @@ def test_a_save_that_ends_early_leaves_what_was_there(
             assert not files.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads")
     io.save_checkpoint({"number": 3, "weights": weights}, path)
     assert io.load_checkpoint(path)["weights"].numel() == size // 4
+
+
+def test_a_small_file_is_on_the_disk_when_it_is_written_also_by_two_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "new" / "record.json", list[str]()
+    fsync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        synced.append("temporary" if name.endswith(".saving") else name)
+        if len(synced) == 2:
+            # Another process writes, while the first one's file has no name yet.
+            paths.write(path, b"second")
+            assert path.read_bytes() == b"second"
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    paths.write(path, b"first")
+    assert path.read_bytes() == b"first"
+    assert synced == [tmp_path.name, "temporary", "temporary", "new", "new"]
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_directory_is_not_saved_at_a_url() -> None:

@@ -91,7 +91,7 @@ class CSVLogger(Logger):
         """Write hparams.json."""
         folder = Path(self.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(dict(params), indent=2, default=str)
+        text = json.dumps(_with_text_keys(params), indent=2, default=str)
         (folder / "hparams.json").write_text(text + "\n")
 
     def _append(self, rows: Sequence[tuple[int | None, Mapping[str, float]]]) -> None:
@@ -129,6 +129,15 @@ class CSVLogger(Logger):
             writer.writerow(next(reader) + new)
             writer.writerows(row + [""] * len(new) for row in reader)
         temporary.replace(self._file)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return nested data whose keys JSON takes: of any other one its text."""
+    if isinstance(value, Mapping):
+        taken = (str, int, float, type(None))
+        pairs = ((key if isinstance(key, taken) else str(key), value[key]) for key in value)
+        return {key: _with_text_keys(held) for key, held in pairs}
+    return [_with_text_keys(held) for held in value] if isinstance(value, (list, tuple)) else value
 
 
 def _open(file: Path, mode: Literal["r", "w", "a"] = "r") -> IO[str]:
