@@ -1,4 +1,4 @@
-"""What a process finds around it: any bytes as arguments, no streams, folders that cannot be made."""
+"""What a process finds around it: arguments of any bytes, no streams, folders nobody can make."""
 
 from __future__ import annotations
 

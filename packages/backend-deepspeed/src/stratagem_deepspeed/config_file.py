@@ -70,8 +70,8 @@ def _load(path: Path) -> Any:
         raise _too_deep(f"the file {str(path)!r}", ()) from None
     except _DuplicateKey as error:
         raise ConfigurationError(
-            f"config={str(path)!r} has the key {error.args[0]!r} twice in one section, and only one "
-            "of its values would count: leave one of them out"
+            f"config={str(path)!r} has the key {error.args[0]!r} twice in one section, and one "
+            "of its values would be dropped: leave one of them out"
         ) from None
 
 

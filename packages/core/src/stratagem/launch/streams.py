@@ -44,7 +44,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 def printable(text: str, encoding: str | None = None) -> str:
-    """Return text that can be printed: what the encoding lacks is escaped.
+    r"""Return text that can be printed: what the encoding lacks is escaped.
 
     So a path whose bytes are no UTF-8, or a name with an umlaut where the locale is C, ends no run.
 
@@ -55,7 +55,7 @@ def printable(text: str, encoding: str | None = None) -> str:
     Example:
         >>> from stratagem.launch.streams import printable
         >>> print(printable("Verlust_ü", "ascii"))
-        Verlust_\\xfc
+        Verlust_\xfc
     """
     encoding = encoding or getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

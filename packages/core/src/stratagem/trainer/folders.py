@@ -7,21 +7,26 @@ from typing import TYPE_CHECKING
 
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError
+from stratagem.lite.launched import Launched
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.trainer.trainer import Trainer
 
 
-def check_before_launch(trainer: Trainer, stage: str) -> None:
-    """Try the folders where this process is going to start the ranks, all on its machine.
+def check_before_launch(trainer: Trainer, launched: Launched, stage: str) -> None:
+    """Try the folders, if this process is going to start the ranks, all of them on its machine.
 
     Raises:
         ConfigurationError: one cannot be made or written to; nothing has been started.
     """
     launcher = trainer.plan.launcher.source
-    starts_ranks_here = launcher.starts_ranks and not launcher.devices_elsewhere
-    if starts_ranks_here and trainer.plan.num_nodes == 1 and trainer.is_global_zero:
+    starts_ranks_here = getattr(launcher, "starts_ranks", True) and not getattr(
+        launcher, "devices_elsewhere", False
+    )
+    if launched.is_launched or not starts_ranks_here or trainer.plan.num_nodes > 1:
+        return
+    if trainer.is_global_zero:
         _raise(_find_unwritable(trainer, stage))
 
 

@@ -382,8 +382,7 @@ class Trainer(Ranked, OptionAttributes):
         """Launch, and run on every rank."""
         self.state = RunState(job.stage, "running")
         try:
-            if not self._launched.is_launched:
-                folders.check_before_launch(self, job.stage)
+            folders.check_before_launch(self, self._launched, job.stage)
             if self.plan.runs_elsewhere and not self._launched.is_launched:
                 result = self._execute_elsewhere(job)
             else:
