@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError
 from stratagem.lite.launched import Launched
+from stratagem.plan.selection import can
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
@@ -20,11 +21,9 @@ def check_before_launch(trainer: Trainer, launched: Launched, stage: str) -> Non
     Raises:
         ConfigurationError: one cannot be made or written to; nothing has been started.
     """
-    launcher = trainer.plan.launcher.source
-    starts_ranks_here = getattr(launcher, "starts_ranks", True) and not getattr(
-        launcher, "devices_elsewhere", False
-    )
-    if launched.is_launched or not starts_ranks_here or trainer.plan.num_nodes > 1:
+    plan = trainer.plan
+    is_elsewhere = plan.num_nodes > 1 or can(plan.launcher, "devices_elsewhere")
+    if launched.is_launched or is_elsewhere or not can(plan.launcher, "starts_ranks"):
         return
     if trainer.is_global_zero:
         _raise(_find_unwritable(trainer, stage))
