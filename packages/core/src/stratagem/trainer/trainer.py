@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -357,7 +358,7 @@ class Trainer(Ranked, OptionAttributes):
         """
         job = Job.of("predict", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
         check_module(job.model, job.stage)
-        predictions = self._execute(job)
+        predictions = self._execute(replace(job, keeps_predictions=return_predictions))
         if not return_predictions:
             return None
         return predictions[0] if len(predictions) == 1 else predictions
