@@ -1033,7 +1033,7 @@ def test_hyperparameters_that_cannot_be_saved_are_said_at_the_start_and_asked_fo
     with pytest.raises(CheckpointMismatchError, match="holds no value of layer, which WithLayer"):
         WithLayer.load_from_checkpoint(path)
     again = WithLayer.load_from_checkpoint(path, layer=1)
-    assert again.hparams == {"layer": 1, "rate": 0.25}
+    assert (again.hparams.layer, again.hparams.rate) == (1, 0.25)
 
 
 def test_a_namespace_of_hyperparameters_is_kept_and_a_strange_name_refused() -> None:
@@ -1042,7 +1042,8 @@ def test_a_namespace_of_hyperparameters_is_kept_and_a_strange_name_refused() -> 
             super().__init__()
             self.save_hyperparameters(options)
 
-    assert FromCommandLine(Namespace(rate=0.1, depth=3)).hparams == {"rate": 0.1, "depth": 3}
+    kept = FromCommandLine(Namespace(rate=0.1, depth=3)).hparams
+    assert (kept.rate, kept.depth) == (0.1, 3)
     with pytest.raises(UserCodeError, match=r"'speed' is no argument of FromCommandLine"):
         FromCommandLine("speed")
 

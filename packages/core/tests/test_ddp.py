@@ -874,7 +874,7 @@ for _ in range(3):
     lite.backward(model.loss(batch))
     optimizer.step()
     optimizer.zero_grad()
-weight = model.state_dict()["layer.weight"]
+state = model.state_dict()
 if lite.is_global_zero:
     torch.manual_seed(1)
     reference = Net()
@@ -883,7 +883,7 @@ if lite.is_global_zero:
         (sum(reference.loss(torch.full((2, 4), 1.0 + rank)) for rank in range(2)) / 2).backward()
         own.step()
         own.zero_grad()
-    assert torch.allclose(weight, reference.layer.weight, atol=1e-6)
+    assert torch.allclose(state["layer.weight"], reference.layer.weight, atol=1e-6)
     print("alike")
 """
 

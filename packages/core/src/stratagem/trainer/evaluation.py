@@ -118,6 +118,7 @@ def _run_batches(
                 metrics.end_step(run.evaluated_batches)
             run.evaluated_batches += 1
             yield loader_idx, output
+            del output  # before the next one is computed
         if batch_idx == -1 and limit != 0:
             raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
     metrics.begin_loader(None)
