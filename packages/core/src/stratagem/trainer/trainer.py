@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -356,7 +357,7 @@ class Trainer(Ranked, OptionAttributes):
             A list of batches, or a list of those for several loaders; None if they are dropped.
         """
         job = Job.of("predict", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
-        predictions = self._execute(job)
+        predictions = self._execute(replace(job, keeps_predictions=return_predictions))
         if not return_predictions:
             return None
         return predictions[0] if len(predictions) == 1 else predictions
