@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -619,7 +620,15 @@ def test_the_best_are_kept(
 ) -> None:
     saver = ModelCheckpoint(tmp_path, monitor="score", mode=mode, save_top_k=top)
     trainer = trainer_in(tmp_path, max_epochs=4, limit_train_batches=1, callbacks=saver)
-    trainer.fit(Scored(scores), loader(), loader(4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Scored(scores), loader(), loader(4))
+    # Once, however often it comes about.
+    assert [str(warning.message) for warning in caught] == [
+        f"step {scores.index(NAN) + 1}: ModelCheckpoint(monitor='score'): the value is NaN. NaN is "
+        "the worst value in either mode: such a checkpoint takes the place of no better one"
+        for _ in range(NAN in scores)
+    ]
     assert kept(tmp_path) == epochs
     assert len(saver.best_k_models) == len(epochs)
     if best is None:
