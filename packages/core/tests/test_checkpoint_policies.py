@@ -411,14 +411,14 @@ def test_weights_that_are_not_finite_never_take_the_place_of_finite_ones(
     # What is resumed from is finite, which is said; what is finite by then takes the other's place.
     again = each_step(tmp_path, **arguments)
     with pytest.warns(UserWarning, match="passed over") as caught:
-        model = fit(again, 4, model=Breaks(9, (0.0,) * 9), plugins=plugins, ckpt_path="last")
-    assert model.first_step == 3
+        fixed = fit(again, 4, model=Breaks(9, (0.0,) * 9), plugins=plugins, ckpt_path="last")
+    assert fixed.first_step == 3
     passed_over = str(tmp_path / "step=6.ckpt")
     assert str(caught[0].message) == (
         f"ckpt_path='last': {passed_over!r} was passed over: its weights are not finite, such as "
         "'net.weight'"
     )
-    assert torch.isfinite(model.net.weight).all()
+    assert torch.isfinite(fixed.net.weight).all()
     if best is not None:
         assert Path(again.best_model_path).stem == ("step=4-v1" if 4 in expected else "step=4")
 
