@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -34,14 +33,6 @@ from stratagem.launch.rank import (
 
 _TERM_GRACE = 5.0
 """Seconds that a rank has between SIGTERM and SIGKILL."""
-
-
-def listening_socket() -> socket.socket:
-    """Return a socket that listens on a free port of the loopback interface."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(4096)
-    return listener
 
 
 @dataclass(frozen=True)
