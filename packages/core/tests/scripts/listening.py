@@ -1,5 +1,5 @@
-# Run by test_network.py: trains on two ranks and prints, from inside a step, what the whole tree of
-# processes listens on.
+# Run by test_network.py, and over two hosts by tests/clusters: trains on two ranks and prints, from
+# inside a step, what the whole tree of processes listens on.
 import os
 import sys
 from contextlib import suppress
@@ -13,6 +13,7 @@ from stratagem import Module, Trainer
 
 MARK = f"LISTENING_MARK={os.environ['LISTENING_MARK']}".encode()
 LISTENS = "0A"
+NUM_NODES = int(os.environ.get("NUM_NODES", 1))
 
 
 def inodes_of_tree():
@@ -43,7 +44,7 @@ class Net(Module):
         self.net = nn.Linear(1, 1)
 
     def training_step(self, batch, batch_idx):
-        if self.trainer.global_rank == 0 and batch_idx == 1:
+        if self.trainer.local_rank == 0 and batch_idx == 1:
             addresses = " ".join(sorted(listening()))
             print(f"LISTENING {addresses} of {self.trainer.world_size}", flush=True)
         return self.net(batch[0]).mean()
@@ -55,7 +56,8 @@ class Net(Module):
 if __name__ == "__main__":
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=2 // NUM_NODES,
+        num_nodes=NUM_NODES,
         strategy=sys.argv[1],
         max_epochs=1,
         logger=False,

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from stratagem.errors import RankFailedError
 from stratagem.launch.rank import (
     ERROR_FILE_VARIABLE,
+    OWNER_VARIABLE,
     PARENT_VARIABLE,
     crash_file,
     parent_death_signal,
@@ -238,6 +239,7 @@ class RankProcesses:
                     **environment,
                     ERROR_FILE_VARIABLE: str(self._error_file(rank)),
                     PARENT_VARIABLE: str(os.getpid()),
+                    OWNER_VARIABLE: "",
                 }
                 self._processes[rank] = start(rank, own, self._output_file(rank))
         except BaseException:

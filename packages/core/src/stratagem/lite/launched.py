@@ -21,7 +21,7 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.environment import environment_of_request
-from stratagem.launch.rank import at_end_of_rank, this_rank
+from stratagem.launch.rank import at_end_of_rank, open_standard_streams, this_rank
 from stratagem.launch.watch import run_as_rank
 from stratagem.lite.ranked import Ranked
 from stratagem.lite.request import Devices, Plugin, expand_shorthands, sort_plugins
@@ -75,6 +75,7 @@ class Launched(Ranked):
         async_save: bool,
         step_options: StepOptions | None = None,
     ) -> None:
+        open_standard_streams()
         accelerator, devices = expand_shorthands(accelerator, devices, gpus, tpu_cores)
         ordinal, Launched._made = Launched._made, Launched._made + 1
         self.plan: RunPlan = resolve(

@@ -80,7 +80,8 @@ class ProcessesLauncher(Launcher):
         if plan.num_nodes == 1:
             listener = network.listen()
             store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
-                *listener.getsockname(),
+                network.LOOPBACK,
+                listener.getsockname()[1],
                 is_master=True,
                 wait_for_workers=False,
                 # By itself the store listens on every interface, whatever host it is given.

@@ -72,6 +72,7 @@ class ScriptLauncher(Launcher):
         }
         own = environments.pop(node_rank * count)
         os.environ.update({k: v for k, v in own.items() if k != "OMP_NUM_THREADS"})
+        rank.own_variables()
         if environments:
             command = Command(command=[sys.executable, *sys.orig_argv[1:]], cwd=STARTED_IN)
             Watch.start(command, environments, plan.world_size)
