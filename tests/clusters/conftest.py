@@ -178,7 +178,7 @@ class Hosts:
     def add_interface(self, number: int, address: str) -> None:
         """Give a host another interface, which leads nowhere."""
         space = f"sgnode{number}"
-        run("ip", "-n", space, *"link add eth1 type veth peer name eth1peer".split())
+        run("ip", "-n", space, *["link", "add", "eth1", "type", "veth", "peer", "name", "eth1peer"])
         run("ip", "-n", space, "addr", "add", address, "dev", "eth1")
         run("ip", "-n", space, "link", "set", "eth1", "up")
 

@@ -422,8 +422,8 @@ def announced() -> Iterator[int]:
     made.close()
 
 
-# Seconds for what takes a quarter of one on an idle machine, and longer than a stranger's time limit
-# for whoever has to wait for a stranger.
+# Seconds for what takes a quarter of one on an idle machine; who has to wait for a stranger's time
+# limit takes longer.
 AT_ONCE = 4.0
 assert AT_ONCE < beacon._EXCHANGE_TIMEOUT
 
