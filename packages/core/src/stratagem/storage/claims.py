@@ -55,8 +55,7 @@ class Claim:
         """Give the name back: by now something is there, or nothing shall be."""
         # Those of dead owners first: see `_take`.
         for marker, mark in self._markers.items():
-            found = _look(marker) if isinstance(marker, Path) else (mark, True)
-            if found is not None and found[0] == mark:
+            if _is_there(marker, mark):
                 paths.remove(marker)
         if self._descriptor is not None and self._descriptor in _held:
             _held.discard(self._descriptor)
@@ -121,7 +120,7 @@ def _take(path: Path, from_unseen: bool = False) -> Claim | None:
     has made an heir's, and still sees all before it, is alone.
     """
     while True:
-        inherited: dict[Path, str] = {}
+        inherited: dict[paths.Location, str] = {}
         marker = _marker_of(path)
         while (made := _make(marker)) is None:
             found = _look(marker, from_unseen)
@@ -135,7 +134,7 @@ def _take(path: Path, from_unseen: bool = False) -> Claim | None:
         if made is None:
             continue
         descriptor, own_mark = made
-        if all((_look(each) or ("",))[0] == mark for each, mark in inherited.items()):
+        if all(_is_there(each, mark) for each, mark in inherited.items()):
             return Claim(path, {**inherited, marker: own_mark}, descriptor)
         Claim(path, {marker: own_mark}, descriptor).release()
 
@@ -180,6 +179,11 @@ def _look(marker: Path, from_unseen: bool = False) -> tuple[str, bool] | None:
         return "", False
     finally:
         os.close(descriptor)
+
+
+def _is_there(marker: paths.Location, mark: str) -> bool:
+    """Whether a marker is still the one that had this mark; at a URL nobody else has its name."""
+    return not isinstance(marker, Path) or (_look(marker) or ("",))[0] == mark
 
 
 def _mark(said: bytes) -> str:
