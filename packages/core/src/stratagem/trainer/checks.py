@@ -14,6 +14,7 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions
+from stratagem.trainer.progress import RunState
 
 # Methods of the library that our users come from, which are not called here.
 _UNCALLED = (
@@ -34,6 +35,26 @@ _NEEDED = {
     "test": ("test_step",),
     "predict": (),
 }
+
+
+def check_not_running(state: RunState, stage: str) -> None:
+    """Refuse a run within another run of the same Trainer, from a callback or a hook.
+
+    They would share progress, values and loaders, so that the outer run would go on as the inner.
+
+    Args:
+        state: of the Trainer.
+        stage: that was asked for: "fit", "validate", "test" or "predict".
+
+    Raises:
+        ConfigurationError: the Trainer is running.
+    """
+    if state.status == "running":
+        raise ConfigurationError(
+            f"{stage}() was called while {state.stage}() of the same Trainer is running: call it "
+            f"after {state.stage}() has returned; to validate while training, pass val_dataloaders "
+            "to fit() and choose val_check_interval; for another model, make another Trainer"
+        )
 
 
 def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> None:

@@ -54,7 +54,7 @@ class Step(TrainStep):
         self._detect = run.trainer.detect_anomaly
         self._stepped = False
         self._skipped: bool | None = None
-        """Whether no loss of this step was there; None: none was asked for yet."""
+        """Whether this step is left out, for want of a loss or by loss scaling; None: not known."""
         self._outputs: Any = None
         self._check = StrategyCheck(strategy, prepared, run.trainer.step_options.clip)
         self._is_watched = self._check.is_due and module.automatic_optimization
@@ -220,6 +220,13 @@ class Step(TrainStep):
         self._stepped = True
         if self._schedulers.configs:
             self._schedulers.step("step", self._progress.global_step)
+        for hook in self._on_before_zero_grad:
+            hook(optimizer)
+
+    def optimizer_step_was_skipped(self, optimizer: Optimizer) -> None:
+        """Count the batches, but no step, and call the hooks."""
+        self._count_batches()
+        self._skipped = True
         for hook in self._on_before_zero_grad:
             hook(optimizer)
 
