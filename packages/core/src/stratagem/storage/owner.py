@@ -49,7 +49,8 @@ class Owner:
     @classmethod
     def this(cls) -> Owner:
         """Return this process."""
-        return _this(os.getpid())
+        pid = os.getpid()
+        return cls(*_here(), pid, _started(pid) or 0)
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
@@ -59,8 +60,7 @@ class Owner:
 
     def runs(self) -> bool | None:
         """Return whether the process runs; None: that cannot be seen from this one."""
-        this = Owner.this()
-        if (self.boot, self.namespace) != (this.boot, this.namespace):
+        if (self.boot, self.namespace) != _here():
             return None
         try:
             os.kill(self.pid, 0)
@@ -103,19 +103,19 @@ def has_ended(
     else:
         # In another container under this kernel, which would know of its lock. From another machine
         # locks may or may not be seen.
-        if owner is not None and owner.boot == Owner.this().boot:
+        if owner is not None and owner.boot == _here()[0]:
             return True
     return time.time() - modified > forgotten_after
 
 
 @functools.cache
-def _this(pid: int) -> Owner:
+def _here() -> tuple[str, int]:
+    """Return this process's machine and namespace, which its forks share."""
     boot, namespace = os.uname().nodename, 0
     if sys.platform.startswith("linux"):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - it is a link to no path
-    digest = hashlib.sha256(boot.encode()).hexdigest()[:16]
-    return Owner(digest, namespace, pid, _started(pid) or 0)
+    return hashlib.sha256(boot.encode()).hexdigest()[:16], namespace
 
 
 def _started(pid: int) -> int | None:
