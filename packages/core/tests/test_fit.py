@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stratagem import Callback, DataModule, Module, Trainer
-from stratagem.errors import ConfigurationError, NonFiniteLossError
+from stratagem.errors import ConfigurationError, NonFiniteLossError, UserCodeError
 from stratagem.trainer.hooks import HOOKS
 from stratagem.trainer.progress import RunState
 
@@ -397,6 +397,49 @@ def test_a_limit_of_0_leaves_training_or_evaluation_out(limit: int | float) -> N
     assert none.global_step == 0
     assert quiet(limit_test_batches=limit).test(model, loader(24), verbose=False) == [{}]
     assert quiet(limit_predict_batches=limit).predict(model, loader(24)) == []
+
+
+def test_predictions_that_nobody_asked_for_are_not_kept() -> None:
+    class Alive:
+        now = most = 0
+
+        def __init__(self) -> None:
+            Alive.now += 1
+            Alive.most = max(Alive.most, Alive.now)
+
+        def __del__(self) -> None:
+            Alive.now -= 1
+
+    class Predicts(Regression):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return Alive()
+
+    assert quiet().predict(Predicts(), loader(24), return_predictions=False) is None
+    assert Alive.most == 1
+
+
+def test_a_model_may_prepare_data_once_a_node_before_anything_else() -> None:
+    called: list[str] = []
+
+    class Downloads(Regression):
+        def prepare_data(self) -> None:
+            called.append("prepare")
+
+        def train_dataloader(self) -> Any:
+            called.append("loader")
+            return loader(8)
+
+    quiet(max_epochs=1).fit(Downloads())
+    assert called == ["prepare", "loader"]
+
+
+def test_a_hook_that_would_end_an_epoch_elsewhere_is_refused() -> None:
+    class Ends(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+            return -1
+
+    with pytest.raises(UserCodeError, match="on_train_batch_start returned -1, which does not end"):
+        quiet(max_epochs=1).fit(Ends(), loader(8))
 
 
 @pytest.mark.parametrize(("fast", "batches"), [(True, 1), (3, 3)])

@@ -84,7 +84,6 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: the arguments are wrong (exit code 2; nothing was started), or ask for help.
     """
-    rank.open_standard_streams()
     launch = parse(arguments)
     if launch.log_dir is not None:
         try:

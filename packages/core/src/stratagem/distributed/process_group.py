@@ -117,6 +117,28 @@ class ProcessGroupRanks(Ranks):
         rows = self.all_gather(padded)
         return [plain_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0; see `Ranks.gather_bytes`."""
+        size = int(self.all_reduce(torch.tensor(len(data)), "max"))
+        message = _padded(data, size).to(self._device())
+        received = None
+        if self.is_global_zero:
+            received = [torch.empty_like(message) for _ in range(self.world_size)]
+        dist.gather(message, received)
+        return [_unpadded(each) for each in received or ()]
+
+    def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part of what rank 0 has; see `Ranks.scatter_bytes`."""
+        device = self._device()
+        size = torch.tensor(max(map(len, parts), default=0), device=device)
+        dist.broadcast(size, 0)
+        messages = None
+        if self.is_global_zero:
+            messages = [_padded(part, int(size)).to(device) for part in parts]
+        message = torch.empty(_PREFIX + int(size), dtype=torch.uint8, device=device)
+        dist.scatter(message, messages)
+        return _unpadded(message)
+
     def barrier(self, name: str = "") -> None:
         """Wait for every rank; see `Ranks.barrier`."""
         self._device()
@@ -131,6 +153,20 @@ class ProcessGroupRanks(Ranks):
         """Let this rank's status in errors say what a front end is doing."""
         if _statuses is not None:
             _statuses.doing = doing
+
+
+_PREFIX = 8
+"""Bytes before a message, with its length: a collective's messages are as long as the longest."""
+
+
+def _padded(data: bytes, size: int) -> Tensor:
+    message = len(data).to_bytes(_PREFIX, "little") + data.ljust(size, b"\0")
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _unpadded(message: Tensor) -> bytes:
+    data = plain_data.bytes_of(message)
+    return data[_PREFIX : _PREFIX + int.from_bytes(data[:_PREFIX], "little")]
 
 
 def join_process_group(

@@ -105,22 +105,6 @@ def forget_foreign_variables(of_rank: Iterable[str]) -> None:
         os.environ.pop(variable, None)
 
 
-def open_standard_streams() -> None:
-    """Open /dev/null where standard input, output or error is closed, as in a daemon or by `2>&-`.
-
-    Whatever is opened next would get its number. A socket was then the standard error of each rank,
-    which held it open and kept the others waiting.
-    """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        try:
-            os.fstat(number)
-        except OSError:
-            # It gets the lowest number that is free, which is this one. Children inherit it.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - for good
-
-
 def die_with_parent() -> None:
     """Let the kernel end this process when the one that started it ends, however it ends."""
     parent = os.environ.get(PARENT_VARIABLE)

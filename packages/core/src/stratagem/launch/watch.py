@@ -170,7 +170,6 @@ def prepare_this_rank() -> None:
     if _prepared:
         return
     _prepared = True
-    rank.open_standard_streams()
     rank.die_with_parent()
     rank.record_crashes()
     # Without it the interpreter takes half a second longer to end once torch is loaded.

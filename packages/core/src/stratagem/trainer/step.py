@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from stratagem.trainer.run import Run
 
 
+_NO_END_OF_EPOCH = (
+    "on_train_batch_start returned -1, which does not end the epoch here: pass "
+    "limit_train_batches=..., or set trainer.should_stop = True to end training after this step"
+)
+
+
 class Step(TrainStep):
     """One optimizer step of a Module: what happens in each micro-batch, and who is called.
 
@@ -143,7 +149,8 @@ class Step(TrainStep):
             self._logged.counts = self._weight != 0.0
         self._batch = self._logged.batch = batch
         for hook in self._on_batch_start:
-            hook(batch, self.batch_idx)
+            if hook(batch, self.batch_idx) == -1:
+                raise UserCodeError(_NO_END_OF_EPOCH)
         return batch
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
