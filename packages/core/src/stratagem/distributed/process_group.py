@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -193,27 +194,13 @@ def join_process_group(
         return
     limit = timedelta(seconds=timeout)
     store: Any
-    if several_nodes:
-        network.choose_gloo_interface(environment.main_address)
+    network.choose_gloo_interface(environment.main_address if several_nodes else None)
     if environment.holds_store:
         # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
         dist.init_process_group(backend, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
     else:
-        holder = "rank 0" if ranks.is_global_zero else ""
-        main_port = environment.main_port
-        # Rank 0 may have a socket that listens already, so that no other program can take the
-        # port between its choice and its use.
-        listen_fd = environment.take_listener()
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            environment.main_address,
-            main_port,
-            ranks.world_size,
-            is_master=os.environ.get(STORE_VARIABLE, holder) == "rank 0",
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
+        store = _join_store(ranks, environment, limit, several_nodes=several_nodes)
         dist.init_process_group(
             backend,
             # The prefix that env:// rendezvous uses, so that a rank may join by either way.
@@ -224,6 +211,46 @@ def join_process_group(
         )
     # Threads of a live process group can abort the interpreter's shutdown.
     at_end_of_rank(partial(leave_process_group, _watch_status(store, ranks, timeout)))
+
+
+def _join_store(
+    ranks: Ranks, environment: ClusterEnvironment, limit: timedelta, *, several_nodes: bool
+) -> Any:
+    """Return the store that the ranks meet at, which rank 0 holds, or whoever has started it.
+
+    It takes whatever anybody who reaches it says. So it listens on loopback where all ranks are on
+    one node, else on the one interface that leads to the others.
+    """
+    main_address = environment.main_address if several_nodes else network.LOOPBACK
+    main_port = environment.main_port
+    listen_fd = None
+    is_holder = ranks.is_global_zero and os.environ.get(STORE_VARIABLE) != "parent"
+    if is_holder:
+        # Rank 0 may have a socket that listens already, so that no other program can take the port
+        # between its choice and its use.
+        listen_fd = environment.take_listener()
+        if listen_fd is None:
+            listener = _listen(network.address_to_listen_on(main_address), main_port)
+            listen_fd = listener.detach()
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        network.address_to_connect_to(main_address),
+        main_port,
+        ranks.world_size,
+        is_master=is_holder,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        return network.listen(address, port)
+    except OSError as error:
+        raise ConfigurationError(
+            f"rank 0 cannot listen on port {port} of {address or 'this node'} "
+            f"({error.strerror}): set MASTER_PORT (or --main-port) to one that is free there"
+        ) from error
 
 
 def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:
