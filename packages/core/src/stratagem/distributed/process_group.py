@@ -193,6 +193,8 @@ def join_process_group(
 def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:
     global _statuses
     _statuses = RankStatuses(store, ranks.global_rank, ranks.world_size, timeout=timeout)
+    if ranks.world_size > 1:
+        _statuses.exchange.listen()
     this_rank.explain, this_rank.report = _statuses.explain, _statuses.report_failure
     return _statuses
 
@@ -206,6 +208,6 @@ def _check_existing_group(ranks: Ranks, timeout: float) -> None:
             "as many devices as the first launch in this process did"
         )
     if _statuses is None:
-        # The user has made the group, and ends it.
-        store = dist.distributed_c10d._get_default_store()
+        # The user has made the group, and ends it with its store: a clone does not keep that.
+        store = dist.distributed_c10d._get_default_store().clone()
         at_end_of_rank(_watch_status(store, ranks, timeout).leave)
