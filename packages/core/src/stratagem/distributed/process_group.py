@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,16 @@ class ProcessGroupRanks(Ranks):
             reduced = reduced.float()
         dist.all_reduce(reduced, op=_OPERATIONS[op])
         return reduced.div_(self.world_size) if op == "mean" else reduced
+
+    def reduce_numbers(self, numbers: Sequence[int], op: Literal["sum", "max", "min"]) -> list[int]:
+        """Return integers reduced over ranks; see `Ranks.reduce_numbers`."""
+        device = self._device()
+        if "cpu:" in dist.get_backend_config():
+            device = torch.device("cpu")
+        reduced = torch.tensor(numbers, dtype=torch.long, device=device)
+        dist.all_reduce(reduced, op=_OPERATIONS[op])
+        result: list[int] = reduced.tolist()
+        return result
 
     def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
         """Return every rank's tensor, stacked; see `Ranks.all_gather`."""
@@ -209,5 +219,5 @@ def _check_existing_group(ranks: Ranks, timeout: float) -> None:
         )
     if _statuses is None:
         # The user has made the group, and ends it with its store: a clone does not keep that.
-        store = dist.distributed_c10d._get_default_store().clone()
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         at_end_of_rank(_watch_status(store, ranks, timeout).leave)

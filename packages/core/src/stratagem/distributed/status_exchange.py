@@ -291,7 +291,7 @@ class StatusExchange:
     def close(self) -> None:
         """Let go of the store."""
         self._store.close()
-        self._waiting = None
+        del self._waiting
 
 
 def ranges(ranks: Iterable[int]) -> str:
