@@ -18,6 +18,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataShard, Ranks, ReduceOp
 from stratagem.launch import network
+from stratagem.launch.open_files import allow_connections, warn_of_agents_limit
 from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, this_rank
 from stratagem.state import plain_data
 
@@ -160,7 +161,8 @@ def join_process_group(
         several_nodes: whether the ranks are on more than one.
 
     Raises:
-        ConfigurationError: this process is in a group of other ranks already.
+        ConfigurationError: this process is in a group of other ranks already, or cannot open as
+            many connections as there are ranks.
     """
     if dist.is_initialized():
         _check_existing_group(ranks, timeout)
@@ -170,6 +172,8 @@ def join_process_group(
     if several_nodes:
         network.choose_gloo_interface(environment.main_address)
     if environment.holds_store:
+        if ranks.is_global_zero:
+            warn_of_agents_limit(ranks.world_size)
         # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
         dist.init_process_group(backend, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
@@ -179,11 +183,14 @@ def join_process_group(
         # Rank 0 may have a socket that listens already, so that no other program can take the
         # port between its choice and its use.
         listen_fd = environment.take_listener()
+        holds_store = os.environ.get(STORE_VARIABLE, holder) == "rank 0"
+        if holds_store:
+            allow_connections(ranks.world_size)
         store = dist.TCPStore(  # type: ignore[attr-defined]
             environment.main_address,
             main_port,
             ranks.world_size,
-            is_master=os.environ.get(STORE_VARIABLE, holder) == "rank 0",
+            is_master=holds_store,
             timeout=limit,
             wait_for_workers=False,
             master_listen_fd=listen_fd,

@@ -118,9 +118,12 @@ class StatusExchange:
         """How many this rank has received: a question, then its summary, and so on."""
         self._answered = -1
         """The latest question that this rank has answered."""
-        self._summaries: dict[int, Survey] = {}
+        self.summary: Survey | None = None
+        """The answers to the latest question that was asked by any rank."""
+        self._summarised = -1
+        """The question of it."""
         self._is_new = threading.Condition()
-        """Guards the two above; notified of each summary."""
+        """Guards the three above; notified of each summary."""
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="stratagem-status", daemon=True)
 
@@ -154,7 +157,7 @@ class StatusExchange:
             return
         survey = _decode(store.get(f"summary/{question}"))
         with self._is_new:
-            self._summaries = {question: survey}
+            self.summary, self._summarised = survey, question
             self._is_new.notify_all()
 
     def _answer(self, store: Any, question: int, status: RankStatus, *, is_better: bool) -> None:
@@ -232,11 +235,11 @@ class StatusExchange:
     def _wait_for_summary(self, question: int, enough: Callable[[], bool]) -> Survey | None:
         deadline = time.monotonic() + ANSWER_TIME + _SPREAD_TIME
         with self._is_new:
-            while question not in self._summaries and time.monotonic() < deadline:
+            while self._summarised < question and time.monotonic() < deadline:
                 if enough():
                     return None
                 self._is_new.wait(_LOOK)
-            return self._summaries.get(question)
+            return self.summary if self._summarised >= question else None
 
     # -- ending
 
