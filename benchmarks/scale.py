@@ -54,6 +54,8 @@ VALUES = 20
 def play_ranks(ranks: Sequence[int], world_size: int, orders: Any) -> None:
     """In a process of its own: be these ranks, and do what is ordered."""
     threading.stack_size(1 << 20)
+    # Hundreds of threads that are woken at once would ask for the interpreter each 5 ms.
+    sys.setswitchinterval(1.0)
     statuses: list[RankStatuses] = []
     while (order := orders.recv()) != "exit":
         if isinstance(order, int):
@@ -177,7 +179,7 @@ _simulations: dict[int, dict[str, float]] = {}
 
 
 def simulated(figure: str) -> Callable[[int], float]:
-    """Return a measure that is one figure of a simulation, of which there is one for all of them."""
+    """Return a measure: one figure of the simulation that they share."""
 
     def measure(world_size: int) -> float:
         if world_size not in _simulations:
@@ -257,8 +259,9 @@ def exponent(sizes: Sequence[int], figures: Sequence[float]) -> float:
     if len(points) < 2:
         return math.nan
     mean_x, mean_y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points)
-    return slope / sum((x - mean_x) ** 2 for x, _ in points)
+    slope: float = sum((x - mean_x) * (y - mean_y) for x, y in points)
+    spread: float = sum((x - mean_x) ** 2 for x, _ in points)
+    return slope / spread
 
 
 def print_table(what: str, sizes: Sequence[int], measures: Measures) -> None:
@@ -297,4 +300,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

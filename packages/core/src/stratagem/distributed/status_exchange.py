@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -118,10 +119,10 @@ class StatusExchange:
         """How many this rank has received: a question, then its summary, and so on."""
         self._answered = -1
         """The latest question that this rank has answered."""
-        self.summary: Survey | None = None
-        """The answers to the latest question that was asked by any rank."""
-        self._summarised = -1
-        """The question of it."""
+        self.summary = b""
+        """The answers to the latest question that was asked by any rank, as it was written."""
+        self._summarised, self._summarised_at = -1, -math.inf
+        """The question of it, and when the answers came, by `time.monotonic`."""
         self._is_new = threading.Condition()
         """Guards the three above; notified of each summary."""
         self._left = threading.Event()
@@ -155,9 +156,10 @@ class StatusExchange:
         if not is_answered:
             self._answer(store, question, self._here(), is_better=False)
             return
-        survey = _decode(store.get(f"summary/{question}"))
+        summary = store.get(f"summary/{question}")
         with self._is_new:
-            self.summary, self._summarised = survey, question
+            self.summary, self._summarised = summary, question
+            self._summarised_at = time.monotonic()
             self._is_new.notify_all()
 
     def _answer(self, store: Any, question: int, status: RankStatus, *, is_better: bool) -> None:
@@ -184,6 +186,9 @@ class StatusExchange:
         """
         unknown = _NOT_COLLECTED
         try:
+            if recent := self._recent_summary():
+                error = recent.error or self._first_error()
+                return replace(recent, answers={**recent.answers, self._rank: own}, error=error)
             question = self._store.add("question", 0)
             self._answer(self._store, question, own, is_better=True)
             for attempt in range(_ATTEMPTS):
@@ -198,6 +203,12 @@ class StatusExchange:
         except RuntimeError:
             unknown = UNREACHABLE
         return Survey({self._rank: own}, unknown=unknown)
+
+    def _recent_summary(self) -> Survey | None:
+        """Return answers of just now: those whose collective failed a little later need no more."""
+        with self._is_new:
+            is_recent = time.monotonic() - self._summarised_at < ANSWER_TIME
+            return _decode(self.summary) if is_recent else None
 
     def _collect(self, question: int, enough: Callable[[], bool]) -> Survey:
         deadline = time.monotonic() + ANSWER_TIME
@@ -239,7 +250,7 @@ class StatusExchange:
                 if enough():
                     return None
                 self._is_new.wait(_LOOK)
-            return self.summary if self._summarised >= question else None
+            return _decode(self.summary) if self._summarised >= question else None
 
     # -- ending
 
