@@ -20,15 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from stratagem.distributed import status_exchange
 from stratagem.distributed.process_group import ProcessGroupRanks
 from stratagem.distributed.rank_status import RankStatuses
-from stratagem.distributed.status_exchange import RankStatus
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.environments import PlainEnvironment
 from stratagem.launch.open_files import allow_connections
@@ -56,6 +57,8 @@ def play_ranks(ranks: Sequence[int], world_size: int, orders: Any) -> None:
     threading.stack_size(1 << 20)
     # Hundreds of threads that are woken at once would ask for the interpreter each 5 ms.
     sys.setswitchinterval(1.0)
+    # A summary is read by each rank in a process of its own; here by each of eight.
+    status_exchange._decode = lru_cache(status_exchange._decode)  # type: ignore[assignment]
     statuses: list[RankStatuses] = []
     while (order := orders.recv()) != "exit":
         if isinstance(order, int):
@@ -67,7 +70,9 @@ def play_ranks(ranks: Sequence[int], world_size: int, orders: Any) -> None:
         elif order == "fail":  # at once, or as good as
             for rank, status in zip(ranks, statuses, strict=True):
                 # It waits for no answer: the next rank of this process fails at the same time.
-                status.exchange.ask(RankStatus(rank, "all_reduce", "train.py:31"), lambda: True)
+                status.exchange.ask(
+                    status_exchange.RankStatus(rank, "all_reduce", "train.py:31"), lambda: True
+                )
             while not all(status.exchange.summary for status in statuses):
                 time.sleep(0.01)
         elif order == "end":
@@ -141,7 +146,9 @@ class Simulation:
                 self.order(others.pop(), wait=False)
             return False
 
-        survey = rank_0.exchange.ask(RankStatus(0, "all_reduce", "train.py:31"), enough)
+        survey = rank_0.exchange.ask(
+            status_exchange.RankStatus(0, "all_reduce", "train.py:31"), enough
+        )
         enough()  # few ranks have answered before its first look is over
         self.wait()
         figures["status"] = time.perf_counter() - began
