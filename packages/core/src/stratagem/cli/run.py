@@ -345,4 +345,4 @@ def _become_torchrun(launch: Launch) -> NoReturn:
     }
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, environment)
+    os.execve(command[0], command, environment)  # noqa: S606 - no shell, as meant
