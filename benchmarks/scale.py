@@ -274,10 +274,10 @@ def exponent(sizes: Sequence[int], figures: Sequence[float]) -> float:
 def print_table(what: str, sizes: Sequence[int], measures: Measures) -> None:
     """Measure, and print a row for each measure."""
     width = max(map(len, measures), default=0)
-    print(f"{what:<{width}}" + "".join(f"{size:>12,}" for size in sizes) + "    exponent")
+    print(f"{what:<{width}}" + "".join(f"{size:>15,}" for size in sizes) + "    exponent")
     for title, measure in measures.items():
         figures = [measure(size) for size in sizes]
-        row = "".join(f"{figure:>12.3g}" for figure in figures)
+        row = "".join(f"{figure:>15.3g}" for figure in figures)
         print(f"{title:<{width}}{row}{exponent(sizes, figures):>12.2f}", flush=True)
 
 
