@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataShard, Ranks, ReduceOp
 from stratagem.launch import network
+from stratagem.launch.open_files import allow_connections, warn_of_agents_limit
 from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, this_rank
 from stratagem.state import plain_data
 
@@ -82,6 +83,16 @@ class ProcessGroupRanks(Ranks):
             reduced = reduced.float()
         dist.all_reduce(reduced, op=_OPERATIONS[op])
         return reduced.div_(self.world_size) if op == "mean" else reduced
+
+    def reduce_numbers(self, numbers: Sequence[int], op: Literal["sum", "max", "min"]) -> list[int]:
+        """Return integers reduced over ranks; see `Ranks.reduce_numbers`."""
+        device = self._device()
+        if "cpu:" in dist.get_backend_config():
+            device = torch.device("cpu")
+        reduced = torch.tensor(numbers, dtype=torch.long, device=device)
+        dist.all_reduce(reduced, op=_OPERATIONS[op])
+        result: list[int] = reduced.tolist()
+        return result
 
     def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
         """Return every rank's tensor, stacked; see `Ranks.all_gather`."""
@@ -187,7 +198,8 @@ def join_process_group(
         several_nodes: whether the ranks are on more than one.
 
     Raises:
-        ConfigurationError: this process is in a group of other ranks already.
+        ConfigurationError: this process is in a group of other ranks already, or cannot open as
+            many connections as there are ranks.
     """
     if dist.is_initialized():
         _check_existing_group(ranks, timeout)
@@ -196,6 +208,8 @@ def join_process_group(
     store: Any
     network.choose_gloo_interface(environment.main_address if several_nodes else None)
     if environment.holds_store:
+        if ranks.is_global_zero:
+            warn_of_agents_limit(ranks.world_size)
         # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
         dist.init_process_group(backend, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
@@ -226,6 +240,7 @@ def _join_store(
     listen_fd = None
     is_holder = ranks.is_global_zero and os.environ.get(STORE_VARIABLE) != "parent"
     if is_holder:
+        allow_connections(ranks.world_size)
         # Rank 0 may have a socket that listens already, so that no other program can take the port
         # between its choice and its use.
         listen_fd = environment.take_listener()
@@ -256,6 +271,8 @@ def _listen(address: str, port: int) -> socket.socket:
 def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:
     global _statuses
     _statuses = RankStatuses(store, ranks.global_rank, ranks.world_size, timeout=timeout)
+    if ranks.world_size > 1:
+        _statuses.exchange.listen()
     this_rank.explain, this_rank.report = _statuses.explain, _statuses.report_failure
     return _statuses
 
@@ -269,6 +286,6 @@ def _check_existing_group(ranks: Ranks, timeout: float) -> None:
             "as many devices as the first launch in this process did"
         )
     if _statuses is None:
-        # The user has made the group, and ends it.
-        store = dist.distributed_c10d._get_default_store()
+        # The user has made the group, and ends it with its store: a clone does not keep that.
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         at_end_of_rank(_watch_status(store, ranks, timeout).leave)

@@ -103,6 +103,23 @@ class Ranks:
         """
         return tensor
 
+    def reduce_numbers(self, numbers: Sequence[int], op: Literal["sum", "max", "min"]) -> list[int]:
+        """Return integers reduced over ranks, on every rank, for decisions on the host.
+
+        It waits for no device where the ranks can communicate over the CPU.
+
+        Args:
+            numbers: as many on every rank.
+            op: "sum", "max" or "min".
+
+        Example:
+            >>> from stratagem.strategies import Ranks
+            >>> Ranks().reduce_numbers([3, -3], "max")
+            [3, -3]
+        """
+        reduced: list[int] = self.all_reduce(torch.tensor(numbers, dtype=torch.long), op).tolist()
+        return reduced
+
     def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
         """Return every rank's tensor stacked along a new first dim: (world_size, *tensor.shape).
 

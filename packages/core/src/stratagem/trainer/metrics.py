@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.module import LogOptions
-from stratagem.trainer.epoch_value import REDUCTIONS, EpochValue, Summary, first_of_each, merged
+from stratagem.trainer.epoch_value import REDUCTIONS, EpochValue, Summary, merged, over_ranks
 from stratagem.trainer.rows import Rows
 
 
@@ -161,9 +161,8 @@ class Metrics:
         summaries = merged({e.name: e.summary()} for e in reduced if e.metric is None)
         if self._ranks.world_size > 1:
             shared = {e.name for e in reduced if e.options.sync_dist is not False}
-            own = {name: tuple(s) for name, s in summaries.items() if name in shared}
-            groups = self._ranks.by_data_group(self._ranks.gather_plain(own))
-            summaries.update(merged(first_of_each(group) for group in groups))
+            own = {name: summaries[name] for name in sorted(shared & summaries.keys())}
+            summaries.update(over_ranks(own, self._ranks))
         return summaries
 
     def _keep(self, name: str, value: Tensor, shown: Summary) -> None:

@@ -25,6 +25,7 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch import network, rank, supervisor
 from stratagem.launch.environment import rank_environment
+from stratagem.launch.open_files import allow_connections
 from stratagem.launch.packed import Call, become_rank, pack, run_call, run_packed
 from stratagem.launch.supervisor import Failure, Output, RankProcesses
 from stratagem.launch.watch import forget_parents_ranks, run_as_rank
@@ -78,6 +79,7 @@ class ProcessesLauncher(Launcher):
         # any of them starts.
         store = None
         if plan.num_nodes == 1:
+            allow_connections(plan.world_size)
             listener = network.listen()
             store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
                 network.LOOPBACK,
