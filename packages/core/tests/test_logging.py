@@ -835,7 +835,8 @@ def test_hooks_at_the_end_of_an_epoch_read_its_own_values(tmp_path: Path) -> Non
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-    reads, batches = Reads(), DataLoader(torch.ones(4, 1), batch_size=2)
+    reads = Reads()
+    batches: DataLoader[Any] = DataLoader(torch.ones(4, 1), batch_size=2)  # type: ignore[arg-type]
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=2,
@@ -863,7 +864,7 @@ def test_each_loader_has_the_values_that_were_logged_for_it() -> None:
         def on_validation_epoch_end(self) -> None:
             self.log("all", 7.0)
 
-    batches = DataLoader(torch.ones(4, 1), batch_size=2)
+    batches: DataLoader[Any] = DataLoader(torch.ones(4, 1), batch_size=2)  # type: ignore[arg-type]
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     assert trainer.validate(Logs(), [batches, batches], verbose=False) == [
         {"own0": 0.0, "indexed/dataloader_idx_0": 0.0, "all": 7.0},
