@@ -300,10 +300,18 @@ class Strategy(Stepping, ABC):
         convert = self.precision.input_converter()
         if self.accelerator.is_host:
             return convert
-        device = self.device
+        move = self.move_batch
         if convert is None:
-            return lambda batch: move_to_device(batch, device)
-        return lambda batch: convert(move_to_device(batch, device))
+            return move
+        return lambda batch: convert(move(batch))
+
+    def move_batch(self, batch: Any) -> Any:
+        """Return a batch on the device; one that spreads it over several devices overrides this.
+
+        Called with each batch of the Trainer's loaders and of `Lite.setup_dataloaders`, where the
+        accelerator's tensors lie elsewhere than in the host's memory.
+        """
+        return move_to_device(batch, self.device)
 
     # -- the life of a prepared model
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from stratagem.data.pytree import move_to_device
 from stratagem.data.resumable import Resumable
 from stratagem.data.sharding import length_of, set_epoch
 from stratagem.interfaces.accelerator import Accelerator
@@ -24,7 +22,7 @@ class LiteDataLoader:
 
     Args:
         loader: of this rank.
-        device: where batches are moved to; None: they stay.
+        move: returns a batch on the device; None: batches stay where they are.
         name: stands for it in messages.
         rank: this process's.
         shard: this rank's part of the data, (index, count).
@@ -34,7 +32,7 @@ class LiteDataLoader:
     def __init__(
         self,
         loader: Any,
-        device: torch.device | None,
+        move: Callable[[Any], Any] | None,
         name: str = "the data loader",
         rank: int = 0,
         shard: tuple[int, int] = (0, 1),
@@ -42,7 +40,7 @@ class LiteDataLoader:
         rng_of: tuple[Accelerator, torch.device] | tuple[()] = (),
     ) -> None:
         self.loader = loader
-        self._device = device
+        self._move = move
         self._rng_of = rng_of
         self._rank = rank
         self._data = Resumable(loader, name, rank, shard)
@@ -84,8 +82,8 @@ class LiteDataLoader:
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         ready = batches if hasattr(batches, "_num_yielded") else self._counted(batches)
-        if self._device is not None:
-            ready = map(partial(move_to_device, device=self._device), ready)
+        if self._move is not None:
+            ready = map(self._move, ready)
         yield from ready
         if self._begun is batches:
             self._begun, self._done = None, 0

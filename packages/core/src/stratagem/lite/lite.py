@@ -201,10 +201,10 @@ class Lite(Launched, Observed):
             name = "the data loader"
             if len(dataloaders) > 1:
                 name += f" {len(wrapped)} of setup_dataloaders()"
-            device = self.device if moves else None
+            move = self.strategy.move_batch if moves else None
             shard = (index, count)
             wrapped.append(
-                LiteDataLoader(loader, device, name, self.global_rank, shard, rng_of=rng_of)
+                LiteDataLoader(loader, move, name, self.global_rank, shard, rng_of=rng_of)
             )
         return wrapped[0] if len(wrapped) == 1 else wrapped
 

@@ -37,6 +37,7 @@ class LiteModule(nn.Module):
         # Nothing wraps or hooks the model and nothing is converted: it is called as it is.
         self.__dict__["_is_direct"] = (
             prepared.module is prepared.original
+            and prepared.evaluation_module is prepared.original
             and not prepared.module._forward_pre_hooks
             and self._context is None
             and self._convert_input is None

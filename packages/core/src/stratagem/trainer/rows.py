@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from stratagem.interfaces.accelerator import Accelerator
 from stratagem.loggers.logger import Logger
 
 _MOST = 256
@@ -23,10 +23,12 @@ class Rows:
 
     Args:
         loggers: receive the rows; none on ranks other than 0.
+        accelerator: reads tensors on its devices.
     """
 
-    def __init__(self, loggers: Sequence[Logger]) -> None:
+    def __init__(self, loggers: Sequence[Logger], accelerator: Accelerator) -> None:
         self._loggers = loggers
+        self._accelerator = accelerator
         self._rows: list[tuple[int, dict[str, Any]]] = []
         self._due = monotonic() + _SECONDS
 
@@ -49,15 +51,22 @@ class Rows:
         self._due = monotonic() + _SECONDS
         rows, self._rows = self._rows, []
         if rows:
-            _read_tensors([row for _, row in rows])
+            self._read_tensors([row for _, row in rows])
             for logger in self._loggers:
                 logger.log_rows(rows)
 
-
-def _read_tensors(rows: list[dict[str, Any]]) -> None:
-    """Put numbers in the place of tensors, reading the device once for all of them."""
-    places = [(row, name) for row in rows for name in row if row[name].__class__ is Tensor]
-    if places:
-        numbers = torch.stack([row[name].reshape(()).double() for row, name in places]).tolist()
-        for (row, name), number in zip(places, numbers, strict=True):
-            row[name] = number
+    def _read_tensors(self, rows: list[dict[str, Any]]) -> None:
+        """Put numbers in the place of tensors, reading the device once for all of them."""
+        places = []
+        for row in rows:
+            for name, value in row.items():
+                if value.__class__ is not Tensor:
+                    continue
+                if value.is_cpu:  # an epoch's, among steps' values on a device
+                    row[name] = value.item()
+                else:
+                    places.append((row, name))
+        if places:
+            numbers = self._accelerator.read_numbers([row[name] for row, name in places])
+            for (row, name), number in zip(places, numbers, strict=True):
+                row[name] = number

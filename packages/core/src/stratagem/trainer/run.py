@@ -83,9 +83,10 @@ class Run:
         self.latest = latest
         self.latest.bar.clear()
         self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks)
-        self.rows = Rows(trainer.loggers if trainer.is_global_zero else ())
+        loggers = trainer.loggers if trainer.is_global_zero else ()
+        self.rows = Rows(loggers, self.strategy.accelerator)
         self.metrics: Metrics = Metrics(
-            self.strategy.ranks, self.rows, self.latest, every_n_steps=trainer.log_every_n_steps
+            self.strategy, self.rows, self.latest, every_n_steps=trainer.log_every_n_steps
         )
         """What training logs to."""
         self.prepared: PreparedModel | None = None
