@@ -15,19 +15,19 @@ from xla_models import Block, Net, error_of, fit, lite_of, loader
 case, folder = sys.argv[1], Path(sys.argv[2])
 result: Any = None
 if case == "backward before":
-    torch.ones(1, requires_grad=True).sum().backward()
+    torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     result = error_of(lite_of, "single_xla")
 elif case == "debug":
     fit("xla_debug", folder)
 elif case == "tied weights":
     lite = lite_of("xla_fsdp")
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    net[1].weight = net[0].weight
-    module, _ = lite.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    tied[1].weight = tied[0].weight
+    module, _ = lite.setup(tied, torch.optim.SGD(tied.parameters(), lr=0.1))
     lite.save(folder / "tied.ckpt", {"model": module})
     saved = torch.load(folder / "tied.ckpt", weights_only=True)["model"]
     result = [
-        net[0].weight is net[1].weight,
+        tied[0].weight is tied[1].weight,
         saved["0.weight"].data_ptr() == saved["1.weight"].data_ptr(),
     ]
 elif case == "torch_xla's FSDP":
@@ -49,14 +49,16 @@ elif case == "torch_xla's FSDP":
             optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
             module, _ = lite.setup(net, optimizer)
         else:
-            blocks = [SpmdFullyShardedDataParallel(b.to("xla"), mesh=mesh) for b in net.blocks]
+            blocks = [
+                SpmdFullyShardedDataParallel(b.to("xla"), mesh=mesh) for b in net.blocks.children()
+            ]
             net.blocks = nn.ModuleList(blocks)
             module = SpmdFullyShardedDataParallel(net, mesh=mesh)
             optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         losses = []
         for inputs, targets in lite.setup_dataloaders(loader()):
             loss = mse_loss(module(inputs), targets)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             torch_xla.sync()

@@ -84,7 +84,9 @@ if under_xla:
 # -- the numbers
 net = fit(strategy, folder)
 out["losses"] = numbers(net.losses)
-options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+out["running mean"] = net.norm.running_mean.tolist()  # type: ignore[union-attr]
+out["running var"] = net.norm.running_var.tolist()  # type: ignore[union-attr]
+options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 out["accumulated, clipped"] = numbers(fit(strategy, folder, max_epochs=2, **options).losses)
 options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 out["clipped by value"] = numbers(fit(strategy, folder, **options).losses)
@@ -96,7 +98,7 @@ for precision in ("bf16-mixed", "bf16-true"):
         "computed in": sorted(mixed.dtypes),
         "parameters": dtypes,
     }
-lite, module, out["by hand"] = by_hand(strategy)
+out["by hand"], out["by hand, evaluated"] = by_hand(strategy)
 uneven = Net()
 trainer(strategy, folder).fit(uneven, loader(21))  # a last batch of 5
 out["uneven"] = numbers(uneven.losses)

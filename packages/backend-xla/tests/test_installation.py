@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from stratagem import Lite, Trainer
+from stratagem.discovery import Availability
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.plan.plan import RunPlan, RunRequest
@@ -71,7 +72,7 @@ def attach(folder: Path, *chips: str) -> None:
 def test_without_torch_xla_the_command_is_said() -> None:
     expected = f"torch_xla is not installed; in an environment of its own: {PAIR}"
     assert installation.version_problem() == expected
-    assert installation.availability() == installation.Availability(0, expected)
+    assert installation.availability() == Availability(0, expected)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,9 @@ def test_where_a_tpu_is_the_command_brings_libtpu(tmp_path: Path) -> None:
 
 def test_what_cannot_be_imported_is_an_error_and_not_an_undefined_symbol(install: Install) -> None:
     install(torch_xla="2.9.0")
-    with pytest.raises(ConfigurationError, match=r"PyTorch/XLA cannot be used here: torch_xla 2\.9"):
+    with pytest.raises(
+        ConfigurationError, match=r"PyTorch/XLA cannot be used here: torch_xla 2\.9"
+    ):
         import_torch_xla()
 
 
@@ -210,7 +213,7 @@ def test_tpu_cores_are_devices_of_the_accelerator_tpu(
 @pytest.mark.usefixtures("four")
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "single_device", "fsdp"])
 def test_strategies_that_know_nothing_of_xla_are_refused(strategy: str) -> None:
-    with pytest.raises(ConfigurationError, match="does not run on XLA devices .*strategy='xla'"):
+    with pytest.raises(ConfigurationError, match=r"does not run on XLA devices .*strategy='xla'"):
         planned(strategy=strategy, accelerator="tpu")
 
 
@@ -234,7 +237,7 @@ def test_what_cannot_be_given_is_refused(options: dict[str, Any], expected: str)
 
 @pytest.mark.usefixtures("working")
 def test_a_runtime_that_is_not_told_its_device_is_refused_before_processes_start() -> None:
-    with pytest.raises(ConfigurationError, match="PJRT_DEVICE is not set .*CPU_NUM_DEVICES=4"):
+    with pytest.raises(ConfigurationError, match=r"PJRT_DEVICE is not set .*CPU_NUM_DEVICES=4"):
         Lite(tpu_cores=8)
 
 

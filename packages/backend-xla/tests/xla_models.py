@@ -90,15 +90,17 @@ def fit(strategy: str, folder: Path, net: Net | None = None, **options: Any) -> 
 
 
 def lite_of(strategy: str, **options: Any) -> Lite:
-    on_cpu = {"accelerator": "cpu", "devices": 1} if strategy == "single_device" else {}
+    on_cpu: dict[str, Any] = {}
+    if strategy == "single_device":
+        on_cpu = {"accelerator": "cpu", "devices": 1}
     lite = Lite(strategy=strategy, **on_cpu, **options)
     lite.launch()
     return lite
 
 
-def by_hand(strategy: str, **options: Any) -> tuple[Lite, Any, list[float]]:
-    """Train an epoch in a loop under Lite, clipped; return the losses and one of evaluation."""
-    lite = lite_of(strategy, **options)
+def by_hand(strategy: str) -> tuple[list[float], list[float]]:
+    """Train an epoch in a loop under Lite, clipped; return the losses and those of evaluation."""
+    lite = lite_of(strategy)
     net = Net()
     module, optimizer = lite.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     batches = lite.setup_dataloaders(loader())
@@ -112,8 +114,8 @@ def by_hand(strategy: str, **options: Any) -> tuple[Lite, Any, list[float]]:
         losses.append(loss.item())
     module.eval()
     with torch.no_grad():
-        losses += [mse_loss(module(inputs), targets).item() for inputs, targets in batches]
-    return lite, module, losses
+        evaluated = [mse_loss(module(inputs), targets).item() for inputs, targets in batches]
+    return losses, evaluated
 
 
 def numbers(values: list[Tensor]) -> list[float]:

@@ -53,7 +53,7 @@ class XLAAccelerator(Accelerator):
             raise ConfigurationError(f"XLAAccelerator expected a device xla, received {device}")
         torch_xla = import_torch_xla()
         torch_xla.device(device.index)
-        # Starts the runtime, which under SPMD the line above does not; autograd asks it for devices.
+        # Starts the runtime, which under SPMD the line above leaves; autograd asks it then.
         torch_xla.runtime.global_runtime_device_count()
         _check_autograd(device)
         torch_xla.manual_seed(_seed_of_host())

@@ -71,7 +71,7 @@ def seed_devices_by(device_type: str, seeder: Callable[[int], None]) -> None:
     Example:
         >>> from stratagem import seed_everything
         >>> seeds = []
-        >>> seed_devices_by("xla", seeds.append)
+        >>> seed_devices_by("made-up", seeds.append)
         >>> seed_everything(7), seeds
         (7, [7])
     """
