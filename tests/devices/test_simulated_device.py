@@ -104,9 +104,20 @@ def test_rng_states_serve_any_index_and_come_from_checkpoints_of_before(one: Any
 
 def test_values_of_all_steps_are_logged_and_read_with_the_epochs(one: Any) -> None:
     """100 steps: more than are kept before they are reduced on the device."""
-    differ_by, lines = one["logged"]
+    differ_by, lines = one["logged long"]
     assert differ_by < 1e-5
     assert lines >= 300
+
+
+def test_no_step_waits_for_the_device(one: Any) -> None:
+    """Values are logged at each step and shown, gradients clipped, a scheduler stepped."""
+    waits = one["waits"]
+    # Between two epochs, of four batches each, epoch values are read.
+    within = [step for index, step in enumerate(waits, start=1) if index % 4]
+    assert {synchronizations for synchronizations, _, _ in within} == {0}
+    # What lies in ordinary memory is copied before the step; on the copying stream, and recorded.
+    assert {tuple(rest) for _, *rest in within} == {(2, 2)}
+    assert len(one["logged"]) == 1 + 40 + 10
 
 
 def test_an_accelerator_says_when_a_process_must_not_be_forked(one: Any) -> None:

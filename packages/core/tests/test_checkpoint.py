@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -1013,24 +1014,45 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     )
 
 
-def test_hyperparameters_and_states_must_be_plain_data(tmp_path: Path) -> None:
-    class Odd(Net):
-        def __init__(self, layer: Any) -> None:
-            super().__init__()
-            self.save_hyperparameters()
+class WithLayer(Net):
+    """A hyperparameter that no checkpoint can hold, beside one that it can."""
 
+    def __init__(self, layer: Any, rate: float = 0.5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyperparameters_that_cannot_be_saved_are_said_at_the_start_and_asked_for(
+    tmp_path: Path,
+) -> None:
+    trainer = trainer_in(tmp_path, max_epochs=1)
+    with pytest.warns(UserWarning, match=r"checkpoints leave out the hyperparameter\(s\) layer"):
+        trainer.fit(WithLayer(object(), rate=0.25), loader())
+    path = tmp_path / "own.ckpt"
+    trainer.save_checkpoint(path)
+    with pytest.raises(CheckpointMismatchError, match="holds no value of layer, which WithLayer"):
+        WithLayer.load_from_checkpoint(path)
+    again = WithLayer.load_from_checkpoint(path, layer=1)
+    assert (again.hparams.layer, again.hparams.rate) == (1, 0.25)
+
+
+def test_a_namespace_of_hyperparameters_is_kept_and_a_strange_name_refused() -> None:
+    class FromCommandLine(Net):
+        def __init__(self, options: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(options)
+
+    kept = FromCommandLine(Namespace(rate=0.1, depth=3)).hparams
+    assert (kept.rate, kept.depth) == (0.1, 3)
+    with pytest.raises(UserCodeError, match=r"'speed' is no argument of FromCommandLine"):
+        FromCommandLine("speed")
+
+
+def test_states_of_callbacks_must_be_plain_data(tmp_path: Path) -> None:
     class OddState(Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"path": object()}
 
-    with pytest.raises(CheckpointContentError) as caught:
-        trainer_in(tmp_path, max_epochs=1).fit(Odd(object()), loader())
-    assert str(caught.value) == (
-        "the hyperparameters of Odd cannot be saved: ['layer'] is of type builtins.object, which "
-        "could not be loaded without executing code. Keep numbers, strings, tensors, and dicts, "
-        "lists, tuples and sets of them; for hyperparameters, save_hyperparameters(ignore=[...]) "
-        "leaves one out"
-    )
     with pytest.raises(CheckpointContentError, match=r"the state of the callback .*OddState"):
         trainer_in(tmp_path, max_epochs=1, callbacks=OddState()).fit(Net(), loader())
 

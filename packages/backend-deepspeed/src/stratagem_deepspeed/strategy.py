@@ -374,6 +374,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         called = prepared.module
         assert isinstance(called, EngineModule)
         called.engine.step()
+        # The engine leaves out a step whose gradients overflowed.
+        self.precision.step_was_skipped = not called.engine.was_step_applied()
 
     # -- state
 

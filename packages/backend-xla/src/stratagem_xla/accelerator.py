@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -74,10 +74,10 @@ class XLAAccelerator(Accelerator):
         names["limit_bytes"] = "bytes_limit"
         return {name: found[key] for name, key in names.items() if key in found}
 
-    def read_numbers(self, tensors: Sequence[Tensor]) -> list[float]:
-        """Return the numbers without a program of its own, which each new count would need."""
-        on_host = import_torch_xla()._XLAC._xla_get_cpu_tensors(list(tensors))
-        return [float(one) for one in on_host]
+    def start_reading(self, tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
+        """Return what reads them, without a program of its own: each new count would need one."""
+        library, values = import_torch_xla()._XLAC, list(tensors)
+        return lambda: [float(one) for one in library._xla_get_cpu_tensors(values)]
 
     def rng_state(self, device: torch.device) -> Tensor:
         """Return the device's RNG state, one int64."""

@@ -138,10 +138,10 @@ class XLAStrategy(_XLAStrategy):
         super().setup_environment()
         self.mesh = make_mesh(planned=len(self.components.devices))
 
-    def move_batch(self, batch: Any) -> Any:
-        """Return a batch whose tensors are divided over the devices by their first dim."""
-        mesh = self.mesh
-        return map_tensors(lambda tensor: divided(tensor, mesh), super().move_batch(batch))
+    def batch_mover(self) -> Callable[[Any], Any]:
+        """Return what moves a batch and divides its tensors over the devices by their first dim."""
+        move, mesh = super().batch_mover(), self.mesh
+        return lambda batch: map_tensors(lambda tensor: divided(tensor, mesh), move(batch))
 
 
 class XLAFSDPStrategy(XLAStrategy):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from stratagem.data.pytree import move_to_device
 from stratagem.discovery.specs import Availability
 
 
@@ -24,8 +26,9 @@ class Accelerator(ABC):
         3. On every rank, by `Strategy.setup_environment`: `device(index)`, `setup()`, then
            `setup_device(device)`.
         4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
-           `set_rng_state(device, state)`. Where logged values go to the loggers: `read_numbers`.
-        5. On every rank, by the Trainer around each stage: `configure_kernels`.
+           `set_rng_state(device, state)`. Where logged values go to the loggers: `start_reading`.
+        5. On every rank, by the strategy: `batch_mover(device)`, once for each loop; by the
+           Trainer around each stage: `configure_kernels`.
         6. On every rank, at the end: `teardown()`.
 
     Only `availability` and `device` have to be implemented; the other defaults are right for any
@@ -88,6 +91,14 @@ class Accelerator(ABC):
     def teardown(self) -> None:
         """Release what `setup` and `setup_device` took."""
 
+    def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
+        """Return what moves a batch to the device, for the steps of one rank.
+
+        The copy of what lies in pinned memory does not wait for the device; whoever uses the batch
+        on the device's current stream finds it there.
+        """
+        return partial(move_to_device, device=device)
+
     def synchronize(self, device: torch.device) -> None:
         """Wait until the device has done all queued work; for timing."""
 
@@ -95,10 +106,24 @@ class Accelerator(ABC):
         """Return memory figures and the like, by name, in bytes; empty if there are none."""
         return {}
 
-    def read_numbers(self, tensors: Sequence[Tensor]) -> list[float]:
-        """Return the number in each of some tensors of one element, in one wait for the device."""
-        numbers: list[float] = torch.stack([one.reshape(()).double() for one in tensors]).tolist()
-        return numbers
+    def start_reading(self, tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
+        """Begin to copy tensors of one element to the host, all in one.
+
+        Returns:
+            A function that waits until they are there, and returns the numbers.
+        """
+        values = torch.stack([one.reshape(()).double() for one in tensors])
+        on_host = values.to("cpu", non_blocking=True)  # into pinned memory
+        event = torch.Event(values.device)
+        event.record(torch.accelerator.current_stream(values.device))
+
+        def read() -> list[float]:
+            if not event.query():
+                event.synchronize()
+            numbers: list[float] = on_host.tolist()
+            return numbers
+
+        return read
 
     def rng_state(self, device: torch.device) -> Tensor | None:
         """Return the state of the device's RNG, in host memory; None: it is the host's own.

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stratagem.data.pytree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
@@ -300,18 +299,16 @@ class Strategy(Stepping, ABC):
         convert = self.precision.input_converter()
         if self.accelerator.is_host:
             return convert
-        move = self.move_batch
-        if convert is None:
-            return move
-        return lambda batch: convert(move(batch))
+        move = self.batch_mover()
+        return move if convert is None else lambda batch: convert(move(batch))
 
-    def move_batch(self, batch: Any) -> Any:
-        """Return a batch on the device; one that spreads it over several devices overrides this.
+    def batch_mover(self) -> Callable[[Any], Any]:
+        """Return what moves a batch to the device; one that spreads it over several overrides this.
 
-        Called with each batch of the Trainer's loaders and of `Lite.setup_dataloaders`, where the
-        accelerator's tensors lie elsewhere than in the host's memory.
+        Called once for each loop over the Trainer's loaders or those of `Lite.setup_dataloaders`,
+        where the accelerator's tensors lie elsewhere than in the host's memory.
         """
-        return move_to_device(batch, self.device)
+        return self.accelerator.batch_mover(self.device)
 
     # -- the life of a prepared model
 

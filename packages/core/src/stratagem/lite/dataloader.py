@@ -22,7 +22,7 @@ class LiteDataLoader:
 
     Args:
         loader: of this rank.
-        move: returns a batch on the device; None: batches stay where they are.
+        move: moves a batch to the device; None: it stays.
         name: stands for it in messages.
         rank: this process's.
         shard: this rank's part of the data, (index, count).

@@ -22,6 +22,10 @@ STRATEGY_STATE = "stratagem.strategy_state"
 """The entry for the strategy's own state: of each model that has one, by its name in the dict."""
 
 
+PRECISION_STATE = "stratagem.precision_state"
+"""The entry for the precision's state, such as the scale of losses, where it has one."""
+
+
 def collect(strategy: Strategy, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint of what the user's dict holds; called by every rank."""
     checkpoint = {name: _state_of(strategy, value) for name, value in state.items()}
@@ -31,7 +35,14 @@ def collect(strategy: Strategy, state: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, LiteModule)
         and (found := strategy_state(strategy, value.prepared, value.prepared.optimizers))
     }
-    return {**checkpoint, STRATEGY_STATE: own} if own else checkpoint
+    if own:
+        checkpoint[STRATEGY_STATE] = own
+    # What trains is saved with its scale; weights alone need none.
+    if any(isinstance(value, LiteOptimizer) for value in state.values()) and (
+        scale := strategy.precision.state_dict()
+    ):
+        checkpoint[PRECISION_STATE] = scale
+    return checkpoint
 
 
 def _state_of(strategy: Strategy, value: Any) -> Any:
@@ -63,6 +74,7 @@ def restore(
         CheckpointMismatchError: an entry is missing, or belongs to another model.
     """
     own = checkpoint.pop(STRATEGY_STATE, {})
+    scale = checkpoint.pop(PRECISION_STATE, {})
     missing = [name for name in state if name not in checkpoint]
     if missing and strict:
         raise CheckpointMismatchError(
@@ -84,6 +96,8 @@ def restore(
             target.load_state_dict(read_whole(value))
         else:
             state[name] = read_whole(value)
+    if scale and any(isinstance(target, LiteOptimizer) for target in there.values()):
+        strategy.precision.load_state_dict(scale)
     for name, target in there.items():
         if isinstance(target, LiteModule) and name in own:
             prepared = target.prepared

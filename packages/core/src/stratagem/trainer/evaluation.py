@@ -65,7 +65,7 @@ def evaluate(
 
 
 def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
-    """Return this rank's predictions: a list of batches for each loader."""
+    """Return this rank's predictions: a list of batches for each loader; empty if none is kept."""
     hooks = run.hooks
     metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
@@ -73,7 +73,9 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     with _Evaluating(run, prepared):
         hooks.call("on_predict_epoch_start")
         for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
-            predictions[loader_idx].append(output)
+            if run.job.keeps_predictions:
+                predictions[loader_idx].append(output)
+            del output  # before the next one is computed
         hooks.call("on_predict_epoch_end")
     hooks.call("on_predict_end")
     return predictions
@@ -116,6 +118,7 @@ def _run_batches(
                 metrics.end_step(run.evaluated_batches)
             run.evaluated_batches += 1
             yield loader_idx, output
+            del output  # before the next one is computed
         if batch_idx == -1 and limit != 0:
             raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
     metrics.begin_loader(None)

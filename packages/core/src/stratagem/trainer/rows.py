@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,13 +13,14 @@ from stratagem.loggers.logger import Logger
 
 _MOST = 256
 _SECONDS = 2.0
-"""Rows are handed to the loggers when there are so many, or when this time has gone by."""
+"""Rows leave for the loggers when there are so many, or when this time has gone by."""
 
 
 class Rows:
     """Keeps rows of values and hands them to the loggers, many at a time.
 
-    Tensors in them are read only then, all at once, so that no step waits for a device.
+    Tensors in them are read only then, all at once. From a device they are copied beside what it
+    computes, and handed over when the next ones leave: no step waits for a device.
 
     Args:
         loggers: receive the rows; none on ranks other than 0.
@@ -29,7 +30,9 @@ class Rows:
     def __init__(self, loggers: Sequence[Logger], accelerator: Accelerator) -> None:
         self._loggers = loggers
         self._accelerator = accelerator
-        self._rows: list[tuple[int, dict[str, Any]]] = []
+        self._rows: list[_Row] = []
+        self._copied: _Copied | None = None
+        """Rows whose values are on their way from a device."""
         self._due = monotonic() + _SECONDS
 
     def add(self, row: dict[str, Any], step: int) -> None:
@@ -38,7 +41,7 @@ class Rows:
             return
         self._rows.append((step, row))
         if len(self._rows) >= _MOST or monotonic() >= self._due:
-            self.flush()
+            self._send()
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
         """Hand a row to the loggers at once, after those that are kept."""
@@ -47,18 +50,24 @@ class Rows:
             self.flush()
 
     def flush(self) -> None:
-        """Hand the rows to the loggers."""
+        """Hand the rows to the loggers; waits for what is still being computed."""
+        self._send()
+        self._hand_over()
+
+    def _send(self) -> None:
+        """Let the values of the rows leave the device, and hand over those that left before."""
         self._due = monotonic() + _SECONDS
+        self._hand_over()
         rows, self._rows = self._rows, []
         if rows:
-            self._read_tensors([row for _, row in rows])
-            for logger in self._loggers:
-                logger.log_rows(rows)
+            self._copied = self._copy(rows)
+            if self._copied.read is None:
+                self._hand_over()
 
-    def _read_tensors(self, rows: list[dict[str, Any]]) -> None:
-        """Put numbers in the place of tensors, reading the device once for all of them."""
+    def _copy(self, rows: list[_Row]) -> _Copied:
+        """Begin to copy the tensors in rows to the host; what is there already is read."""
         places = []
-        for row in rows:
+        for _, row in rows:
             for name, value in row.items():
                 if value.__class__ is not Tensor:
                     continue
@@ -66,7 +75,28 @@ class Rows:
                     row[name] = value.item()
                 else:
                     places.append((row, name))
-        if places:
-            numbers = self._accelerator.read_numbers([row[name] for row, name in places])
-            for (row, name), number in zip(places, numbers, strict=True):
+        if not places:
+            return _Copied(rows, places, None)
+        on_device = [row[name] for row, name in places]
+        return _Copied(rows, places, self._accelerator.start_reading(on_device))
+
+    def _hand_over(self) -> None:
+        copied, self._copied = self._copied, None
+        if copied is None:
+            return
+        if copied.read is not None:
+            for (row, name), number in zip(copied.places, copied.read(), strict=True):
                 row[name] = number
+        for logger in self._loggers:
+            logger.log_rows(copied.rows)
+
+
+_Row = tuple[int, dict[str, Any]]
+
+
+class _Copied(NamedTuple):
+    """Rows, and what reads the values of the tensors in them from a device."""
+
+    rows: list[_Row]
+    places: list[tuple[dict[str, Any], str]]
+    read: Callable[[], list[float]] | None

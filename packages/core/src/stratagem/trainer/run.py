@@ -138,10 +138,8 @@ class Run:
                 )
             )
             try:
+                self.job.prepare_data(ranks)
                 if datamodule is not None:
-                    if ranks.local_rank == 0:
-                        datamodule.prepare_data()
-                    ranks.barrier("prepare_data")
                     datamodule.setup(stage)
                 _release_others(self)
                 self.strategy.setup(trainer)
@@ -197,6 +195,7 @@ class Run:
             self._resume(prepared, path)
         until_end.enter_context(module.logging_to(self.metrics))
         if module.hyper_parameters and strategy.ranks.is_global_zero:
+            checks.warn_of_unsavable_hyperparameters(module)
             for logger in trainer.loggers:
                 logger.log_hyperparams(module.hyper_parameters)
         self.hooks.call("on_fit_start")

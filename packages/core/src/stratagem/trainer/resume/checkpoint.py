@@ -34,6 +34,7 @@ from stratagem.distributed.checkpoint_writer import (
     strategy_state,
 )
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
+from stratagem.state.hyperparameters import savable
 from stratagem.state.plain_data import find_offending_value
 from stratagem.trainer.resume.rank_state import state_of_rank
 
@@ -61,9 +62,8 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
         "epoch": run.progress.epoch,
         "global_step": run.progress.global_step,
         "state_dict": model_state(strategy, prepared),
-        "hyper_parameters": dict(module.hyper_parameters),
+        "hyper_parameters": savable(module.hyper_parameters)[0],
     }
-    _require_plain(checkpoint["hyper_parameters"], f"the hyperparameters of {_kind(module)}")
     if not weights_only:
         if run.step is not None and run.step.is_under_way and strategy.ranks.is_global_zero:
             warnings.warn(
@@ -172,7 +172,3 @@ def _require_plain(data: Any, whose: str) -> None:
             "code. Keep numbers, strings, tensors, and dicts, lists, tuples and sets of them; for "
             "hyperparameters, save_hyperparameters(ignore=[...]) leaves one out"
         )
-
-
-def _kind(thing: object) -> str:
-    return type(thing).__name__
