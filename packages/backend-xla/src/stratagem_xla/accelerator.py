@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.data.pytree import map_tensors
 from stratagem.discovery import Availability
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.rng import seed_devices_by
 from stratagem_xla.installation import availability
 from stratagem_xla.library import import_torch_xla
+from stratagem_xla.sharding import divided
 
 
 class XLAAccelerator(Accelerator):
@@ -58,6 +60,13 @@ class XLAAccelerator(Accelerator):
         _check_autograd(device)
         torch_xla.manual_seed(_seed_of_host())
         seed_devices_by("xla", torch_xla.manual_seed)
+
+    def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
+        """Return what moves a batch; where all devices act as one, it divides it over them."""
+        move = super().batch_mover(device)
+        if not import_torch_xla().runtime.is_spmd():
+            return move
+        return lambda batch: map_tensors(divided, move(batch))
 
     def synchronize(self, device: torch.device) -> None:
         """Compile and run what is recorded, and wait for it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -23,8 +23,8 @@ _hooked: WeakSet[nn.Module] = WeakSet()
 """The blocks whose outputs are divided; a block may be prepared again, by another strategy too."""
 
 
-def make_mesh(planned: int) -> Any:
-    """Return a mesh of one axis over all XLA devices.
+def check_mesh(planned: int) -> None:
+    """Refuse devices that one process cannot drive.
 
     Args:
         planned: how many the plan has; a warning says where the runtime has others.
@@ -32,8 +32,6 @@ def make_mesh(planned: int) -> Any:
     Raises:
         ConfigurationError: the devices are spread over several hosts.
     """
-    import numpy as np
-
     runtime = import_torch_xla().runtime
     hosts, found = runtime.process_count(), runtime.global_runtime_device_count()
     if hosts > 1:
@@ -47,20 +45,28 @@ def make_mesh(planned: int) -> Any:
             "with the same results",
             stacklevel=2,
         )
-    return _spmd().Mesh(np.arange(found), (found,), (_AXIS,))
 
 
-def divided(tensor: Tensor, mesh: Any, *, longest: bool = False) -> Tensor:
-    """Divide an XLA tensor over the devices of a mesh, in place; return it.
+@cache
+def _mesh() -> Any:
+    """Return the mesh of one axis over all XLA devices, of which a process has one set."""
+    import numpy as np
+
+    count = import_torch_xla().runtime.global_runtime_device_count()
+    return _spmd().Mesh(np.arange(count), (count,), (_AXIS,))
+
+
+def divided(tensor: Tensor, *, longest: bool = False) -> Tensor:
+    """Divide an XLA tensor over all devices, in place; return it.
 
     Args:
         tensor: on whatever device; one that lies elsewhere stays as it is.
-        mesh: see `make_mesh`.
         longest: along the longest dim, padded if need be; otherwise along the first one, if the
             number of devices divides it.
     """
     if tensor.device.type != "xla" or not tensor.dim() or not tensor.numel():
         return tensor
+    mesh = _mesh()
     dim = list(tensor.shape).index(max(tensor.shape)) if longest else 0
     if not longest and tensor.shape[0] % mesh.size():
         return tensor
@@ -100,7 +106,7 @@ def _blocks_of(module: nn.Module, choice: Blocks) -> Iterator[nn.Module]:
             )
 
 
-def divide_output(block: nn.Module, mesh: Any) -> None:
+def divide_output(block: nn.Module) -> None:
     """Let the outputs of a block be divided by samples, and its backward end before the next.
 
     The compiler then gathers the block's parameters and not its activations, and does not fuse the
@@ -111,7 +117,7 @@ def divide_output(block: nn.Module, mesh: Any) -> None:
     _hooked.add(block)
 
     def hook(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        map_tensors(lambda tensor: divided(tensor, mesh), output)
+        map_tensors(divided, output)
         first = next((one for one in inputs if isinstance(one, Tensor) and one.requires_grad), None)
         if first is not None and first.device.type == "xla":
             first.register_hook(partial(_end_backward, block))  # type: ignore[no-untyped-call]

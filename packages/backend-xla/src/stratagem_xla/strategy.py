@@ -9,14 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.pytree import map_tensors
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.interfaces.train_step import TrainStep
 from stratagem_xla.host import on_host, put_on_device
 from stratagem_xla.library import check_no_spmd, import_torch_xla, start_spmd
 from stratagem_xla.plugin import SINGLE, SPMD
-from stratagem_xla.sharding import Blocks, blocks_of, divide_output, divided, make_mesh
+from stratagem_xla.sharding import Blocks, blocks_of, check_mesh, divide_output, divided
 
 
 class _XLAStrategy(Strategy):
@@ -125,7 +124,6 @@ class XLAStrategy(_XLAStrategy):
     """
 
     capabilities = SPMD
-    mesh: Any
 
     def __init__(self, *, debug: bool = False, **components: Any) -> None:
         super().__init__(**components)
@@ -136,12 +134,7 @@ class XLAStrategy(_XLAStrategy):
             os.environ.setdefault("PT_XLA_DEBUG_LEVEL", "2")  # read when torch_xla is imported
         start_spmd()
         super().setup_environment()
-        self.mesh = make_mesh(planned=len(self.components.devices))
-
-    def batch_mover(self) -> Callable[[Any], Any]:
-        """Return what moves a batch and divides its tensors over the devices by their first dim."""
-        move, mesh = super().batch_mover(), self.mesh
-        return lambda batch: map_tensors(lambda tensor: divided(tensor, mesh), move(batch))
+        check_mesh(planned=len(self.components.devices))
 
 
 class XLAFSDPStrategy(XLAStrategy):
@@ -175,9 +168,9 @@ class XLAFSDPStrategy(XLAStrategy):
     def wrap(self, module: nn.Module) -> nn.Module:
         """Divide the parameters, and let each block's outputs be divided by samples."""
         for parameter in module.parameters():
-            divided(parameter, self.mesh, longest=True)
+            divided(parameter, longest=True)
         for block in blocks_of(module, self.blocks):
-            divide_output(block, self.mesh)
+            divide_output(block)
         return module
 
     def load_model_state(
@@ -194,5 +187,5 @@ class XLAFSDPStrategy(XLAStrategy):
         for parameter, entry in optimizer.state.items():
             for value in entry.values():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    divided(value, self.mesh, longest=True)
+                    divided(value, longest=True)
         put_on_device(list(optimizer.state.values()))

@@ -27,7 +27,7 @@ class Accelerator(ABC):
            `setup_device(device)`.
         4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
            `set_rng_state(device, state)`. Where logged values go to the loggers: `start_reading`.
-        5. On every rank, by the strategy: `batch_mover(device)`, once for each loop; by the
+        5. On every rank, by the front ends: `batch_mover(device)`, once for each loop; by the
            Trainer around each stage: `configure_kernels`.
         6. On every rank, at the end: `teardown()`.
 

@@ -299,16 +299,8 @@ class Strategy(Stepping, ABC):
         convert = self.precision.input_converter()
         if self.accelerator.is_host:
             return convert
-        move = self.batch_mover()
+        move = self.accelerator.batch_mover(self.device)
         return move if convert is None else lambda batch: convert(move(batch))
-
-    def batch_mover(self) -> Callable[[Any], Any]:
-        """Return what moves a batch to the device; one that spreads it over several overrides this.
-
-        Called once for each loop over the Trainer's loaders or those of `Lite.setup_dataloaders`,
-        where the accelerator's tensors lie elsewhere than in the host's memory.
-        """
-        return self.accelerator.batch_mover(self.device)
 
     # -- the life of a prepared model
 

@@ -193,8 +193,9 @@ class Lite(Launched, Observed):
         """
         index, count = self._launched_strategy().ranks.data_shard
         rng_of = (self.strategy.accelerator, self.device)
-        moves = move_to_device and not self.strategy.accelerator.is_host
-        move = self.strategy.batch_mover() if moves else None
+        accelerator = self.strategy.accelerator
+        moves = move_to_device and not accelerator.is_host
+        move = accelerator.batch_mover(self.device) if moves else None
         wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
