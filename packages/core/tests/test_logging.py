@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -621,6 +622,45 @@ def test_hyperparameters_are_written_beside_the_values(tmp_path: Path) -> None:
     assert (model.hparams.width, model.hparams.rate) == (3, 0.5)
     saved = json.loads((Path(file.log_dir) / "hparams.json").read_text())
     assert saved == {"width": 3, "rate": 0.5}
+
+
+def test_hyperparameters_may_have_keys_that_json_does_not_take(tmp_path: Path) -> None:
+    file = CSVLogger(tmp_path)
+    file.log_hyperparams({"sizes": [{("a", 1): 2, None: 3}], "folder": Path("x")})
+    saved = json.loads((Path(file.log_dir) / "hparams.json").read_text())
+    assert saved == {"sizes": [{"('a', 1)": 2, "null": 3}], "folder": "x"}
+
+
+def test_names_are_kept_whatever_bytes_they_are_of(tmp_path: Path) -> None:
+    name = "Verlust_ü_" + os.fsdecode(b"\xff")
+    for number in range(2):
+        CSVLogger(tmp_path, version=0).log_metrics({name: 0.5, str(number): 1.0}, number)
+    header = (tmp_path / "stratagem_logs" / "version_0" / "metrics.csv").read_bytes().split()[0]
+    assert header == b"step,Verlust_\xc3\xbc_\xff,0,1"
+
+
+def test_a_table_of_values_is_printed_in_the_encoding_of_stdout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    names = ["Verlust_ü", "recall[person]", "end[/x]"]
+    model = Logs(validate=lambda m, batch, i: m.log_dict(dict.fromkeys(names, 0.5)))
+    trainer_with().validate(model, numbers())
+    screen.seek(0)
+    shown = screen.read()
+    for text in ("Verlust_\\xfc", "recall[person]", "end[/x]", "0.5"):
+        assert text in shown, shown
+
+
+def test_the_progress_bar_is_drawn_in_the_encoding_of_its_terminal() -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(file=screen, force_terminal=True, width=150)
+    model = Logs(lambda m, batch, i: m.log("Verlust_ü[/x]", 0.5, prog_bar=True))
+    bar = ProgressBar(refresh_seconds=0.0, console=console)
+    trainer_with(enable_progress_bar=True, callbacks=bar).fit(model, numbers())
+    screen.seek(0)
+    assert "Verlust_\\xfc[/x] 0.5" in screen.read()
 
 
 def test_a_loggers_folder_is_made_only_when_something_is_written(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_the_comment_of_the_zip_archive_tells_what_is_in_it(saved: Path) -> None
         "epoch": None,
         "global_step": None,
         "run": None,
+        "nonfinite": None,
         "contents": ["number", "weights"],
     }
     data = saved.read_bytes()

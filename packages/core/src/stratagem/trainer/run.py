@@ -17,14 +17,16 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare, release
 from stratagem.storage import paths
-from stratagem.trainer import checks, evaluation, fit_loop, options
+from stratagem.trainer import checks, evaluation, fit_loop, folders, options
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
 from stratagem.trainer.metrics import Metrics
 from stratagem.trainer.optimizers import configure, count_steps
 from stratagem.trainer.resume.checkpoint import (
+    Weights,
     collect_checkpoint,
+    collect_weights,
     read_checkpoint,
     restore_model,
     restore_training,
@@ -104,6 +106,8 @@ class Run:
         """In a fit: its validation."""
         self.run_id = ""
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
+        self.resumed_from: paths.Location | None = None
+        """In a fit that was resumed: from what, which the user named and no checkpoint did."""
         self.evaluated_batches = 0
         """Batches of validation or testing in this run; the step of what is logged for each."""
         self.restarts: Restarts | None = None
@@ -129,6 +133,7 @@ class Run:
         status = "failed"
         ranks = self.strategy.ranks
         ranks.report_status(self._position)
+        folders.check_on_ranks(trainer, stage)
         with ExitStack() as until_end:
             until_end.callback(
                 options.set_determinism(
@@ -187,7 +192,7 @@ class Run:
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
         self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
         self.restarts = Restarts(strategy, trainer.default_root_dir)
-        path = self._find(self.restarts.begin(self.job.ckpt_path))
+        path = self.resumed_from = self._find(self.restarts.begin(self.job.ckpt_path))
         loader = self._open_data()
         strategy.take_batch_size(loader.batch_size)
         prepared = self._prepare_to_train()
@@ -290,12 +295,18 @@ class Run:
         restore_model(self, prepared, checkpoint, path)
         restore_training(self, prepared, checkpoint, path)
 
-    def save(self, path: paths.Location, *, weights_only: bool) -> None:
-        """Save this run as it is, or once the optimizer step that is under way is taken."""
+    def weights(self) -> Weights:
+        """Return the model's state as it is saved; called on every rank."""
+        return collect_weights(self)
+
+    def save(
+        self, path: paths.Location, *, weights_only: bool, weights: Weights | None = None
+    ) -> None:
+        """Save this run as it is, or once the step under way is taken; `weights`: where at hand."""
         if self.is_within_step and not weights_only:
             self.saves_due.append(path)
             return
-        checkpoint = collect_checkpoint(self, self.require_prepared(), weights_only=weights_only)
+        checkpoint = collect_checkpoint(self, weights or self.weights(), weights_only=weights_only)
         self.launched.checkpoint_writer.save(checkpoint, path)
         restarts = self.restarts
         if restarts is not None and not weights_only:

@@ -26,7 +26,7 @@ from stratagem.loggers import Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths
-from stratagem.trainer import elsewhere
+from stratagem.trainer import elsewhere, folders
 from stratagem.trainer.checks import check_divergence_detection, check_module, check_not_running
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
@@ -383,6 +383,7 @@ class Trainer(Ranked, OptionAttributes):
         check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
         self.state = RunState(job.stage, "running")
         try:
+            folders.check_before_launch(self, self._launched, job.stage)
             if self.plan.runs_elsewhere and not self._launched.is_launched:
                 result = self._execute_elsewhere(job)
             else:

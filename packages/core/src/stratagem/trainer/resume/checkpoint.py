@@ -8,6 +8,7 @@ stratagem_version       that saved it
 run                     which one saved it; a run that resumes from it keeps the name
 strategy, world_size    under which it was saved; it loads under any other
 state_dict              weights and buffers by name
+nonfinite               the name of one of them that holds NaN or an infinity; where there is one
 optimizer_states        one for each optimizer, by parameter names
 lr_schedulers           one for each scheduler
 precision               such as a loss scale
@@ -24,13 +25,14 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratagem._version import __version__
 from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
 from stratagem.distributed.checkpoint_writer import (
     load_strategy_state,
     model_state,
+    nonfinite_weights,
     strategy_state,
 )
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
@@ -44,15 +46,40 @@ if TYPE_CHECKING:
     from stratagem.trainer.run import Run
 
 
-def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool) -> dict[str, Any]:
+class Weights(NamedTuple):
+    """A model's state as it is saved.
+
+    Attributes:
+        state: weights and buffers by name, which alias the live ones.
+        nonfinite: the name of one that is not finite on some rank; "": all are.
+    """
+
+    state: dict[str, Any]
+    nonfinite: str
+
+
+def collect_weights(run: Run) -> Weights:
+    """Return the model's state; called on every rank."""
+    prepared = run.require_prepared()
+    state = model_state(run.strategy, prepared)
+    return Weights(state, nonfinite_weights(run.strategy, prepared, state))
+
+
+def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dict[str, Any]:
     """Return a checkpoint of the run as it is; called on every rank.
 
     Tensors in it alias the live ones.
+
+    Args:
+        run: what is saved.
+        weights: the model's state.
+        weights_only: leave optimizer and loop state out.
 
     Raises:
         CheckpointContentError: something that the user stores is not plain data; says whose.
     """
     trainer, module, strategy = run.trainer, run.module, run.strategy
+    prepared = run.require_prepared()
     checkpoint: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "stratagem_version": __version__,
@@ -61,8 +88,9 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
         "world_size": strategy.ranks.world_size,
         "epoch": run.progress.epoch,
         "global_step": run.progress.global_step,
-        "state_dict": model_state(strategy, prepared),
+        "state_dict": weights.state,
         "hyper_parameters": savable(module.hyper_parameters)[0],
+        **({"nonfinite": weights.nonfinite} if weights.nonfinite else {}),
     }
     if not weights_only:
         if run.step is not None and run.step.is_under_way and strategy.ranks.is_global_zero:
