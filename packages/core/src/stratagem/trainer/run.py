@@ -87,9 +87,8 @@ class Run:
         self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks)
         loggers = trainer.loggers if trainer.is_global_zero else ()
         self.rows = Rows(loggers, self.strategy.accelerator)
-        self.metrics: Metrics = Metrics(
-            self.strategy, self.rows, self.latest, every_n_steps=trainer.log_every_n_steps
-        )
+        every = trainer.log_every_n_steps
+        self.metrics: Metrics = Metrics(self.strategy, self.rows, latest, every_n_steps=every)
         """What training logs to."""
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
