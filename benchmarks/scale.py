@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from stratagem.accelerators import CPUAccelerator
 from stratagem.distributed import status_exchange
 from stratagem.distributed.process_group import ProcessGroupRanks
 from stratagem.distributed.rank_status import RankStatuses
@@ -58,7 +60,7 @@ def play_ranks(ranks: Sequence[int], world_size: int, orders: Any) -> None:
     # Hundreds of threads that are woken at once would ask for the interpreter each 5 ms.
     sys.setswitchinterval(1.0)
     # A summary is read by each rank in a process of its own; here by each of eight.
-    status_exchange._decode = lru_cache(status_exchange._decode)  # type: ignore[assignment]
+    status_exchange._decode = lru_cache(status_exchange._decode)
     statuses: list[RankStatuses] = []
     while (order := orders.recv()) != "exit":
         if isinstance(order, int):
@@ -231,7 +233,9 @@ def uneven_inputs(world_size: int) -> float:
 
 def epoch_values(world_size: int) -> float:
     with fake_ranks(world_size) as ranks:
-        metrics = Metrics(ranks, Rows([]), LatestValues())
+        on_cpu = CPUAccelerator()
+        strategy: Any = SimpleNamespace(ranks=ranks, accelerator=on_cpu)
+        metrics = Metrics(strategy, Rows([], on_cpu), LatestValues())
         options = LogOptions(False, False, False, True, "mean", None, True)
 
         def epoch() -> None:
