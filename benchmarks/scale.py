@@ -58,7 +58,7 @@ def play_ranks(ranks: Sequence[int], world_size: int, orders: Any) -> None:
     # Hundreds of threads that are woken at once would ask for the interpreter each 5 ms.
     sys.setswitchinterval(1.0)
     # A summary is read by each rank in a process of its own; here by each of eight.
-    status_exchange._decode = lru_cache(status_exchange._decode)  # type: ignore[assignment]
+    status_exchange._decode = lru_cache(status_exchange._decode)
     statuses: list[RankStatuses] = []
     while (order := orders.recv()) != "exit":
         if isinstance(order, int):

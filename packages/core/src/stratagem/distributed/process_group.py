@@ -178,23 +178,7 @@ def join_process_group(
         dist.init_process_group(backend, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
     else:
-        holder = "rank 0" if ranks.is_global_zero else ""
-        main_port = environment.main_port
-        # Rank 0 may have a socket that listens already, so that no other program can take the
-        # port between its choice and its use.
-        listen_fd = environment.take_listener()
-        holds_store = os.environ.get(STORE_VARIABLE, holder) == "rank 0"
-        if holds_store:
-            allow_connections(ranks.world_size)
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            environment.main_address,
-            main_port,
-            ranks.world_size,
-            is_master=holds_store,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
+        store = _connect(ranks, environment, limit)
         dist.init_process_group(
             backend,
             # The prefix that env:// rendezvous uses, so that a rank may join by either way.
@@ -205,6 +189,27 @@ def join_process_group(
         )
     # Threads of a live process group can abort the interpreter's shutdown.
     at_end_of_rank(partial(leave_process_group, _watch_status(store, ranks, timeout)))
+
+
+def _connect(ranks: Ranks, environment: ClusterEnvironment, timeout: timedelta) -> Any:
+    """Return the store that ranks meet at; rank 0, or the process that started it, holds it."""
+    holder = "rank 0" if ranks.is_global_zero else ""
+    main_port = environment.main_port
+    # Rank 0 may have a socket that listens already, so that no other program can take the
+    # port between its choice and its use.
+    listen_fd = environment.take_listener()
+    holds_store = os.environ.get(STORE_VARIABLE, holder) == "rank 0"
+    if holds_store:
+        allow_connections(ranks.world_size)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        environment.main_address,
+        main_port,
+        ranks.world_size,
+        is_master=holds_store,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
 
 
 def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:
