@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from stratagem.accelerators import CPUAccelerator
 from stratagem.distributed import status_exchange
 from stratagem.distributed.process_group import ProcessGroupRanks
 from stratagem.distributed.rank_status import RankStatuses
@@ -231,7 +233,9 @@ def uneven_inputs(world_size: int) -> float:
 
 def epoch_values(world_size: int) -> float:
     with fake_ranks(world_size) as ranks:
-        metrics = Metrics(ranks, Rows([]), LatestValues())
+        on_cpu = CPUAccelerator()
+        strategy: Any = SimpleNamespace(ranks=ranks, accelerator=on_cpu)
+        metrics = Metrics(strategy, Rows([], on_cpu), LatestValues())
         options = LogOptions(False, False, False, True, "mean", None, True)
 
         def epoch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -127,6 +128,28 @@ class ProcessGroupRanks(Ranks):
         rows = self.all_gather(padded)
         return [plain_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0; see `Ranks.gather_bytes`."""
+        size = int(self.all_reduce(torch.tensor(len(data)), "max"))
+        message = _padded(data, size).to(self._device())
+        received = None
+        if self.is_global_zero:
+            received = [torch.empty_like(message) for _ in range(self.world_size)]
+        dist.gather(message, received)
+        return [_unpadded(each) for each in received or ()]
+
+    def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part of what rank 0 has; see `Ranks.scatter_bytes`."""
+        device = self._device()
+        size = torch.tensor(max(map(len, parts), default=0), device=device)
+        dist.broadcast(size, 0)
+        messages = None
+        if self.is_global_zero:
+            messages = [_padded(part, int(size)).to(device) for part in parts]
+        message = torch.empty(_PREFIX + int(size), dtype=torch.uint8, device=device)
+        dist.scatter(message, messages)
+        return _unpadded(message)
+
     def barrier(self, name: str = "") -> None:
         """Wait for every rank; see `Ranks.barrier`."""
         self._device()
@@ -141,6 +164,20 @@ class ProcessGroupRanks(Ranks):
         """Let this rank's status in errors say what a front end is doing."""
         if _statuses is not None:
             _statuses.doing = doing
+
+
+_PREFIX = 8
+"""Bytes before a message, with its length: a collective's messages are as long as the longest."""
+
+
+def _padded(data: bytes, size: int) -> Tensor:
+    message = len(data).to_bytes(_PREFIX, "little") + data.ljust(size, b"\0")
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _unpadded(message: Tensor) -> bytes:
+    data = plain_data.bytes_of(message)
+    return data[_PREFIX : _PREFIX + int.from_bytes(data[:_PREFIX], "little")]
 
 
 def join_process_group(
@@ -169,8 +206,7 @@ def join_process_group(
         return
     limit = timedelta(seconds=timeout)
     store: Any
-    if several_nodes:
-        network.choose_gloo_interface(environment.main_address)
+    network.choose_gloo_interface(environment.main_address if several_nodes else None)
     if environment.holds_store:
         if ranks.is_global_zero:
             warn_of_agents_limit(ranks.world_size)
@@ -178,7 +214,7 @@ def join_process_group(
         dist.init_process_group(backend, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
     else:
-        store = _connect(ranks, environment, limit)
+        store = _join_store(ranks, environment, limit, several_nodes=several_nodes)
         dist.init_process_group(
             backend,
             # The prefix that env:// rendezvous uses, so that a rank may join by either way.
@@ -191,25 +227,45 @@ def join_process_group(
     at_end_of_rank(partial(leave_process_group, _watch_status(store, ranks, timeout)))
 
 
-def _connect(ranks: Ranks, environment: ClusterEnvironment, timeout: timedelta) -> Any:
-    """Return the store that ranks meet at; rank 0, or the process that started it, holds it."""
-    holder = "rank 0" if ranks.is_global_zero else ""
+def _join_store(
+    ranks: Ranks, environment: ClusterEnvironment, limit: timedelta, *, several_nodes: bool
+) -> Any:
+    """Return the store that the ranks meet at, which rank 0 holds, or whoever has started it.
+
+    It takes whatever anybody who reaches it says. So it listens on loopback where all ranks are on
+    one node, else on the one interface that leads to the others.
+    """
+    main_address = environment.main_address if several_nodes else network.LOOPBACK
     main_port = environment.main_port
-    # Rank 0 may have a socket that listens already, so that no other program can take the
-    # port between its choice and its use.
-    listen_fd = environment.take_listener()
-    holds_store = os.environ.get(STORE_VARIABLE, holder) == "rank 0"
-    if holds_store:
+    listen_fd = None
+    is_holder = ranks.is_global_zero and os.environ.get(STORE_VARIABLE) != "parent"
+    if is_holder:
         allow_connections(ranks.world_size)
+        # Rank 0 may have a socket that listens already, so that no other program can take the port
+        # between its choice and its use.
+        listen_fd = environment.take_listener()
+        if listen_fd is None:
+            listener = _listen(network.address_to_listen_on(main_address), main_port)
+            listen_fd = listener.detach()
     return dist.TCPStore(  # type: ignore[attr-defined]
-        environment.main_address,
+        network.address_to_connect_to(main_address),
         main_port,
         ranks.world_size,
-        is_master=holds_store,
-        timeout=timeout,
+        is_master=is_holder,
+        timeout=limit,
         wait_for_workers=False,
         master_listen_fd=listen_fd,
     )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        return network.listen(address, port)
+    except OSError as error:
+        raise ConfigurationError(
+            f"rank 0 cannot listen on port {port} of {address or 'this node'} "
+            f"({error.strerror}): set MASTER_PORT (or --main-port) to one that is free there"
+        ) from error
 
 
 def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:

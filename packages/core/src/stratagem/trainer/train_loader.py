@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +187,7 @@ class TrainLoader:
         """Return where this rank is in its data; plain data."""
         return self._data.state()
 
-    def resume(self, states: list[dict[str, Any]], done: int) -> int:
+    def resume(self, states: Sequence[dict[str, Any]], done: int) -> int:
         """Restore what `state` returned on each rank that saved; return how many batches are done.
 
         Args:
