@@ -221,6 +221,14 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session
+def scale(session: nox.Session) -> None:
+    """What up to 4,096 simulated ranks cost, and orders of up to 1e9 samples; not in CI."""
+    session.install(TORCH)
+    session.install("./packages/core")
+    session.run("python", "benchmarks/scale.py", *session.posargs)
+
+
+@nox.session
 def durability(session: nox.Session) -> None:
     """200 kills of writers while they save, and bad disks; not in CI, where 20 are."""
     session.install(TORCH)

@@ -804,6 +804,77 @@ def test_loaders_that_log_under_one_name_are_reduced_together() -> None:
     assert values == [{"value": 0.75}, {"value": 0.75}]
 
 
+def test_hooks_at_the_end_of_an_epoch_read_its_own_values(tmp_path: Path) -> None:
+    """Not those of the epoch before, whichever logged them."""
+
+    class Reads(Callback):
+        def __init__(self) -> None:
+            self.validated: list[float] = []
+            self.trained: list[tuple[float, float]] = []
+
+        def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            if not trainer.sanity_checking:
+                self.validated.append(float(trainer.callback_metrics["v"]))
+
+        def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            values = trainer.callback_metrics
+            self.trained.append((float(values["t"]), float(values["v"])))
+
+    class Logs(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("t", 10.0 * self.trainer.current_epoch + batch_idx, on_epoch=True)
+            return self.layer(batch).mean()  # type: ignore[no-any-return]
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("v", 100.0 * (self.trainer.current_epoch + 1) + batch_idx)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("doubled", 2 * self.trainer.callback_metrics.get("v", torch.tensor(0.0)))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    reads = Reads()
+    batches: DataLoader[Any] = DataLoader(torch.ones(4, 1), batch_size=2)  # type: ignore[arg-type]
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=reads,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Logs(), batches, batches)
+    assert reads.validated == [100.5, 200.5]
+    assert reads.trained == [(0.5, 100.5), (10.5, 200.5)]
+    assert trainer.callback_metrics["doubled"] == 401.0
+
+
+def test_each_loader_has_the_values_that_were_logged_for_it() -> None:
+    class Logs(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log(f"own{dataloader_idx}", float(dataloader_idx), add_dataloader_idx=False)
+            self.log("indexed", float(dataloader_idx))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("all", 7.0)
+
+    batches: DataLoader[Any] = DataLoader(torch.ones(4, 1), batch_size=2)  # type: ignore[arg-type]
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer.validate(Logs(), [batches, batches], verbose=False) == [
+        {"own0": 0.0, "indexed/dataloader_idx_0": 0.0, "all": 7.0},
+        {"own1": 1.0, "indexed/dataloader_idx_1": 1.0, "all": 7.0},
+    ]
+
+
 # -- values that lie on a device, as they are reduced there
 
 

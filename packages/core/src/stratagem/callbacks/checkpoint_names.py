@@ -91,7 +91,8 @@ class CheckpointNames:
         # It may be this process that has claimed it, while the first link is still to be made.
         chosen = any(str(claimed.path) == last for claimed in self._claims)
         if ranks.is_global_zero and not self._moves_last and not chosen:
-            claimed = claim(last, may_exist=True)
+            # A run that was killed may be resumed on another machine at once, and moves its `last`.
+            claimed = claim(last, may_exist=True, from_unseen=True)
             self._moves_last = claimed is not None
             if claimed is not None and claimed.ends_with_process:
                 self._claim_on_last = claimed

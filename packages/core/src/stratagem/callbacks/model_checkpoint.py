@@ -263,7 +263,7 @@ class ModelCheckpoint(Callback):
         """Start the clock; what was resumed from need not be saved again."""
         self._said.clear()
         self._trains = True
-        self._last_time_saved = trainer.run.agreed_time()
+        self._last_time_saved = trainer.run.interruption.agreed_time()
         self._last_step_saved = trainer.global_step
 
     def on_train_batch_end(
@@ -278,7 +278,8 @@ class ModelCheckpoint(Callback):
         every, interval = self.every_n_train_steps, self.train_time_interval
         if (every is not None and step % every == 0) or (
             interval is not None
-            and trainer.run.agreed_time() - self._last_time_saved >= interval.total_seconds()
+            and trainer.run.interruption.agreed_time() - self._last_time_saved
+            >= interval.total_seconds()
         ):
             self._save(trainer)
 
@@ -338,7 +339,7 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, *, among_best: bool = True) -> None:
         self._last_step_saved = trainer.global_step
-        self._last_time_saved = trainer.run.agreed_time()
+        self._last_time_saved = trainer.run.interruption.agreed_time()
         value = None
         if among_best and self.save_top_k != 0:
             value = float(trainer.global_step)

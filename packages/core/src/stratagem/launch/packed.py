@@ -137,6 +137,7 @@ def become_rank(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
     # The requests that come here were made for this launch, whatever was launched before.
     os.environ[rank.LAUNCH_VARIABLE] = "0"
+    rank.own_variables()
     rank.this_rank.is_launched = True
 
 

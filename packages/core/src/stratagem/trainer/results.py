@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from stratagem.launch.streams import printable
 
 
-def by_loader(values: Mapping[str, float], count: int) -> list[dict[str, float]]:
-    """Return the values of each of `count` loaders; what is logged for all is in each dict."""
-    if count == 1:
-        return [dict(values)]
-    suffixes = [f"/dataloader_idx_{index}" for index in range(count)]
+def by_loader(
+    values: Mapping[str, float], loaders: Mapping[str, Collection[int]], count: int
+) -> list[dict[str, float]]:
+    """Return the values of each of `count` loaders.
+
+    Args:
+        values: of all.
+        loaders: the indices of the loaders that a value is of; of all, if its name is not there.
+        count: how many loaders there are.
+    """
+    everywhere = range(count)
     return [
-        {
-            name: value
-            for name, value in values.items()
-            if name.endswith(suffix) or not name.endswith(tuple(suffixes))
-        }
-        for suffix in suffixes
+        {name: value for name, value in values.items() if index in loaders.get(name, everywhere)}
+        for index in range(count)
     ]
 
 

@@ -17,7 +17,7 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare, release
 from stratagem.storage import paths
-from stratagem.trainer import checks, evaluation, fit_loop, folders, options
+from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
@@ -250,14 +250,15 @@ class Run:
         checks.check_parameters(optimizers, self.module)
         return optimizers
 
-    def _evaluate(self, until_end: ExitStack) -> tuple[dict[str, float], int]:
-        """Return the values, and the number of loaders that they are of."""
+    def _evaluate(self, until_end: ExitStack) -> tuple[dict[str, float], list[dict[str, float]]]:
+        """Return the values, and those of each loader."""
         what = "validation" if self.stage == "validate" else "test"
         method = "val_dataloader" if what == "validation" else "test_dataloader"
         source = source_of(method, self.job, self.job.loaders, needed=True)
         loaders = self._evaluation_loaders(source, what)
-        values = evaluation.evaluate(self, self._prepare_to_evaluate(), loaders, what)
-        return {name: float(value) for name, value in values.items()}, len(loaders)
+        epoch = evaluation.evaluate(self, self._prepare_to_evaluate(), loaders, what)
+        values = {name: float(value) for name, value in epoch.values.items()}
+        return values, results.by_loader(values, epoch.loaders, len(loaders))
 
     def _predict(self, until_end: ExitStack) -> list[list[Any]]:
         source = source_of("predict_dataloader", self.job, self.job.loaders, needed=True)
@@ -364,6 +365,7 @@ class Run:
         """Call the hooks of the epoch's end, and reduce what was logged in it."""
         metrics, progress = self.metrics, self.progress
         metrics.in_step = False
+        metrics.reduce_epoch()
         self.hooks.call_all_but_monitors("on_train_epoch_end")
         epoch = metrics.end_epoch()
         # The epoch's values stand at its last step, with the epoch's number.
@@ -404,10 +406,6 @@ class Run:
         """The folder in which checkpoints get one of their own: that of the logs, or a URL."""
         root = self.trainer.default_root_dir
         return root if paths.is_url(root) else Path(self.trainer.log_dir)
-
-    def agreed_time(self) -> float:
-        """Return the seconds since the run began, the same on every rank; see `Interruption`."""
-        return self.interruption.agreed_time()
 
     def metric(self, name: str, who: str) -> Tensor:
         """Return the latest logged value that somebody (`who`) waits for.

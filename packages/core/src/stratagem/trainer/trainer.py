@@ -34,7 +34,7 @@ from stratagem.trainer.metrics import LatestValues
 from stratagem.trainer.optimizers import SchedulerConfig
 from stratagem.trainer.options import OptionAttributes, TrainerOptions
 from stratagem.trainer.progress import Progress, RunState
-from stratagem.trainer.results import by_loader, print_values
+from stratagem.trainer.results import print_values
 from stratagem.trainer.run import Run
 
 
@@ -372,10 +372,10 @@ class Trainer(Ranked, OptionAttributes):
         return model
 
     def _evaluate(self, job: Job, verbose: bool) -> list[dict[str, float]]:
-        values, count = self._execute(job)
+        values, of_loaders = self._execute(job)
         if verbose and self.is_global_zero:
             print_values(job.stage, values)
-        return by_loader(values, count)
+        return list(of_loaders)
 
     def _execute(self, job: Job) -> Any:
         """Launch, and run on every rank."""

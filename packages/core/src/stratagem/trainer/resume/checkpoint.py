@@ -15,7 +15,7 @@ precision               such as a loss scale
 strategy_state          what the strategy keeps for itself, by its class's name; where it has any
 epoch, global_step      as users read them: epochs begun, optimizer steps taken
 progress                where the loop is
-ranks                   of each rank, RNG states and its place in the data
+ranks                   of each rank, RNG states and its place in the data (`RankStates`)
 callbacks, datamodule   their states
 hyper_parameters        what save_hyperparameters kept
 ======================  ==========================================================================
@@ -38,6 +38,7 @@ from stratagem.distributed.checkpoint_writer import (
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
 from stratagem.state.hyperparameters import savable
 from stratagem.state.plain_data import find_offending_value
+from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.trainer.resume.rank_state import state_of_rank
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
             ],
             lr_schedulers=run.schedulers.state(),
             precision=strategy.precision.state_dict(),
-            ranks=strategy.ranks.gather_plain(state_of_rank(run)),
+            ranks=gather_states(strategy.ranks, state_of_rank(run)),
             callbacks={key: state for key, state in callbacks.items() if state},
         )
         if own := strategy_state(strategy, prepared, prepared.optimizers):
@@ -187,7 +188,7 @@ def restore_training(
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
     if "ranks" in checkpoint and run.rank_state is not None:
-        run.rank_state.resume(checkpoint["ranks"])
+        run.rank_state.resume(RankStates(checkpoint["ranks"]))
     # Last: it may go by everything else.
     own = checkpoint.get("strategy_state", {})
     load_strategy_state(strategy, prepared, prepared.optimizers, own)
