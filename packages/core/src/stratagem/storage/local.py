@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import os
 import secrets
 import shutil
+import stat
 import time
 import zlib
 from pathlib import Path
+from typing import BinaryIO, cast
+
+from stratagem.errors import CheckpointCorruptError
 
 _PREFIX, _SUFFIX = ".stratagem-", ".saving"
 # Whether locks of another host are seen depends on the network file system. What came from another
 # host is therefore a leftover only if it has not changed for so long, in seconds.
 _FOREIGN_AGE = 24 * 3600
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
 
 
 def sync_directory(directory: os.PathLike[str]) -> None:
@@ -24,6 +35,42 @@ def sync_directory(directory: os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+    """Open a file to read it, unbuffered; never wait for whoever may write to it.
+
+    Args:
+        path: where.
+        follow: what a symbolic link leads to may be opened.
+
+    Raises:
+        CheckpointCorruptError: it is no regular file, but a FIFO, a device or a directory, or a
+            link that is not followed.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise CheckpointCorruptError(
+                f"{str(path)!r} was refused: it is a link, expected a regular file"
+            ) from error
+        if error.errno == errno.ENXIO:
+            raise _is_no_file(path, "a socket") from error
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return cast("BinaryIO", os.fdopen(descriptor, "rb", buffering=0))
+    os.close(descriptor)
+    raise _is_no_file(path, _KINDS.get(stat.S_IFMT(mode), "something else"))
+
+
+def _is_no_file(path: Path, kind: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{str(path)!r} was refused: it is {kind}, expected a regular file"
+    )
 
 
 def make_directory(directory: Path) -> None:

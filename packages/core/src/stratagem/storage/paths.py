@@ -189,8 +189,8 @@ def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     path = at(path)
     # Unbuffered: who reads checkpoints does so in large pieces.
     if isinstance(path, Path):
-        with path.open("rb", buffering=0) as file:
-            yield cast("BinaryIO", file)
+        with local.open_regular(path) as file:
+            yield file
     else:
         with os.fdopen(fetch(path), "rb", buffering=0) as file:
             yield cast("BinaryIO", file)
@@ -201,7 +201,7 @@ def open_in_place(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a file to read a small part of it, without fetching the rest."""
     path = at(path)
     if isinstance(path, Path):
-        with path.open("rb") as file:
+        with local.open_regular(path) as file:
             yield file
         return
     with file_system(path) as (files, there):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from stratagem._version import __version__
 from stratagem.checkpoint.archive import ArchiveWriter, Manifest, Sink, names_of, not_whole
+from stratagem.checkpoint.entries import Entry, read_entries
 from stratagem.errors import CheckpointCorruptError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.native.checkpoint.rebuild import ArchiveUnpickler
+from stratagem.native.checkpoint.unpickler import Refused
+from stratagem.state.plain_data import find_oversized
 
 
 def manifest_of(checkpoint: dict[str, Any], saver: CheckpointIO) -> Manifest:
@@ -53,41 +60,93 @@ def write_archive(contents: dict[str, Any], manifest: Manifest, sink: Sink) -> N
     writer.finish(manifest)
 
 
-def load_archive(source: str, path: str, size: int) -> Any:
-    """Return what an archive holds, weights-only and mapped into memory.
+class MappedFile:
+    """An open file, mapped into memory: its bytes, and its ranges as storages of tensors.
+
+    Storages are private copies of the mapping: to change one changes no file. They outlive the
+    `with` block, and the file's descriptor.
 
     Args:
-        source: what to open; `path` stands for it in errors.
-        path, size: of the checkpoint, size in bytes.
-
-    Raises:
-        CheckpointCorruptError: it cannot be loaded without executing code, or is damaged.
+        file: not empty.
     """
+
+    def __init__(self, file: BinaryIO) -> None:
+        descriptor = file.fileno()
+        self._size = os.fstat(descriptor).st_size
+        # By the descriptor: the file that was verified, though another may have its name by now.
+        self._storage = torch.UntypedStorage.from_file(
+            f"/proc/self/fd/{descriptor}", False, self._size
+        )
+        self._mapping = mmap.mmap(descriptor, self._size, prot=mmap.PROT_READ)
+
+    def __enter__(self) -> MappedFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._mapping.close()
+
+    def load(self, path: str, *, start: int = 0, size: int | None = None, comment: int = 0) -> Any:
+        """Return what an archive in the file holds, without executing anything.
+
+        Args:
+            path: what errors call it.
+            start, size: where the archive lies, in bytes; all of the file by default.
+            comment: how many bytes follow the archive's end record.
+
+        Raises:
+            CheckpointCorruptError: it is no whole archive of plain data.
+        """
+        size = self._size if size is None else size
+        with memoryview(self._mapping) as whole, whole[start : start + size] as contents:
+            entries = read_entries(contents, path, comment=comment)
+            if "data.pkl" not in entries:
+                raise not_whole(path, size, "it has no entry 'data.pkl'")
+            data, order = (
+                bytes(contents[entry.offset : entry.offset + entry.size])
+                for entry in (entries["data.pkl"], entries.get("byteorder", Entry(0, 0)))
+            )
+        swaps = (order or b"little") != sys.byteorder.encode()
+
+        def read_storage(key: str, wanted: int, dtype: torch.dtype) -> torch.UntypedStorage:
+            entry = entries.get(f"data/{key}", Entry(0, 0))
+            if wanted > entry.size:
+                raise Refused(f"its storage {key!r} has {entry.size} bytes, expected {wanted}")
+            begin = start + entry.offset
+            storage: torch.UntypedStorage = self._storage[begin : begin + wanted]
+            if storage.data_ptr() % max(1, dtype.itemsize):
+                # As its elements want it.
+                storage = storage.clone()  # type: ignore[no-untyped-call]
+            if swaps:
+                storage.byteswap(dtype)  # type: ignore[no-untyped-call]
+            return storage
+
+        return _unpickle(ArchiveUnpickler(data, read_storage), path, size)
+
+
+def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        loaded = unpickler.load()
+        oversized = find_oversized(loaded, "checkpoint")
     except pickle.UnpicklingError as error:
         raise CheckpointCorruptError(
             f"{path!r} holds something that loading would have to execute, so it was "
-            f"refused: {str(error).partition('. ')[0]}. Only load checkpoints of plain data"
+            f"refused: {error}. Only load checkpoints of plain data"
+        ) from error
+    except Refused as error:
+        raise CheckpointCorruptError(
+            f"{path!r} was refused: {error}. torch.save writes no such file: do not use it unless "
+            "you know who made it"
         ) from error
     except MemoryError as error:
         raise CheckpointCorruptError(
             f"{path!r} was refused: loading its {size} bytes would take more memory than there is"
         ) from error
-    # What torch.load and the unpickler raise for a damaged file is not documented; all of these
-    # were seen.
-    except (
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-    ) as error:
+    # What an unpickler and torch raise for damaged contents is not documented.
+    except Exception as error:
         raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
+    if oversized:
+        raise CheckpointCorruptError(f"{path!r} was refused: {oversized}")
+    return loaded
 
 
 _crc32_lock = threading.Lock()
