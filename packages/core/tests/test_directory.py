@@ -544,7 +544,7 @@ def test_nothing_in_the_place_of_a_tensor_is_executed(saved: Path, tmp_path: Pat
     buffer = io.BytesIO()
     torch.save({"weight": Payload(tmp_path / "executed"), "fill": torch.zeros(500)}, buffer)
     name = replace_part(saved, buffer.getvalue())
-    assert f"(its tensor {name!r})\" holds something that loading would" in refusal(saved)
+    assert f'(its tensor {name!r})" holds something that loading would' in refusal(saved)
     assert not (tmp_path / "executed").exists()
 
 

@@ -42,10 +42,11 @@ def same(one: Any, other: Any) -> bool:
         if one.layout is not torch.strided or one.is_meta or one.numel() > 1 << 24:
             return True
         return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, dict) and isinstance(other, dict):
+        # A load makes plain dicts of all kinds.
+        return [*one] == [*other] and all(same(one[key], other[key]) for key in one)
     if type(one) is not type(other):
         return False
-    if isinstance(one, dict):
-        return [*one] == [*other] and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other) or (one != one and other != other)
@@ -88,7 +89,12 @@ def examine(path: str, original: Any) -> dict[str, Any]:
                 by_torch = torch.load(path, weights_only=True)
             except Exception:
                 by_torch = contents
-            told["as_torch"] = same(contents, by_torch)
+            if not same(contents, by_torch):
+                told["as_torch"] = [
+                    f"{one!r:.200} is to torch.load {other!r:.200}"
+                    for one, other in zip(contents.items(), by_torch.items(), strict=False)
+                    if not same([*one], [*other])
+                ]
     return told
 
 

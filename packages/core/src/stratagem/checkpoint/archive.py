@@ -73,6 +73,7 @@ class Manifest:
     contents: tuple[str, ...] = ()
 
 
+_REQUIRED = ("piece_size", "stratagem", "torch")
 _KINDS: dict[str, type] = {
     "piece_size": int,
     "stratagem": str,
@@ -255,11 +256,9 @@ def check_entries(file: BinaryIO, archive: Archive, path: str) -> None:
     Raises:
         CheckpointCorruptError: says where it differs.
     """
-    with (
-        mmap.mmap(file.fileno(), archive.size, prot=mmap.PROT_READ) as mapped,
-        memoryview(mapped) as contents,
-    ):
-        read_entries(contents, path, comment=archive.comment)
+    # Let go of, and not closed: an error's traceback may have views of it.
+    mapped = mmap.mmap(file.fileno(), archive.size, prot=mmap.PROT_READ)
+    read_entries(memoryview(mapped), path, comment=archive.comment)
 
 
 def not_whole(path: str, size: int, what: str) -> CheckpointCorruptError:
@@ -318,7 +317,7 @@ def parse_manifest(values: dict[str, Any], path: str) -> Manifest:
     given |= {"piece_size": piece_size, "contents": tuple(contents)}
     for name, kind in _KINDS.items():
         value = given.get(name)
-        if type(value) is not kind and (value is not None or name in ("stratagem", "torch")):
+        if type(value) is not kind and (value is not None or name in _REQUIRED):
             raise ValueError(f"{name}={value!r:.100}: expected a {kind.__name__}")
     if version > 1 and not _SMALLEST_PIECE <= piece_size <= _LARGEST_PIECE:
         raise ValueError(f"piece_size={piece_size}: expected at least {_SMALLEST_PIECE}")

@@ -108,9 +108,9 @@ def read_directory(path: Path) -> Directory:
             f"one, or a file such as one of these in it: {', '.join(there) or 'none'}"
         )
     with open_member(path, MANIFEST) as opened:
-        text = opened.read(_LARGEST_MANIFEST + 1)
-    if len(text) > _LARGEST_MANIFEST:
-        raise CheckpointCorruptError(f"{str(file)!r} is larger than {_LARGEST_MANIFEST} bytes")
+        if os.fstat(opened.fileno()).st_size > _LARGEST_MANIFEST:
+            raise CheckpointCorruptError(f"{str(file)!r} is larger than {_LARGEST_MANIFEST} bytes")
+        text = opened.read()
     try:
         contents = load_json(text)
         checksum = contents.pop("xxh3_128")

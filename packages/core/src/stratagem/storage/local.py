@@ -20,6 +20,7 @@ _PREFIX, _SUFFIX = ".stratagem-", ".saving"
 # Whether locks of another host are seen depends on the network file system. What came from another
 # host is therefore a leftover only if it has not changed for so long, in seconds.
 _FOREIGN_AGE = 24 * 3600
+_NOT_OPENED = {errno.ELOOP: "a link", errno.ENXIO: "a socket"}
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -53,13 +54,9 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
-        if error.errno == errno.ELOOP and not follow:
-            raise CheckpointCorruptError(
-                f"{str(path)!r} was refused: it is a link, expected a regular file"
-            ) from error
-        if error.errno == errno.ENXIO:
-            raise _is_no_file(path, "a socket") from error
-        raise
+        if error.errno not in _NOT_OPENED:
+            raise
+        raise _is_no_file(path, _NOT_OPENED[error.errno]) from error
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return cast("BinaryIO", os.fdopen(descriptor, "rb", buffering=0))

@@ -145,8 +145,10 @@ def entries(folder: str | os.PathLike[str]) -> list[Entry]:
         target = Path(target_of(path))
         try:
             found.append(Entry(target, target.stat().st_mtime, target.is_dir()))
-        except FileNotFoundError:
+        except OSError as error:
             # Of a link, that it is broken is worth saying; a file was removed just now.
+            if not path.is_symlink() and not isinstance(error, FileNotFoundError):
+                raise
             if path.is_symlink():
                 found.append(Entry(target, path.lstat().st_mtime, False))
     return found

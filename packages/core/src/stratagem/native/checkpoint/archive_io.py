@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
 import pickle
 import sys
@@ -63,27 +63,29 @@ def write_archive(contents: dict[str, Any], manifest: Manifest, sink: Sink) -> N
 class MappedFile:
     """An open file, mapped into memory: its bytes, and its ranges as storages of tensors.
 
-    Storages are private copies of the mapping: to change one changes no file. They outlive the
-    `with` block, and the file's descriptor.
+    The mapping is private: to change a storage changes no file. It outlives the file's descriptor.
 
     Args:
-        file: not empty.
+        file: a local file, opened for reading.
+        path: what errors call it.
+
+    Raises:
+        CheckpointCorruptError: it is empty.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, path: str) -> None:
         descriptor = file.fileno()
         self._size = os.fstat(descriptor).st_size
+        if not self._size:
+            raise not_whole(path, 0, "it is empty")
         # By the descriptor: the file that was verified, though another may have its name by now.
         self._storage = torch.UntypedStorage.from_file(
             f"/proc/self/fd/{descriptor}", False, self._size
         )
-        self._mapping = mmap.mmap(descriptor, self._size, prot=mmap.PROT_READ)
-
-    def __enter__(self) -> MappedFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._mapping.close()
+        # The same memory: what is checked is what is loaded, and no descriptor stays open.
+        memory = (ctypes.c_uint8 * self._size).from_address(self._storage.data_ptr())
+        memory.owner = self._storage  # type: ignore[attr-defined]
+        self._bytes = memoryview(memory).cast("B")
 
     def load(self, path: str, *, start: int = 0, size: int | None = None, comment: int = 0) -> Any:
         """Return what an archive in the file holds, without executing anything.
@@ -97,14 +99,14 @@ class MappedFile:
             CheckpointCorruptError: it is no whole archive of plain data.
         """
         size = self._size if size is None else size
-        with memoryview(self._mapping) as whole, whole[start : start + size] as contents:
-            entries = read_entries(contents, path, comment=comment)
-            if "data.pkl" not in entries:
-                raise not_whole(path, size, "it has no entry 'data.pkl'")
-            data, order = (
-                bytes(contents[entry.offset : entry.offset + entry.size])
-                for entry in (entries["data.pkl"], entries.get("byteorder", Entry(0, 0)))
-            )
+        contents = self._bytes[start : start + size]
+        entries = read_entries(contents, path, comment=comment)
+        if "data.pkl" not in entries:
+            raise not_whole(path, size, "it has no entry 'data.pkl'")
+        data, order = (
+            bytes(contents[entry.offset : entry.offset + entry.size])
+            for entry in (entries["data.pkl"], entries.get("byteorder", Entry(0, 0)))
+        )
         swaps = (order or b"little") != sys.byteorder.encode()
 
         def read_storage(key: str, wanted: int, dtype: torch.dtype) -> torch.UntypedStorage:

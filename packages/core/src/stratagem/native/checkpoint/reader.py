@@ -134,8 +134,7 @@ def _open_file(file: BinaryIO, path: str, *, verify: bool) -> dict[str, Any]:
     archive = read_archive(file, path)
     if verify:
         verify_checksum(file, archive, path)
-    with MappedFile(file) as mapped:
-        loaded = mapped.load(path, comment=archive.comment)
+    loaded = MappedFile(file, path).load(path, comment=archive.comment)
     if not isinstance(loaded, dict):
         raise CheckpointCorruptError(
             f"{path!r} holds a {type(loaded).__name__}; expected a dict of state"

@@ -103,12 +103,17 @@ class ShardReader:
             raise self._damage(name, f"there is a {type(tensor).__name__}")
         if tensor.shape != shape:
             raise self._damage(name, f"a chunk has the shape {tensor.shape}, not {shape}")
-        return tensor
+        dtype = self._entries[name].properties.dtype
+        if (tensor.dtype, tensor.layout, tensor.device.type) != (dtype, torch.strided, "cpu"):
+            raise self._damage(
+                name, f"a chunk is of {tensor.dtype}, {tensor.layout}, {tensor.device}, not {dtype}"
+            )
+        return tensor.detach()
 
     def _map(self, name: str) -> MappedFile:
         if name not in self._files:
             with open_member(self.folder, name) as file:
-                self._files[name] = MappedFile(file)
+                self._files[name] = MappedFile(file, str(self.folder / name))
         return self._files[name]
 
     def _damage(self, name: str, why: str) -> CheckpointCorruptError:
