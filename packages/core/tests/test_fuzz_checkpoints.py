@@ -492,6 +492,11 @@ def a_socket(path: Path) -> None:
         made.bind(str(path))
 
 
+def a_terabyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
 PLACES: dict[str, Callable[[Path], Any]] = {
     "fifo": os.mkfifo,
     "zero": lambda path: path.symlink_to("/dev/zero"),
@@ -500,7 +505,7 @@ PLACES: dict[str, Callable[[Path], Any]] = {
     "folder": Path.mkdir,
     "empty": Path.touch,
     "missing": lambda path: None,
-    "huge": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+    "huge": a_terabyte,
 }
 
 
@@ -602,6 +607,8 @@ def directories(draw: st.DrawFn, bases: Bases) -> Build:
                 PLACES["fifo" if place in ("socket", "huge") else place](path / member)
 
             steps.append(put)
+            # Without its manifest it is one of plain DCP.
+            is_original = (member, place) != ("manifest.json", "missing")
         case "signed":
             signed = draw(st.dictionaries(field_names, json_values, min_size=1, max_size=3))
         case "named":
@@ -615,12 +622,12 @@ def directories(draw: st.DrawFn, bases: Bases) -> Build:
             file = draw(st.sampled_from(["state.ckpt", "__0_0.distcp"]))
             at, byte = draw(st.floats(0, 0.999)), draw(st.integers(0, 255))
 
-            def change(path: Path) -> None:
+            def overwrite(path: Path) -> None:
                 contents = bytearray((path / file).read_bytes())
                 contents[int(at * len(contents))] = byte
                 (path / file).write_bytes(contents)
 
-            steps.append(change)
+            steps.append(overwrite)
             is_original = False
         case _:
             member, at, bit = draw(MEMBERS), draw(st.floats(0, 0.999)), draw(st.integers(0, 7))

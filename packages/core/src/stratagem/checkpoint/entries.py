@@ -25,6 +25,7 @@ _WIDE_16, _WIDE = 0xFFFF, 0xFFFFFFFF
 _STORED = 0
 # The sizes follow the contents; the name is in UTF-8. torch.save sets no other flag.
 _SIZES_FOLLOW, _UTF_8 = 1 << 3, 1 << 11
+_DIRECTORY = 0x10
 
 
 class Entry(NamedTuple):
@@ -133,7 +134,7 @@ def _read_listed(contents: memoryview, at: int, list_end: int, path: str) -> tup
         raise _refused(path, "its list of entries is shorter than it says")
     numbers = _LISTED.unpack_from(contents, at)
     mark, _, _, flags, method, _, _, crc, packed, size = numbers[:10]
-    name_size, extra_size, comment_size, disk, _, _, begin = numbers[10:]
+    name_size, extra_size, comment_size, disk, _, attributes, begin = numbers[10:]
     name_end = at + _LISTED.size + name_size
     next_at = name_end + extra_size
     if mark != b"PK\x01\x02" or next_at > list_end:
@@ -152,6 +153,9 @@ def _read_listed(contents: memoryview, at: int, list_end: int, path: str) -> tup
         raise _refused(path, f"its entry {text!r} is compressed, from {size} bytes to {packed}")
     if flags & ~(_SIZES_FOLLOW | _UTF_8) or comment_size or disk:
         raise _refused(path, f"its entry {name!r} has the flags {flags:#x}")
+    if attributes & _DIRECTORY:
+        # torch.load leaves the memory of its tensor as it finds it.
+        raise _refused(path, f"its entry {name!r} is marked as a directory")
     return _Listed(name, flags, crc, size, begin), next_at
 
 
@@ -193,7 +197,7 @@ def _read_local(
     offset = name_begin + name_size + extra_size
     after = offset + listed.size
     follows = bool(flags & _SIZES_FOLLOW)
-    possible = {listed.size, _WIDE, 0} if follows else {listed.size, _WIDE}
+    possible = {min(listed.size, _WIDE), 0 if follows else listed.size}
     if (
         (mark, flags, method) != (b"PK\x03\x04", listed.flags, _STORED)
         or contents[name_begin : name_begin + name_size] != listed.name
