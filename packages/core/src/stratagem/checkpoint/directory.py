@@ -149,11 +149,7 @@ def verify_files(directory: Directory, names: Iterable[str] | None = None) -> No
     for name in directory.files if names is None else names:
         expected = directory.files[name]
         path = directory.path / name
-        try:
-            opened = open_member(directory.path, name)
-        except FileNotFoundError as error:
-            raise _damaged(path, f"it is missing ({error})") from error
-        with opened as file:
+        with open_member(directory.path, name) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected.size:
                 raise _damaged(path, f"it has {size} bytes, but {expected.size} were written")
@@ -170,10 +166,14 @@ def open_member(folder: Path, name: str) -> BinaryIO:
     """Open a file of a directory checkpoint, unbuffered.
 
     Raises:
-        CheckpointCorruptError: it is a link, which may lead anywhere, or no regular file.
+        CheckpointCorruptError: it is missing, is a link, which may lead anywhere, or no regular
+            file.
         OSError: it cannot be opened.
     """
-    return open_regular(folder / name, follow=False)
+    try:
+        return open_regular(folder / name, follow=False)
+    except FileNotFoundError as error:
+        raise _damaged(folder / name, "it is missing") from error
 
 
 def size_of_member(folder: Path, name: str) -> int:
@@ -182,11 +182,10 @@ def size_of_member(folder: Path, name: str) -> int:
     Raises:
         CheckpointCorruptError: as `open_member`.
     """
-    try:
-        with open_member(folder, name) as file:
-            return os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
+    if not os.path.lexists(folder / name):
         return -1
+    with open_member(folder, name) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def _saved_file(entry: Any) -> SavedFile:
