@@ -267,6 +267,8 @@ def laughing(kind: bytes, levels: int) -> bytes:
         ),
         (b"]q\x01h\x01a", "contains itself or is nested too deeply"),
         (b"]" * 300 + b"a" * 299, "contains itself or is nested too deeply"),
+        (b"c__builtin__\nset\n", "it holds what tensors are made of, in place of tensors"),
+        (b"}c__builtin__\nset\nNs", "a key is what makes a value, and no value"),
         (b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x04\x00\x00\x00idna\x86R", "by 'idna'"),
         (b"ctorch\nFloatTensor\nJ\x00\x00\x00\x70\x85R", "torch.FloatTensor"),
         (b"ctorch\nTensor\nN}X\x01\x00\x00\x00aNs\x86b", "a state of a _TensorMeta"),

@@ -115,7 +115,7 @@ def read_directory(path: Path) -> Directory:
         contents = load_json(text)
         checksum = contents.pop("xxh3_128")
         files = {name: _saved_file(entry) for name, entry in contents["files"].items()}
-        manifest = parse_manifest(contents, str(path))
+        manifest = parse_manifest(contents, str(file))
         # Compared as a whole, so that a changed byte is found wherever it is.
         is_whole = checksum == _checksum_of(contents) and text == _dump(
             {**contents, "xxh3_128": checksum}

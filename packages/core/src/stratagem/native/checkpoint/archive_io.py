@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import IO, Any, BinaryIO, cast
 
 import torch
@@ -19,7 +20,7 @@ from stratagem.checkpoint.archive import ArchiveWriter, Manifest, Sink, names_of
 from stratagem.checkpoint.entries import Entry, read_entries
 from stratagem.errors import CheckpointCorruptError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.native.checkpoint.rebuild import ArchiveUnpickler
+from stratagem.native.checkpoint.rebuild import ArchiveUnpickler, Stored
 from stratagem.native.checkpoint.unpickler import Refused
 from stratagem.state.plain_data import find_oversized
 
@@ -148,7 +149,26 @@ def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
         raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
     if oversized:
         raise CheckpointCorruptError(f"{path!r} was refused: {oversized}")
+    if _holds_makers(loaded, set()):
+        raise CheckpointCorruptError(
+            f"{path!r} was refused: it holds what tensors are made of, in place of tensors. Save "
+            "the tensors"
+        )
     return loaded
+
+
+def _holds_makers(data: Any, seen: set[int]) -> bool:
+    """Whether a storage, or what makes a value, is there for itself; nested no deeper than may be.
+
+    Both are ours, and are not what the pickle names.
+    """
+    if isinstance(data, (dict, list, tuple)):
+        if id(data) in seen:
+            return False
+        seen.add(id(data))
+        values = data.values() if isinstance(data, dict) else data
+        return any(_holds_makers(value, seen) for value in values)
+    return type(data) in (FunctionType, Stored)
 
 
 _crc32_lock = threading.Lock()

@@ -26,6 +26,8 @@ _LARGEST = 1 << 62
 class Stored:
     """A storage and its dtype, as what torch's functions take for a `TypedStorage`."""
 
+    __hash__ = None  # type: ignore[assignment]
+
     def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         self._untyped_storage = storage
         self.dtype = dtype

@@ -13,6 +13,7 @@ import pickle
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ class PlainUnpickler:
                 raise Refused("its pickle repeats its keys")
             for part in key:
                 self.hashed(part)
+        elif type(key) is FunctionType:
+            raise Refused("a key is what makes a value, and no value")
         return key
 
     def persistent_load(self, pid: Any) -> Any:
