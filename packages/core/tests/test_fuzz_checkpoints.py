@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hostile_archives import (
     END_64_FIELDS,
     END_FIELDS,
@@ -564,6 +565,7 @@ LAYOUT_CHANGES = [
     "planner",
     "data",
 ]
+EMPTY = {"size": 0, "xxh3_128": xxhash.xxh3_128_hexdigest(b"")}
 MEMBERS = st.sampled_from(["manifest.json", "state.ckpt", ".metadata", "__0_0.distcp"])
 
 
@@ -607,6 +609,8 @@ def directories(draw: st.DrawFn, bases: Bases) -> Build:
                 PLACES["fifo" if place in ("socket", "huge") else place](path / member)
 
             steps.append(put)
+            if draw(st.booleans()):
+                named = {member: EMPTY}
             # Without its manifest it is one of plain DCP.
             is_original = (member, place) != ("manifest.json", "missing")
         case "signed":
@@ -661,6 +665,7 @@ def directories(draw: st.DrawFn, bases: Bases) -> Build:
     return build
 
 
+@pytest.mark.slow
 def test_what_is_made_to_harm_loads_what_was_saved_or_is_refused(bases: Bases) -> None:
     @settings(
         max_examples=CASES or 500,
