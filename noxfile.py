@@ -164,6 +164,20 @@ def cluster(session: nox.Session) -> None:
 
 
 @nox.session
+def audit(session: nox.Session) -> None:
+    """Known vulnerabilities of what core brings along, from PyPI's database; not in CI."""
+    session.install(TORCH, "pip-audit==2.10.1")
+    session.install("./packages/core")
+    frozen = session.run("python", "-m", "pip", "freeze", "--all", silent=True) or ""
+    # Without what marks a build of torch, which is on no index, and without what is not released.
+    names = [line.partition("+")[0] for line in frozen.splitlines() if "==" in line]
+    requirements = Path(session.create_tmp()) / "requirements.txt"
+    requirements.write_text("\n".join(names))
+    # Strict: what could not be looked up is an error.
+    session.run("pip-audit", "--strict", "--disable-pip", "--no-deps", "-r", str(requirements))
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Trains a classifier on real data in two processes; what follows `--` goes to the script."""
     session.install(TORCH)
@@ -193,6 +207,14 @@ def matrix(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("./packages/core")
     session.run("python", "benchmarks/matrix.py", *session.posargs)
+
+
+@nox.session
+def scale(session: nox.Session) -> None:
+    """What up to 4,096 simulated ranks cost, and orders of up to 1e9 samples; not in CI."""
+    session.install(TORCH)
+    session.install("./packages/core")
+    session.run("python", "benchmarks/scale.py", *session.posargs)
 
 
 @nox.session

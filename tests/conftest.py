@@ -99,6 +99,29 @@ def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, Pat
     return build
 
 
+@pytest.fixture
+def build_release(tmp_path: Path) -> Callable[..., dict[str, bytes]]:
+    """Build the wheel and the source archive of a package; return their bytes by file name."""
+
+    def build(package: str, *, umask: int, zone: str) -> dict[str, bytes]:
+        source = tmp_path / f"{umask:o}"
+        before = os.umask(umask)
+        try:
+            shutil.copytree(
+                ROOT / "packages" / package,
+                source,
+                ignore=shutil.ignore_patterns("__pycache__", "dist"),
+                copy_function=shutil.copyfile,  # without times and rights
+            )
+            command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", "."]
+            run(*command, cwd=source, env={"TZ": zone})
+        finally:
+            os.umask(before)
+        return {path.name: path.read_bytes() for path in (source / "dist").iterdir()}
+
+    return build
+
+
 @pytest.fixture(scope="session")
 def wheelhouse(
     build_wheel: Callable[[Path, Path], Path], tmp_path_factory: pytest.TempPathFactory

@@ -74,6 +74,26 @@ def test_contributing_lists_every_nox_session_and_no_other() -> None:
     assert sorted(documented) == sorted(sessions)
 
 
+def brought_in_by(name: str, found: set[str]) -> set[str]:
+    """The distributions that one brings in here, with itself, under their normalised names."""
+    key = re.sub(r"[-_.]+", "-", name).lower()
+    if key not in found:
+        found.add(key)
+        for requirement in map(Requirement, distribution(name).requires or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                brought_in_by(requirement.name, found)
+    return found
+
+
+def test_the_table_of_licences_lists_what_core_brings_along() -> None:
+    text = (ROOT / "docs" / "licences.md").read_text()
+    listed = re.findall(r"^\| ([a-z][a-z0-9, -]+) \| (?!licence)", text, re.MULTILINE)
+    names = {name for names in listed for name in names.split(", ")}
+    # Those of torch's builds for CUDA have a sentence of their own.
+    vendors = {name for name in brought_in_by(CORE, set()) if name.startswith(("nvidia", "cuda"))}
+    assert names == brought_in_by(CORE, set()) - vendors - {CORE, "triton"}
+
+
 def text_files() -> Iterator[tuple[Path, str]]:
     """The repository's text files, without asking git, so that a downloaded archive serves too."""
     tops = [path for path in ROOT.iterdir() if path.name not in IGNORED_FOLDERS]

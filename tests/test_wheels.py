@@ -37,6 +37,18 @@ def test_there_is_one_wheel_for_each_distribution(wheelhouse: Path) -> None:
     assert built == sorted(name.replace("-", "_") for name in IMPORT_NAMES)
 
 
+@pytest.mark.parametrize("name", IMPORT_NAMES)
+def test_two_builds_are_the_same_bytes(
+    build_release: Callable[..., dict[str, bytes]], name: str
+) -> None:
+    """Whoever builds a release again can tell that it was made of these sources."""
+    package = name.removeprefix("stratagem-")
+    first = build_release(package, umask=0o022, zone="UTC")
+    second = build_release(package, umask=0o077, zone="Asia/Tokyo")
+    assert len(first) == 2  # the wheel and the source archive
+    assert first == second
+
+
 def test_what_is_installed_is_complete_and_compatible(installed: tuple[str, Environment]) -> None:
     name, environment = installed
     assert "No broken requirements found" in environment.pip("check")

@@ -67,10 +67,10 @@ class Net(Module):
 
 
 def trainer(folder: Path, **options: Any) -> Trainer:
+    defaults = {"max_epochs": 2, "devices": [2], "accelerator": "sim", "logger": False}
     return Trainer(
-        **{"max_epochs": 2, "devices": [2], "accelerator": "sim", **options},
+        **{**defaults, **options},
         default_root_dir=folder,
-        logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,
     )

@@ -13,9 +13,12 @@ from device_models import Net, error_of, fit, loader, model, on_host, same, step
 from simulated.accelerator import SimulatedAccelerator
 
 from stratagem import Lite
+from stratagem.callbacks import Callback
+from stratagem.loggers import CSVLogger
 from stratagem.precision import MixedPrecision
 from stratagem.rng import rng_state, set_rng_state
 from stratagem.strategies import DDPStrategy
+from stratagem.trainer import rows
 
 folder = Path(sys.argv[1])
 out: dict[str, Any] = {}
@@ -144,6 +147,51 @@ set_rng_state(before, accelerator, second)
 from_list = torch.rand(3, device=second)
 set_rng_state({**state, "device": ["other", torch.zeros(3)]}, accelerator, second)
 out["rng"] = [drawn.equal(again), drawn.cpu().equal(elsewhere.cpu()), drawn.equal(from_list)]
+
+
+# -- what a step waits for: each of 40, with values logged and shown, clipping and a scheduler
+def waits_of_steps() -> list[tuple[int, int, int]]:
+    class Logs(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.seen: list[simulated.Counts] = []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.seen.append(simulated.counts())
+
+    rows._SECONDS = 0.0  # values leave for the logger at each step, and not every two seconds
+    watch = Watch()
+    trainer(
+        folder / "waits",
+        callbacks=watch,
+        logger=CSVLogger(folder / "waits"),
+        log_every_n_steps=1,
+        gradient_clip_val=1.0,
+        max_epochs=10,
+    ).fit(Logs(), loader(6))
+    return [
+        (
+            after.synchronizations - before.synchronizations,
+            after.blocking_host_to_device - before.blocking_host_to_device,
+            after.recorded_streams - before.recorded_streams,
+        )
+        for before, after in zip(watch.seen, watch.seen[1:], strict=False)
+    ]
+
+
+out["waits"] = waits_of_steps()
+(logged,) = (folder / "waits").rglob("metrics.csv")
+out["logged"] = logged.read_text().splitlines()
 
 # -- what else an accelerator says
 module = lite().setup_module(torch.nn.Linear(256, 256))

@@ -102,6 +102,17 @@ def test_rng_states_serve_any_index_and_come_from_checkpoints_of_before(one: Any
     assert one["rng"] == [True, True, True]
 
 
+def test_no_step_waits_for_the_device(one: Any) -> None:
+    """Values are logged at each step and shown, gradients clipped, a scheduler stepped."""
+    waits = one["waits"]
+    # Between two epochs, of four batches each, epoch values are read.
+    within = [step for index, step in enumerate(waits, start=1) if index % 4]
+    assert {synchronizations for synchronizations, _, _ in within} == {0}
+    # What lies in ordinary memory is copied before the step; on the copying stream, and recorded.
+    assert {tuple(rest) for _, *rest in within} == {(2, 2)}
+    assert len(one["logged"]) == 1 + 40 + 10
+
+
 def test_an_accelerator_says_when_a_process_must_not_be_forked(one: Any) -> None:
     assert one["fork before"] is None
     assert one["fork after"] == (

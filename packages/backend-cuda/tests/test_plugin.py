@@ -24,6 +24,11 @@ def test_importing_the_plugin_does_not_import_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", PLUGINS.values())
-def test_the_plugin_registers_no_component_yet(module: str) -> None:
-    assert list(importlib.import_module(module).stratagem_components()) == []
+def test_the_plugin_registers_what_the_readme_lists() -> None:
+    (module,) = PLUGINS.values()
+    specs = importlib.import_module(module).stratagem_components()
+    assert {(spec.kind, spec.name, spec.aliases) for spec in specs} == {
+        ("accelerator", "cuda", ("gpu",)),
+        ("precision", "16-mixed", ("16",)),
+    }
+    assert [spec.load().name for spec in specs if spec.kind == "accelerator"] == ["cuda"]

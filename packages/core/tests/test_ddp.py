@@ -176,6 +176,14 @@ class Loop(Lite):
             "kept": mine.tolist(),
             "from 1": self.broadcast({"rank": self.global_rank, "t": mine}, src=1)["t"].tolist(),
             "plain": self.strategy.ranks.gather_plain(["x" * self.global_rank]),
+            "bytes": self.strategy.ranks.broadcast(
+                [part.hex() for part in self.strategy.ranks.gather_bytes(bytes(self.global_rank))]
+            ),
+            "handed out": self.strategy.ranks.gather_plain(
+                self.strategy.ranks.scatter_bytes(
+                    [b"", b"for rank 1"] if self.global_rank == 0 else []
+                ).decode()
+            ),
             "order": order,
             "epochs": loaded["epochs"],
         }
@@ -381,6 +389,8 @@ def test_collectives(results: Results) -> None:
             "kept": [[1.0, 2.0], [2.0, 4.0]][rank],
             "from 1": [2.0, 4.0],
             "plain": [[""], ["x"]],
+            "bytes": ["", "00"],
+            "handed out": ["", "for rank 1"],
             "order": [[0], [1, True]][rank],
             "epochs": 1,
         }
@@ -833,3 +843,63 @@ def test_manual_optimization_has_the_numbers_of_one_process(run_script: RunScrip
     assert len(one) == 8
     assert one[-2:] != one[:2]
     assert torch.allclose(torch.tensor(two), torch.tensor(one), rtol=0, atol=1e-5)
+
+
+OTHER_METHOD = """
+import sys, torch
+from torch import nn
+from stratagem import Lite
+from stratagem.errors import UserCodeError
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def forward(self, inputs):
+        return self.layer(inputs)
+    def loss(self, inputs):
+        return self(inputs).square().mean()
+    def count(self):
+        return sum(p.numel() for p in self.parameters())
+
+lite = Lite(accelerator="cpu", strategy=sys.argv[1], devices=2)
+lite.launch()
+torch.manual_seed(1)
+net = Net()
+model, optimizer = lite.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+batch = torch.full((2, 4), 1.0 + lite.global_rank)
+assert model.count() > 0  # what computes nothing is called as ever
+if sys.argv[1] == "ddp":
+    with torch.no_grad():
+        model.loss(batch)  # and what needs no gradients, under a strategy that holds whole weights
+try:
+    model.loss(batch)
+except UserCodeError as error:
+    assert "Net.loss() computes with the model's layers outside of the strategy" in str(error)
+    assert "call model.mark_forward_method('loss') after setup" in str(error)
+else:
+    raise SystemExit("it was not refused")
+model.mark_forward_method("loss")
+for _ in range(3):
+    lite.backward(model.loss(batch))
+    optimizer.step()
+    optimizer.zero_grad()
+state = model.state_dict()
+if lite.is_global_zero:
+    torch.manual_seed(1)
+    reference = Net()
+    own = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        (sum(reference.loss(torch.full((2, 4), 1.0 + rank)) for rank in range(2)) / 2).backward()
+        own.step()
+        own.zero_grad()
+    assert torch.allclose(state["layer.weight"], reference.layer.weight, atol=1e-6)
+    print("alike")
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_method_that_goes_past_the_strategy_is_refused_until_it_is_marked(
+    run_script: RunScript, strategy: str
+) -> None:
+    assert "alike" in run_script(OTHER_METHOD, strategy).stdout

@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stratagem import Callback, DataModule, Module, Trainer
-from stratagem.errors import NonFiniteLossError
+from stratagem.errors import ConfigurationError, NonFiniteLossError, UserCodeError
 from stratagem.trainer.hooks import HOOKS
+from stratagem.trainer.progress import RunState
 
 Batch = tuple[Tensor, ...]
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -396,6 +397,49 @@ def test_a_limit_of_0_leaves_training_or_evaluation_out(limit: int | float) -> N
     assert none.global_step == 0
     assert quiet(limit_test_batches=limit).test(model, loader(24), verbose=False) == [{}]
     assert quiet(limit_predict_batches=limit).predict(model, loader(24)) == []
+
+
+def test_predictions_that_nobody_asked_for_are_not_kept() -> None:
+    class Alive:
+        now = most = 0
+
+        def __init__(self) -> None:
+            Alive.now += 1
+            Alive.most = max(Alive.most, Alive.now)
+
+        def __del__(self) -> None:
+            Alive.now -= 1
+
+    class Predicts(Regression):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return Alive()
+
+    assert quiet().predict(Predicts(), loader(24), return_predictions=False) is None
+    assert Alive.most == 1
+
+
+def test_a_model_may_prepare_data_once_a_node_before_anything_else() -> None:
+    called: list[str] = []
+
+    class Downloads(Regression):
+        def prepare_data(self) -> None:
+            called.append("prepare")
+
+        def train_dataloader(self) -> Any:
+            called.append("loader")
+            return loader(8)
+
+    quiet(max_epochs=1).fit(Downloads())
+    assert called == ["prepare", "loader"]
+
+
+def test_a_hook_that_would_end_an_epoch_elsewhere_is_refused() -> None:
+    class Ends(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+            return -1
+
+    with pytest.raises(UserCodeError, match="on_train_batch_start returned -1, which does not end"):
+        quiet(max_epochs=1).fit(Ends(), loader(8))
 
 
 @pytest.mark.parametrize(("fast", "batches"), [(True, 1), (3, 3)])
@@ -983,6 +1027,68 @@ def test_an_exception_is_told_and_raised_unchanged() -> None:
         trainer.fit(Failing(), loader())
     assert told == [caught.value]
     assert trainer.state.status == "interrupted"
+
+
+class RunsWithin(Callback):
+    """Asks for a run in the middle of another one."""
+
+    def __init__(self, within: str, run: Callable[[Trainer, Module], Any]) -> None:
+        self.run = run
+        setattr(self, within, self.ask)
+        self.raised: list[str] = []
+
+    def ask(self, trainer: Trainer, module: Module, *rest: Any) -> None:
+        try:
+            self.run(trainer, module)
+        except ConfigurationError as error:
+            self.raised.append(str(error))
+
+
+class WithATest(Regression):
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+
+INNER: dict[str, Callable[[Trainer, Module], Any]] = {
+    "fit": lambda trainer, module: trainer.fit(module, loader()),
+    "validate": lambda trainer, module: trainer.validate(module, loader()),
+    "test": lambda trainer, module: trainer.test(module, loader()),
+    "predict": lambda trainer, module: trainer.predict(module, loader()),
+}
+
+
+@pytest.mark.parametrize("within", ["on_fit_start", "on_train_batch_end", "on_validation_end"])
+@pytest.mark.parametrize("stage", INNER)
+def test_a_run_within_a_run_of_the_same_trainer_is_refused_and_changes_nothing(
+    stage: str, within: str
+) -> None:
+    def train(callbacks: list[Callback]) -> tuple[Trainer, Regression]:
+        torch.manual_seed(0)
+        model = WithATest()
+        trainer = quiet(max_epochs=2, callbacks=callbacks)
+        trainer.fit(model, loader(), loader())
+        return trainer, model
+
+    asks = RunsWithin(within, INNER[stage])
+    (trainer, model), (_, undisturbed) = train([asks]), train([])
+    assert set(asks.raised) == {
+        f"{stage}() was called while fit() of the same Trainer is running: call it after fit() has "
+        "returned; to validate while training, pass val_dataloaders to fit() and choose "
+        "val_check_interval; for another model, make another Trainer"
+    }
+    assert trainer.state == RunState("", "finished")
+    for ours, theirs in zip(model.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    trainer.validate(model, loader(), verbose=False)  # and once it has returned, any may follow
+
+
+def test_another_trainer_may_run_another_model_within_a_run() -> None:
+    def other(trainer: Trainer, module: Module) -> None:
+        quiet(max_epochs=1).fit(Regression(), loader())
+
+    trainer = quiet(max_epochs=1, callbacks=RunsWithin("on_train_batch_end", other))
+    trainer.fit(Regression(), loader(8))
+    assert trainer.global_step == len(loader(8))
 
 
 def test_configure_callbacks_replaces_the_trainers_of_the_same_type() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -400,6 +404,82 @@ def test_the_csv_holds_every_row_and_columns_that_come_up_later(tmp_path: Path) 
     ]
 
 
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 2**20])
+def test_a_late_column_leaves_every_value_as_it_was(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.loggers.csv_logger._PIECE", piece)
+    odd: Any = {"a": 'say "so"', "b": "two\r\nlines, one\nmore", "ü,x": '"'}
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics(odd, 0)
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.log_metrics({"late": 2.0, "later": 3.0}, 2)
+    assert read(logger.log_dir) == [
+        {"step": "0", **odd, "late": "", "later": ""},
+        {"step": "1", "a": "1.0", "b": "", "ü,x": "", "late": "", "later": ""},
+        {"step": "2", "a": "", "b": "", "ü,x": "", "late": "2.0", "later": "3.0"},
+    ]
+
+
+def test_a_csv_of_another_tool_is_continued_with_a_late_column(tmp_path: Path) -> None:
+    file = tmp_path / "stratagem_logs" / "mine" / "metrics.csv"
+    file.parent.mkdir(parents=True)
+    file.write_text("step,loss\n0,0.5\n")  # the ends of its lines are not those of Python's csv
+    logger = CSVLogger(tmp_path, version="mine")
+    logger.log_metrics({"loss": 0.25}, 1)
+    logger.log_metrics({"late": 7.0}, 2)
+    table = [(row["step"], row["loss"], row["late"]) for row in read(logger.log_dir)]
+    assert table == [("0", "0.5", ""), ("1", "0.25", ""), ("2", "", "7.0")]
+
+
+def test_a_late_column_costs_a_fraction_of_writing_the_rows(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+
+    def seconds(rows: list[tuple[int, dict[str, float]]]) -> float:
+        began = process_time()
+        logger.log_rows(rows)
+        return process_time() - began
+
+    rows = seconds([(step, {"loss": step / 3, "lr": 1e-3, "x": 0.5}) for step in range(100_000)])
+    late = min(seconds([(100_000, {f"late{number}": 1.0})]) for number in range(3))
+    assert late < rows / 5  # parsing and writing each row anew took half of it
+
+
+def test_a_copy_with_a_late_column_is_on_the_disk_before_it_takes_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, "the disk is dying")
+
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.5}, 0)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fails)
+        with pytest.raises(OSError, match="the disk is dying"):
+            logger.log_metrics({"late": 1.0}, 1)
+        assert read(logger.log_dir) == [{"step": "0", "loss": "0.5"}]
+    logger.log_metrics({"late": 1.0}, 1)
+    assert read(logger.log_dir)[1] == {"step": "1", "loss": "", "late": "1.0"}
+
+
+def test_at_the_end_of_a_run_the_disk_has_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(Path(f"/proc/self/fd/{descriptor}").read_text())
+
+    monkeypatch.setattr(os, "fsync", noting)
+    logger = CSVLogger(tmp_path)
+    logger.finalize("success")
+    assert synced == [], "nothing was logged"
+    trainer_with(logger, max_epochs=1).fit(Logs(lambda m, b, i: m.log("loss", 1.0)), numbers())
+    assert synced[-1].count("\n") == 5  # a header, three steps, and the epoch
+
+
 def test_rows_logged_before_an_exception_are_written(tmp_path: Path) -> None:
     def log(module: Logs, batch: Tensor, index: int) -> None:
         module.log("loss", batch.mean())
@@ -541,6 +621,45 @@ def test_hyperparameters_are_written_beside_the_values(tmp_path: Path) -> None:
     assert saved == {"width": 3, "rate": 0.5}
 
 
+def test_hyperparameters_may_have_keys_that_json_does_not_take(tmp_path: Path) -> None:
+    file = CSVLogger(tmp_path)
+    file.log_hyperparams({"sizes": [{("a", 1): 2, None: 3}], "folder": Path("x")})
+    saved = json.loads((Path(file.log_dir) / "hparams.json").read_text())
+    assert saved == {"sizes": [{"('a', 1)": 2, "null": 3}], "folder": "x"}
+
+
+def test_names_are_kept_whatever_bytes_they_are_of(tmp_path: Path) -> None:
+    name = "Verlust_ü_" + os.fsdecode(b"\xff")
+    for number in range(2):
+        CSVLogger(tmp_path, version=0).log_metrics({name: 0.5, str(number): 1.0}, number)
+    header = (tmp_path / "stratagem_logs" / "version_0" / "metrics.csv").read_bytes().split()[0]
+    assert header == b"step,Verlust_\xc3\xbc_\xff,0,1"
+
+
+def test_a_table_of_values_is_printed_in_the_encoding_of_stdout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    names = ["Verlust_ü", "recall[person]", "end[/x]"]
+    model = Logs(validate=lambda m, batch, i: m.log_dict(dict.fromkeys(names, 0.5)))
+    trainer_with().validate(model, numbers())
+    screen.seek(0)
+    shown = screen.read()
+    for text in ("Verlust_\\xfc", "recall[person]", "end[/x]", "0.5"):
+        assert text in shown, shown
+
+
+def test_the_progress_bar_is_drawn_in_the_encoding_of_its_terminal() -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(file=screen, force_terminal=True, width=150)
+    model = Logs(lambda m, batch, i: m.log("Verlust_ü[/x]", 0.5, prog_bar=True))
+    bar = ProgressBar(refresh_seconds=0.0, console=console)
+    trainer_with(enable_progress_bar=True, callbacks=bar).fit(model, numbers())
+    screen.seek(0)
+    assert "Verlust_\\xfc[/x] 0.5" in screen.read()
+
+
 def test_a_loggers_folder_is_made_only_when_something_is_written(tmp_path: Path) -> None:
     trainer_with(None, default_root_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -680,3 +799,74 @@ def test_loaders_that_log_under_one_name_are_reduced_together() -> None:
     trainer = Trainer(accelerator="cpu", logger=False)
     values = trainer.validate(Two(), [one, three], verbose=False)
     assert values == [{"value": 0.75}, {"value": 0.75}]
+
+
+def test_hooks_at_the_end_of_an_epoch_read_its_own_values(tmp_path: Path) -> None:
+    """Not those of the epoch before, whichever logged them."""
+
+    class Reads(Callback):
+        def __init__(self) -> None:
+            self.validated: list[float] = []
+            self.trained: list[tuple[float, float]] = []
+
+        def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            if not trainer.sanity_checking:
+                self.validated.append(float(trainer.callback_metrics["v"]))
+
+        def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            values = trainer.callback_metrics
+            self.trained.append((float(values["t"]), float(values["v"])))
+
+    class Logs(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("t", 10.0 * self.trainer.current_epoch + batch_idx, on_epoch=True)
+            return self.layer(batch).mean()  # type: ignore[no-any-return]
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("v", 100.0 * (self.trainer.current_epoch + 1) + batch_idx)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("doubled", 2 * self.trainer.callback_metrics.get("v", torch.tensor(0.0)))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    reads = Reads()
+    batches: DataLoader[Any] = DataLoader(torch.ones(4, 1), batch_size=2)  # type: ignore[arg-type]
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=reads,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Logs(), batches, batches)
+    assert reads.validated == [100.5, 200.5]
+    assert reads.trained == [(0.5, 100.5), (10.5, 200.5)]
+    assert trainer.callback_metrics["doubled"] == 401.0
+
+
+def test_each_loader_has_the_values_that_were_logged_for_it() -> None:
+    class Logs(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log(f"own{dataloader_idx}", float(dataloader_idx), add_dataloader_idx=False)
+            self.log("indexed", float(dataloader_idx))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("all", 7.0)
+
+    batches: DataLoader[Any] = DataLoader(torch.ones(4, 1), batch_size=2)  # type: ignore[arg-type]
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer.validate(Logs(), [batches, batches], verbose=False) == [
+        {"own0": 0.0, "indexed/dataloader_idx_0": 0.0, "all": 7.0},
+        {"own1": 1.0, "indexed/dataloader_idx_1": 1.0, "all": 7.0},
+    ]

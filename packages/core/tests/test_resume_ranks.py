@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import warnings
 from collections import Counter
@@ -86,8 +87,8 @@ def with_generator() -> DataLoader[Any]:
     return shuffled(generator=torch.Generator().manual_seed(9))
 
 
-def in_order() -> DataLoader[Any]:
-    return DataLoader(range(48), batch_size=2)  # type: ignore[arg-type]
+def in_order(samples: int = 48, batch_size: int = 2) -> DataLoader[Any]:
+    return DataLoader(range(samples), batch_size=batch_size)  # type: ignore[arg-type]
 
 
 def distributed(rank: int, count: int) -> DataLoader[Any]:
@@ -285,12 +286,51 @@ def test_a_sampler_of_another_kind_is_not_dealt_to() -> None:
 
 
 def test_an_order_that_is_not_drawn_again_is_found_at_the_resume() -> None:
-    saved = Ranks(shuffled, 1, seed=1)
+    def make(order: list[int]) -> DataLoader[Any]:
+        return DataLoader(range(48), batch_size=2, sampler=order)  # type: ignore[arg-type]
+
+    saved = Ranks(lambda: make(list(range(48))), 1)
     saved.begin(0)
     saved.read(2)
-    resumed = Ranks(lambda: shuffled(samples=47), 1).resume(saved)
-    with pytest.warns(UserWarning, match=r"do not come in the order .* sampler \(RandomSampler\)"):
+    resumed = Ranks(lambda: make(list(range(47, -1, -1))), 1).resume(saved)
+    with pytest.warns(UserWarning, match=r"do not come in the order .* sampler \(list\)"):
         resumed.begin(0)
+
+
+@pytest.mark.parametrize("make", [shuffled, in_order])
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("samples", [8, 24, 40, 1000])
+def test_a_dataset_of_another_length_is_said_whatever_the_batches_and_ranks(
+    make: Callable[..., Any], ranks: int, batch_size: int, samples: int
+) -> None:
+    saved = Ranks(lambda: make(32), 1, seed=1)
+    saved.begin(0)
+    saved.read(5)
+    resumed = Ranks(lambda: make(samples, batch_size), ranks)
+    follows = "some samples of this epoch may be read twice and others not at all"
+    if samples == 8:
+        follows = "fewer than the 10 that were read: nothing of this epoch is left"
+    message = (
+        "the checkpoint was saved in the middle of an epoch, with 32 samples in the dataset of the "
+        f"loader, and now there are {samples}: {follows}. Resume with the dataset that it was "
+        "saved with, or from a checkpoint of the end of an epoch"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        resumed.resume(saved)
+    resumed.begin(0)
+    assert len(resumed.end()) == max(0, -(-(samples - 10) // ranks) * ranks)
+
+
+def test_a_checkpoint_that_does_not_say_how_many_samples_there_were_is_resumed() -> None:
+    saved = Ranks(shuffled, 1, seed=1)
+    saved.begin(0)
+    read = saved.read(2)
+    (state,) = saved.states()
+    del state["length"]  # as version 0.1.0 wrote it
+    resumed = Ranks(larger_batches, 1)
+    resumed.batches = resumed.readers[0].resume([state], 2)
+    resumed.begin(0)
+    assert sorted(read + resumed.end()) == list(range(48))
 
 
 SCRIPT = (SCRIPTS / "resume_ranks.py").read_text()

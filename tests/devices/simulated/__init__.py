@@ -24,6 +24,7 @@ class Counts(NamedTuple):
     device_to_host: int
     blocking_host_to_device: int
     kernels: int
+    recorded_streams: int
 
 
 def counts() -> Counts:

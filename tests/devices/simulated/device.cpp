@@ -31,7 +31,7 @@ thread_local bool in_kernel = false;  // a kernel's own copies are nobody's tran
 
 struct Counters {
   std::atomic<int64_t> synchronizations{0}, host_to_device{0}, device_to_host{0}, kernels{0};
-  std::atomic<int64_t> blocking_host_to_device{0};
+  std::atomic<int64_t> blocking_host_to_device{0}, recorded_streams{0};
 } counters;
 
 // ---------------------------------------------------------------- memory
@@ -348,7 +348,11 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   restore();
 }
 
+// There is one stream, so that memory is free for others as soon as its last user is queued.
+void record_stream(at::Tensor&, c10::Stream) { ++counters.recorded_streams; }
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("record_stream", &record_stream);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
@@ -396,7 +400,7 @@ void manual_seed(int64_t seed, int64_t index) {
 
 std::vector<int64_t> counts() {
   return {counters.synchronizations, counters.host_to_device, counters.device_to_host,
-          counters.blocking_host_to_device, counters.kernels};
+          counters.blocking_host_to_device, counters.kernels, counters.recorded_streams};
 }
 
 // The tensor's memory as a CPU tensor, which a process group communicates.

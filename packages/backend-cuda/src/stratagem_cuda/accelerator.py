@@ -1,4 +1,4 @@
-"""CUDAAccelerator: NVIDIA GPUs; not registered under a name yet."""
+"""CUDAAccelerator: NVIDIA GPUs."""
 
 from __future__ import annotations
 

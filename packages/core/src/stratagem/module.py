@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from stratagem.data.pytree import map_tensors
-from stratagem.errors import UserCodeError
+from stratagem.errors import CheckpointMismatchError, UserCodeError
+from stratagem.state.hyperparameters import HyperParameters, arguments_of_init
 
 if TYPE_CHECKING:
     from stratagem.trainer import Trainer
@@ -32,21 +33,6 @@ class LogOptions(NamedTuple):
     reduce_fx: str | Callable[[Tensor], Tensor]
     sync_dist: bool | None
     add_dataloader_idx: bool
-
-
-class HyperParameters(dict[str, Any]):
-    """Hyperparameters by name; also found and set as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(
-                f"there is no hyperparameter {name!r}; there are {', '.join(self) or 'none'}"
-            ) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
 
 
 class Module(nn.Module):
@@ -115,6 +101,9 @@ class Module(nn.Module):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the predictions for a batch; by default what `forward` returns."""
         return self(batch)
+
+    def prepare_data(self) -> None:
+        """Download and write to disk; on rank 0 of each node, before the others go on."""
 
     def configure_model(self) -> None:
         """Make the layers; called on every rank, where sharding strategies shard them at once."""
@@ -320,24 +309,36 @@ class Module(nn.Module):
         return kept
 
     def save_hyperparameters(
-        self, *names: str | Mapping[str, Any], ignore: str | Sequence[str] = ()
+        self, *names: str | Mapping[str, Any] | Namespace, ignore: str | Sequence[str] = ()
     ) -> None:
         """Keep the arguments of `__init__`, where this is called, in `hparams` and in checkpoints.
 
-        Called in the `__init__` of a base class, it also keeps those of the subclass's.
+        Called in the `__init__` of a base class, it also keeps those of the subclass's. What cannot
+        be loaded without executing code (a module, a function) is in `hparams`, and left out of
+        checkpoints with a warning: `load_from_checkpoint` is then given it again.
 
         Args:
-            *names: which; none: all; or one dict, to keep that.
+            *names: which; none: all; or one dict or argparse.Namespace, to keep what is in it.
             ignore: which not.
+
+        Raises:
+            UserCodeError: a name is no argument.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        if len(names) == 1 and isinstance(names[0], Mapping):
-            kept = dict(names[0])
+        first = names[0] if len(names) == 1 else None
+        if isinstance(first, (Mapping, Namespace)):
+            kept = dict(vars(first) if isinstance(first, Namespace) else first)
             wanted = set(kept)
         else:
             frame = inspect.currentframe()
-            kept = {} if frame is None else _arguments_of_init(self, frame.f_back)
+            kept = {} if frame is None else arguments_of_init(self, frame.f_back)
             wanted = set(map(str, names)) or set(kept)
+            if strangers := [name for name in names if name not in kept]:
+                raise UserCodeError(
+                    f"save_hyperparameters({', '.join(map(repr, names))}): {strangers[0]!r} is no "
+                    f"argument of {type(self).__name__}.__init__; expected names of its arguments "
+                    f"({', '.join(kept) or 'it has none'}), or one dict or argparse.Namespace"
+                )
         self.hparams.update({k: v for k, v in kept.items() if k in wanted and k not in ignored})
 
     @classmethod
@@ -368,30 +369,23 @@ class Module(nn.Module):
         checkpoint = SingleFileCheckpointIO().load_checkpoint(checkpoint_path)
         checkpoint = check(checkpoint, checkpoint_path)
         arguments = {**checkpoint.get("hyper_parameters", {}), **kwargs}
-        accepted = inspect.signature(cls.__init__).parameters
+        accepted = inspect.signature(cls).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
             arguments = {name: value for name, value in arguments.items() if name in accepted}
+        missing = [
+            name
+            for name, p in accepted.items()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+        if missing := [name for name in missing if name not in arguments]:
+            raise CheckpointMismatchError(
+                f"{str(checkpoint_path)!r} holds no value of {', '.join(missing)}, which "
+                f"{cls.__name__} needs: pass them to load_from_checkpoint, as in {missing[0]}=..., "
+                "or let __init__ call self.save_hyperparameters()"
+            )
         model = cls(**arguments)
         model.configure_model()
         model.on_load_checkpoint(checkpoint)
         with naming(checkpoint_path):
             load_weights(model, checkpoint["state_dict"], strict=strict)
         return model if map_location is None else model.to(map_location)
-
-
-def _arguments_of_init(module: Module, frame: FrameType | None) -> dict[str, Any]:
-    """Return the arguments of those `__init__` methods of `module` that are running."""
-    kept: dict[str, Any] = {}
-    while frame is not None and any(value is module for value in frame.f_locals.values()):
-        for owner in type(module).__mro__:
-            init = vars(owner).get("__init__")
-            if init is None or getattr(init, "__code__", None) is not frame.f_code:
-                continue
-            for parameter in list(inspect.signature(init).parameters.values())[1:]:
-                if parameter.kind is parameter.VAR_KEYWORD:
-                    kept.update(frame.f_locals.get(parameter.name, {}))
-                elif parameter.kind is not parameter.VAR_POSITIONAL:
-                    # One that the method has deleted since is gone.
-                    kept.update({k: v for k, v in frame.f_locals.items() if k == parameter.name})
-        frame = frame.f_back
-    return kept

@@ -110,14 +110,14 @@ def rng_state(
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
+        "python": [version, _as_int32(words), gauss],
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         # As a tensor: an array of NumPy's is no plain data.
-        keys = torch.from_numpy(keys.astype("int64"))
+        keys = torch.from_numpy(keys.view("int32"))
         state["numpy"] = [kind, keys, int(position), int(has_gauss), float(cached)]
     if accelerator is not None and device is not None:
         own = accelerator.rng_state(device)
@@ -141,6 +141,8 @@ def set_rng_state(
         accelerator, device: as in `rng_state`.
     """
     version, words, gauss = state["python"]
+    if isinstance(words, torch.Tensor):  # 0.1.0 saved a list
+        words = (words.to(torch.int64) & 0xFFFFFFFF).tolist()
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
     if "numpy" in state and "numpy" in sys.modules:
@@ -151,6 +153,11 @@ def set_rng_state(
         own = _device_state(state, device)
         if own is not None:
             accelerator.set_rng_state(device, own)
+
+
+def _as_int32(words: Sequence[int]) -> torch.Tensor:
+    """Return numbers of 32 bits without a sign as a tensor that has these bits."""
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
 def _device_state(state: dict[str, Any], device: torch.device) -> Any:

@@ -28,6 +28,7 @@ from stratagem.checkpoint.archive import Manifest, load_json, parse_manifest
 from stratagem.checkpoint.checksum import checksum_of_file
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 from stratagem.storage.local import open_regular
+from stratagem.storage.paths import is_name
 
 MANIFEST = "manifest.json"
 STATE = "state.ckpt"
@@ -128,7 +129,7 @@ def read_directory(path: Path) -> Directory:
         if name not in files:
             raise _damaged(file, f"it does not name the file {name!r}")
     for name in files:
-        if name in ("", ".", "..") or "/" in name or "\0" in name:
+        if not is_name(name):
             raise CheckpointCorruptError(
                 f"{str(file)!r} was refused: it names the file {name!r}, which leads out of the "
                 "directory"

@@ -45,7 +45,7 @@ def durability(
             file=sys.stderr,
         )
         raise typer.Exit(2)
-    seed = random.randrange(10**6) if seed is None else seed
+    seed = random.randrange(10**6) if seed is None else seed  # noqa: S311 - kills at random moments
     # By name: the program does without torch, and this command cannot.
     run = load_target("stratagem.testing.durability.harness:run", what="the harness")
     outcome = run(

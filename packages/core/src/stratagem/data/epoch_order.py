@@ -21,7 +21,14 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stratagem.data.sharding import ShardedSampler, shard_indices
+from stratagem.data.index_sequence import (
+    IndexSequence,
+    draw_all,
+    draw_indices,
+    draw_rest,
+    rule_of,
+)
+from stratagem.data.sharding import ShardedSampler
 from stratagem.rng import (
     generator_states,
     preserve_rng_state,
@@ -88,6 +95,7 @@ class Indices:
         start: dict[str, Any] | None = None,
         resharded: Any = None,
         number: int = 0,
+        rule: str | None = None,
     ) -> None:
         """Prepare for the next iteration.
 
@@ -97,13 +105,14 @@ class Indices:
             start: the RNG states to draw from; None: those of that moment.
             resharded: what to take in place of the sampler.
             number: of its first batch, for workers' seeds.
+            rule: what shuffles; None: see `index_sequence.rule_of`.
         """
         self._epoch = epoch
         self._begun = None
         if resharded is None:
-            self._next = _Draw(self, self.sampler, done, start, number)
+            self._next = _Draw(self, self.sampler, done, start, number, rule)
         else:
-            self._next = _Draw(self, resharded, done, start, number, draws=False)
+            self._next = _Draw(self, resharded, done, start, number, rule, draws=False)
 
     @property
     def start(self) -> dict[str, Any] | None:
@@ -115,6 +124,11 @@ class Indices:
         """A checksum of the first indices of this epoch; None: not known."""
         return None if self._begun is None else self._begun.first
 
+    @property
+    def rule(self) -> str | None:
+        """What has shuffled this epoch's order; None: it was not drawn yet."""
+        return None if self._begun is None else self._begun.rule
+
     def prime(self) -> None:
         """Draw the order now, if no index was asked for yet."""
         assert self._begun is not None
@@ -125,10 +139,7 @@ class Indices:
 
         A sampler of the user's is drawn from again for it, a copy; torch's own are known.
         """
-        inner = self.sampler
-        while hasattr(inner, "sampler") and type(inner) in (BatchSampler, ShardedSampler):
-            inner = inner.sampler
-        if type(inner) in _KNOWN or self._begun is None or not self._next.is_own:
+        if type(_innermost(self.sampler)) in _KNOWN or self._begun is None or not self._next.is_own:
             return ""
         return self._begun.why_not_drawn_again(_copy(self.sampler))
 
@@ -152,11 +163,13 @@ class _Draw:
         done: int,
         start: dict[str, Any] | None,
         number: int = 0,
+        rule: str | None = None,
         *,
         draws: bool = True,
     ) -> None:
         self.start: dict[str, Any] | None = None
         self.first: int | None = None
+        self.rule = rule
         self._owner, self._source, self._draws = owner, source, draws
         self._done, self._replayed, self._number = done, start, number
         self._rest: Iterator[Any] = iter(())
@@ -172,8 +185,32 @@ class _Draw:
             if self._draws:
                 set_rng_state(self.start)
                 set_generator_states(generators, self.start["generators"])
-        indices = iter(self._source)
-        # A sampler that is a generator draws at its first index.
+        self._draw()
+
+    def _draw(self) -> None:
+        source = self._source
+        is_batched = type(source) is BatchSampler
+        sampler = source.sampler if is_batched else source
+        inner = _innermost(sampler)
+        self.rule = self.rule or rule_of(inner)
+        order = _sequence(sampler, self.rule)
+        if order is None:
+            self._pass_over(iter(source))
+            return
+        size = source.batch_size if is_batched else 1
+
+        def batches(indices: Any) -> Iterator[Any]:
+            if is_batched:
+                indices = BatchSampler(indices, size, source.drop_last)
+            return iter(indices)
+
+        self.first = _checksum(list(islice(batches(order[:size]), 1)))
+        rest = draw_rest(sampler, self.rule)
+        self._rest = batches(chain(order[self._done * size :], rest))
+
+    def _pass_over(self, indices: Iterator[Any]) -> None:
+        """Take from a sampler that has to be asked for all that is before, too."""
+        # One that is a generator draws at its first index.
         drawn = list(islice(indices, 1))
         self.first = _checksum(drawn)
         if self._done:
@@ -251,9 +288,21 @@ def has_exact_length(loader: Any) -> bool:
     if kind.__iter__ is not DataLoader.__iter__ or kind.__len__ is not DataLoader.__len__:
         return False
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    return type(_innermost(sampler)) in _KNOWN
+
+
+def _innermost(sampler: Any) -> Any:
+    """Return the sampler that chooses: not one that makes batches or shards of another's."""
     while type(sampler) in (BatchSampler, ShardedSampler):
         sampler = sampler.sampler
-    return type(sampler) in _KNOWN
+    return sampler
+
+
+def _sequence(sampler: Any, rule: str) -> IndexSequence | None:
+    """Return an epoch's indices as a sequence; None: they have to be asked for one by one."""
+    if isinstance(sampler, IndexSequence):
+        return sampler
+    return sampler.part(rule) if type(sampler) is ShardedSampler else draw_indices(sampler, rule)
 
 
 def _copy(sampler: Any) -> Any:
@@ -287,8 +336,13 @@ class Order:
     seed: int | None
 
     def draw(
-        self, seed: int | None, epoch: int, start: dict[str, Any], generators: Sequence[Any]
-    ) -> list[Any]:
+        self,
+        seed: int | None,
+        epoch: int,
+        start: dict[str, Any],
+        generators: Sequence[Any],
+        rule: str | None,
+    ) -> IndexSequence:
         """Return an epoch's indices of all ranks; global RNG states stay as they are.
 
         Args:
@@ -296,24 +350,25 @@ class Order:
             epoch: which.
             start: the RNG states when it was drawn.
             generators: that the sampler may draw from.
+            rule: what shuffles; None: see `index_sequence.rule_of`.
         """
         if self.kind == "distributed":
             all_of_it = copy.copy(self.sampler)
             all_of_it.num_replicas, all_of_it.rank = 1, 0
             all_of_it.num_samples = all_of_it.total_size = len(all_of_it.dataset)
             all_of_it.seed, all_of_it.epoch = seed, epoch
-            return list(all_of_it)
+            return draw_all(all_of_it, rule)
         if seed is None:
             before = generator_states(generators)
             with preserve_rng_state():
                 set_rng_state(start)
                 set_generator_states(generators, start["generators"])
-                order = list(self.sampler)
+                order = draw_all(self.sampler, rule)
             set_generator_states(generators, before)
             return order
         sharded = ShardedSampler(self.sampler, 0, 1, even=False, seed=seed)
         sharded.set_epoch(epoch)
-        return sharded.order()
+        return sharded.order(rule)
 
 
 def order_of(loader: DataLoader[Any], shards: int) -> Order | str:
@@ -351,7 +406,7 @@ class Reshard:
     samples: int
     batches: int
 
-    def part(self, order: list[Any], loader: DataLoader[Any], index: int, count: int) -> Any:
+    def part(self, order: IndexSequence, loader: DataLoader[Any], index: int, count: int) -> Any:
         """Return what one rank's loader takes its indices from, in this epoch.
 
         Args:
@@ -362,7 +417,7 @@ class Reshard:
         rest = order[self.samples :]
         if getattr(loader.sampler, "drop_last", False):  # DistributedSampler's
             rest = rest[: len(rest) // count * count]
-        mine = shard_indices(rest, index, count, even=True)
+        mine = rest.shard(index, count, even=True)
         batches: Any = loader.batch_sampler
         return (
             mine if batches is None else BatchSampler(mine, batches.batch_size, batches.drop_last)

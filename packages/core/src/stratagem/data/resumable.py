@@ -7,15 +7,16 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.data.epoch_order import Indices, Order, Reshard, has_exact_length, order_of
+from stratagem.data.index_sequence import RULES, TORCH
 from stratagem.data.sharding import length_of
 from stratagem.rng import generator_states, generators_of, rng_state, set_generator_states
 
@@ -146,7 +147,7 @@ class Resumable:
 
     # -- going on
 
-    def resume(self, states: list[dict[str, Any]], batches: int) -> int:
+    def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:
         """Take what `state` returned on each rank; the next `begin` goes on from there.
 
         Args:
@@ -157,7 +158,9 @@ class Resumable:
             How many of this loader's batches that is.
         """
         first = states[0]
-        own = next((s for s in states if s.get("shard", 0) == self._shard[0]), None)
+        # That of this rank first: each is decoded when it is looked at.
+        tried = chain(states[self._rank : self._rank + 1], states)
+        own = next((s for s in tried if s.get("shard", 0) == self._shard[0]), None)
         if isinstance(self._order, Order) and first.get("order") == self._order.kind:
             self._take_seed(first.get("seed"))
         if batches == 0:
@@ -165,12 +168,14 @@ class Resumable:
                 set_generator_states(self._generators, own.get("generators", ()))
                 self._had_workers = own.get("had_workers", False)
             return 0
-        if own is not None and all(own.get(k) == v for k, v in self._layout().items()):
-            self._resumed = own
-            return batches
         before = Reshard(**first["deal"]) if first.get("deal") else Reshard(first.get("seed"), 0, 0)
         shards, batch_size = first.get("shards", len(states)), first.get("batch_size", 1)
         samples = before.samples + (batches - before.batches) * batch_size * shards
+        is_same_order = self._check_same_order(first, samples)
+        if own is not None and all(own.get(k) == v for k, v in self._layout().items()):
+            # What was said already is not found once more.
+            self._resumed = own if is_same_order else {**own, "first": None}
+            return batches
         converted: int = samples // (self.batch_size * self._shard[1])
         if reason := self._why_not_resharded(first):
             self._warn(
@@ -182,10 +187,46 @@ class Resumable:
         else:
             self._resumed = {
                 "start": first["start"],
+                "rule": first.get("rule"),
                 "deal": asdict(Reshard(before.seed, samples, converted)),
                 "generators": [] if own is None else own["generators"],
             }
         return converted
+
+    def _check_same_order(self, first: dict[str, Any], read: int) -> bool:
+        """Whether the epoch's order can be what it was; warns if it is certain that it cannot.
+
+        Args:
+            first: the state of the first rank that saved.
+            read: samples of the epoch that all ranks had read by then.
+        """
+        length, now = first.get("length"), self._length()
+        if length is not None and now is not None and length != now:
+            follows = "some samples of this epoch may be read twice and others not at all"
+            if now < read:
+                follows = f"fewer than the {read} that were read: nothing of this epoch is left"
+            self._warn(
+                f"the checkpoint was saved in the middle of an epoch, with {length} samples in the "
+                f"dataset of {self._name}, and now there are {now}: {follows}. Resume with the "
+                "dataset that it was saved with, or from a checkpoint of the end of an epoch"
+            )
+            return False
+        if first.get("rule", TORCH) not in (None, *RULES):
+            self._warn(
+                f"the order of {self._name} was drawn by {first['rule']!r} when the checkpoint was "
+                f"saved, in the middle of an epoch, and this version of Stratagem knows "
+                f"{', '.join(map(repr, RULES))}: some samples of this epoch may be read twice and "
+                "others not at all. Resume with the version that saved it, or from a checkpoint of "
+                "the end of an epoch"
+            )
+            return False
+        return True
+
+    def _length(self) -> int | None:
+        """Return the number of samples in the dataset; None: not known."""
+        dataset = None if self._indices is None else self._user_loader.dataset
+        length = length_of(dataset)
+        return None if length == math.inf else int(length)
 
     def _layout(self) -> dict[str, Any]:
         """Return what must be alike for a rank to go on in its own part of the data."""
@@ -234,15 +275,20 @@ class Resumable:
             self._indices.begin(epoch, done, start)
             return iter(self.loader), []
         passed_over, number, start = done, 0, resumed.get("start")
+        # Before there were several, torch has shuffled.
+        rule = resumed.get("rule") or TORCH
+        rule = rule if rule in RULES else None
         if resumed.get("deal"):
             assert isinstance(self._order, Order)
             self._reshard = Reshard(**resumed["deal"])
-            order = self._order.draw(self._reshard.seed, epoch, resumed["start"], self._generators)
+            order = self._order.draw(
+                self._reshard.seed, epoch, resumed["start"], self._generators, rule
+            )
             resharded = self._reshard.part(order, self._user_loader, *self._shard)
             passed_over = done - self._reshard.batches
             self.left = len(resharded) - passed_over
             number = self._reshard.samples
-        self._indices.begin(epoch, passed_over, start, resharded, number)
+        self._indices.begin(epoch, passed_over, start, resharded, number, rule)
         batches = iter(self.loader)
         # Only now: a loader draws a number of its own before it takes the first index.
         self._indices.prime()
@@ -290,6 +336,8 @@ class Resumable:
             state["order"] = self._kind()
             state["seed"] = self._seed()
             state["first"] = self._indices.first
+            state["rule"] = self._indices.rule
+            state["length"] = self._length()
             state["generators"] = generator_states(self._generators)
             state["deal"] = None if self._reshard is None else asdict(self._reshard)
             if self._indices.start is not None:

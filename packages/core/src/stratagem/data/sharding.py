@@ -18,6 +18,7 @@ from torch.utils.data import (
     Sampler,
 )
 
+from stratagem.data.index_sequence import IndexSequence, draw_all
 from stratagem.errors import UserCodeError
 from stratagem.rng import WorkerSeed, chosen_seed, seeds_workers
 
@@ -62,35 +63,25 @@ class ShardedSampler(Sampler[Any]):
         return len(range(self.index, total, self.count))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(shard_indices(self.order(), self.index, self.count, even=self.even))
+        return iter(self.part())
 
-    def order(self) -> list[Any]:
-        """Return the indices of all ranks, in the order in which they are resharded."""
+    def part(self, rule: str | None = None) -> IndexSequence:
+        """Draw the order, and return what this rank reads of it; `rule` as in `order`."""
+        return self.order(rule).shard(self.index, self.count, even=self.even)
+
+    def order(self, rule: str | None = None) -> IndexSequence:
+        """Draw the indices of all ranks, in the order in which they are sharded.
+
+        Args:
+            rule: what shuffles; None: see `index_sequence.rule_of`.
+        """
         generator = getattr(self.sampler, "generator", None)
         seed = (self.seed + self.epoch) % 2**63
         with torch.random.fork_rng(devices=[]), _same_random_numbers(seed):
             torch.default_generator.manual_seed(seed)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
-            return list(self.sampler)
-
-
-def shard_indices(indices: list[Any], index: int, count: int, *, even: bool) -> list[Any]:
-    """Return every `count`-th index from the `index`-th on; ranks take them in turn, like cards.
-
-    Args:
-        indices: of all ranks.
-        index, count: which part, of how many.
-        even: repeat the first ones until every rank has as many.
-
-    Example:
-        >>> [shard_indices([5, 3, 8, 1, 4], rank, 2, even=True) for rank in range(2)]
-        [[5, 8, 4], [3, 1, 5]]
-    """
-    if even and indices:
-        short = -len(indices) % count
-        indices = indices + (indices * math.ceil(short / len(indices)))[:short]
-    return indices[index::count]
+            return draw_all(self.sampler, rule)
 
 
 @contextmanager

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from stratagem.data.pytree import move_to_device
 from stratagem.discovery.specs import Availability
 
 
@@ -25,7 +27,8 @@ class Accelerator(ABC):
            `setup_device(device)`.
         4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
            `set_rng_state(device, state)`.
-        5. On every rank, by the Trainer around each stage: `configure_kernels`.
+        5. On every rank, by the front ends: `batch_mover(device)`, once for each loop; by the
+           Trainer around each stage: `configure_kernels`.
         6. On every rank, at the end: `teardown()`.
 
     Only `availability` and `device` have to be implemented; the other defaults are right for any
@@ -80,6 +83,14 @@ class Accelerator(ABC):
 
     def teardown(self) -> None:
         """Release what `setup` and `setup_device` took."""
+
+    def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
+        """Return what moves a batch to the device, for the steps of one rank.
+
+        The copy of what lies in pinned memory does not wait for the device; whoever uses the batch
+        on the device's current stream finds it there.
+        """
+        return partial(move_to_device, device=device)
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until the device has done all queued work; for timing."""

@@ -47,6 +47,10 @@ class Precision(ABC):
     """The name that it is selected by, such as "bf16-mixed"."""
     scales_loss: bool = False
     """Whether `scale_loss`, `unscale_gradients` and `optimizer_step` do something."""
+    step_was_skipped: bool = False
+    """Whether the last optimizer step was left out, since scaled gradients were not finite: it is
+    not counted then. Alike on every rank; set by `optimizer_step`, or by a strategy whose engine
+    scales losses."""
 
     def bind(self, accelerator: Accelerator) -> None:
         """Take the accelerator that the model computes on; once before each launch.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import StratagemError
+from stratagem.errors import StratagemError, UserCodeError
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.train_step import TrainStep
@@ -78,7 +78,10 @@ class Stepping:
         return True
 
     def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
-        """Take the step once gradients are there: unscale, hooks, clip, step, count, clear."""
+        """Take the step once gradients are there: unscale, hooks, clip, step, count, clear.
+
+        One that loss scaling leaves out is not counted.
+        """
         optimizer = prepared.optimizers[0]
         # Unscaled before anyone sees the gradients; clipped after user code may change them.
         if self.precision.scales_loss:
@@ -88,7 +91,10 @@ class Stepping:
         if clip is not None:
             self.clip_gradients(prepared, optimizer, clip)
         self.optimizer_step(prepared, optimizer)
-        step.after_optimizer_step(optimizer)
+        if self.precision.step_was_skipped:
+            step.optimizer_step_was_skipped(optimizer)
+        else:
+            step.after_optimizer_step(optimizer)
         prepared.clear_gradients[0]()
 
     def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
@@ -143,8 +149,16 @@ class Stepping:
             optimizer: one of its optimizers.
             closure: computes the loss and the gradients again, for optimizers such as LBFGS; only
                 a hand-written loop has one.
+
+        Raises:
+            UserCodeError: a closure, under a precision that scales the loss.
         """
-        if self.precision.scales_loss:
-            self.precision.optimizer_step(optimizer)
-            return None
-        return optimizer.step() if closure is None else optimizer.step(closure)
+        if not self.precision.scales_loss:
+            return optimizer.step() if closure is None else optimizer.step(closure)
+        if closure is not None:
+            raise UserCodeError(
+                f"precision={self.precision.name!r} scales the loss, and a step with a closure "
+                "computes a loss of its own: step without a closure, or pass precision='bf16-mixed'"
+            )
+        self.precision.optimizer_step(optimizer)
+        return None

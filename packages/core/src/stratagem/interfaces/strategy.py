@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stratagem.data.pytree import move_to_device
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
@@ -300,10 +299,8 @@ class Strategy(Stepping, ABC):
         convert = self.precision.input_converter()
         if self.accelerator.is_host:
             return convert
-        device = self.device
-        if convert is None:
-            return lambda batch: move_to_device(batch, device)
-        return lambda batch: convert(move_to_device(batch, device))
+        move = self.accelerator.batch_mover(self.device)
+        return move if convert is None else lambda batch: convert(move(batch))
 
     # -- the life of a prepared model
 

@@ -21,7 +21,8 @@ class TrainStep:
         4. `end(micro_batch)`, once.
 
     Then once, after the last backward: `before_optimizer_step`, with gradients unscaled and not yet
-    clipped, and `after_optimizer_step`, with gradients not yet cleared. `Strategy.accumulate_all`
+    clipped, and `after_optimizer_step`, with gradients not yet cleared (or, where loss scaling left
+    the step out, `optimizer_step_was_skipped`). `Strategy.accumulate_all`
     does the first part, `Strategy.finish_step` the second.
 
     A strategy that runs the whole step as one program calls `begin` and `end` of each micro-batch,
@@ -82,3 +83,6 @@ class TrainStep:
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after the optimizer step, before gradients are cleared; counts the step."""
+
+    def optimizer_step_was_skipped(self, optimizer: Optimizer) -> None:
+        """Called in the place of `after_optimizer_step` where loss scaling left the step out."""

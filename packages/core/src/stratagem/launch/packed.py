@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError, RankFailedError
 from stratagem.launch import rank
+from stratagem.launch.streams import open_standard_streams
 from stratagem.launch.supervisor import Failure
 from stratagem.launch.watch import run_as_rank
 
@@ -116,7 +117,8 @@ def run_packed(data: bytes, environment: Mapping[str, str]) -> Any:
     """
     become_rank(environment)
     try:
-        call: Call = pickle.loads(data)
+        # The user's own program packed it, on this machine; SECURITY.md says what that means.
+        call: Call = pickle.loads(data)  # noqa: S301
     except Exception as error:
         raise ConfigurationError(
             "a rank cannot read what was packed for it "
@@ -131,9 +133,11 @@ def run_packed(data: bytes, environment: Mapping[str, str]) -> Any:
 
 def become_rank(environment: Mapping[str, str]) -> None:
     """Make this process the rank of these environment variables."""
+    open_standard_streams()
     os.environ.update(environment)
     # The requests that come here were made for this launch, whatever was launched before.
     os.environ[rank.LAUNCH_VARIABLE] = "0"
+    rank.own_variables()
     rank.this_rank.is_launched = True
 
 
@@ -193,7 +197,7 @@ def _find_unpicklable(thing: Any, path: str, depth: int = 0, *, imports_main: bo
     try:
         _dumps(thing, imports_main=imports_main)
         return None
-    except Exception:
+    except Exception:  # noqa: S110 - why it cannot is found below
         pass
     if depth < 12:
         if isinstance(thing, Mapping):

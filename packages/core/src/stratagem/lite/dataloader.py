@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from stratagem.data.pytree import move_to_device
 from stratagem.data.resumable import Resumable
 from stratagem.data.sharding import length_of, set_epoch
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.rng import rng_state, set_rng_state
+from stratagem.state.rank_states import RankStates
 
 
 class LiteDataLoader:
@@ -24,7 +23,7 @@ class LiteDataLoader:
 
     Args:
         loader: of this rank.
-        device: where batches are moved to; None: they stay.
+        move: moves a batch to the device; None: it stays.
         name: stands for it in messages.
         rank: this process's.
         shard: this rank's part of the data, (index, count).
@@ -34,7 +33,7 @@ class LiteDataLoader:
     def __init__(
         self,
         loader: Any,
-        device: torch.device | None,
+        move: Callable[[Any], Any] | None,
         name: str = "the data loader",
         rank: int = 0,
         shard: tuple[int, int] = (0, 1),
@@ -42,7 +41,7 @@ class LiteDataLoader:
         rng_of: tuple[Accelerator, torch.device] | tuple[()] = (),
     ) -> None:
         self.loader = loader
-        self._device = device
+        self._move = move
         self._rng_of = rng_of
         self._rank = rank
         self._data = Resumable(loader, name, rank, shard)
@@ -84,8 +83,8 @@ class LiteDataLoader:
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         ready = batches if hasattr(batches, "_num_yielded") else self._counted(batches)
-        if self._device is not None:
-            ready = map(partial(move_to_device, device=self._device), ready)
+        if self._move is not None:
+            ready = map(self._move, ready)
         yield from ready
         if self._begun is batches:
             self._begun, self._done = None, 0
@@ -112,21 +111,22 @@ class LiteDataLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned on this rank, among as many ranks."""
-        self.resume([state] * (self._rank + 1))
+        self.resume(RankStates([state] * (self._rank + 1)))
 
-    def resume(self, states: list[dict[str, Any]]) -> None:
+    def resume(self, states: RankStates) -> None:
         """Go on from what `state_dict` returned on each rank.
 
         Of more ranks than saved, the further ones keep their own RNG states.
         """
-        batches = states[0]["batches"]
-        self._epoch = states[0]["epoch"]
+        first = states[0]
+        batches, self._epoch = first["batches"], first["epoch"]
         self._begun = None
-        self._done = self._data.resume([state["loader"] for state in states], batches)
+        self._done = self._data.resume(states.of("loader"), batches)
         if self._rank < len(states):
             # Once more when the iteration begins, if that is to draw what was drawn before.
-            set_rng_state(states[self._rank]["random"], *self._rng_of)
-            self._random = states[self._rank]["random"] if batches else None
+            random = states[self._rank]["random"]
+            set_rng_state(random, *self._rng_of)
+            self._random = random if batches else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

@@ -193,7 +193,9 @@ class Lite(Launched, Observed):
         """
         index, count = self._launched_strategy().ranks.data_shard
         rng_of = (self.strategy.accelerator, self.device)
-        moves = move_to_device and not self.strategy.accelerator.is_host
+        accelerator = self.strategy.accelerator
+        moves = move_to_device and not accelerator.is_host
+        move = accelerator.batch_mover(self.device) if moves else None
         wrapped: list[LiteDataLoader] = []
         for loader in dataloaders:
             if use_distributed_sampler and replace_sampler:
@@ -201,10 +203,9 @@ class Lite(Launched, Observed):
             name = "the data loader"
             if len(dataloaders) > 1:
                 name += f" {len(wrapped)} of setup_dataloaders()"
-            device = self.device if moves else None
             shard = (index, count)
             wrapped.append(
-                LiteDataLoader(loader, device, name, self.global_rank, shard, rng_of=rng_of)
+                LiteDataLoader(loader, move, name, self.global_rank, shard, rng_of=rng_of)
             )
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
@@ -257,7 +258,8 @@ class Lite(Launched, Observed):
             clip_val: the largest absolute value of an element.
             max_norm: the largest norm; give one of the two.
             norm_type: which norm.
-            error_if_nonfinite: raise if the norm is NaN or infinite.
+            error_if_nonfinite: raise if the norm is NaN or infinite; not under a precision that
+                scales the loss, where such a step is left out.
 
         Returns:
             The norm before clipping, if `max_norm` was given.
@@ -272,15 +274,16 @@ class Lite(Launched, Observed):
                 f"the strategy {self.plan.strategy.name!r} clips gradients itself: configure it "
                 "there in place of calling clip_gradients()"
             )
+        inner = optimizer.optimizer if isinstance(optimizer, LiteOptimizer) else optimizer
+        precision = self.strategy.precision
+        if precision.scales_loss:
+            precision.unscale_gradients(inner)
+            error_if_nonfinite = False
         clip = (
             GradientClip(clip_val, "value")
             if clip_val is not None
             else GradientClip(max_norm or 0.0, "norm", norm_type, error_if_nonfinite)
         )
-        inner = optimizer.optimizer if isinstance(optimizer, LiteOptimizer) else optimizer
-        precision = self.strategy.precision
-        if precision.scales_loss:
-            precision.unscale_gradients(inner)
         return self.strategy.clip_gradients(module.prepared, inner, clip)
 
     @contextmanager

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from stratagem.errors import UserCodeError
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 
@@ -16,7 +20,9 @@ class LiteModule(nn.Module):
     """A model as the strategy runs it; attributes and methods are those of the user's model.
 
     Calling it, or a method of the model that was marked with `mark_forward_method`, goes through
-    the strategy's wrapper and the precision's context. The state dict has the model's own names.
+    the strategy's wrapper and the precision's context; another method that computes with the
+    model's layers is refused where that would make a difference. The state dict has the model's own
+    names.
     """
 
     def __init__(self, module: nn.Module, prepared: PreparedModel, strategy: Strategy) -> None:
@@ -35,9 +41,11 @@ class LiteModule(nn.Module):
         self.__dict__["_convert_input"] = precision.input_converter()
         self.__dict__["_convert_output"] = precision.output_converter()
         # Nothing wraps or hooks the model and nothing is converted: it is called as it is.
+        self.__dict__["_is_wrapped"] = prepared.module is not prepared.original or bool(
+            prepared.module._forward_pre_hooks
+        )
         self.__dict__["_is_direct"] = (
-            prepared.module is prepared.original
-            and not prepared.module._forward_pre_hooks
+            not self._is_wrapped
             and self._context is None
             and self._convert_input is None
             and self._convert_output is None
@@ -79,7 +87,41 @@ class LiteModule(nn.Module):
         if name in self.__dict__["_forward_methods"]:
             getattr(self.__dict__["module"], name)  # so that a missing one is said to be missing
             return lambda *args, **kwargs: self._call(name, *args, **kwargs)
-        return getattr(self.__dict__["module"], name)
+        found = getattr(self.__dict__["module"], name)
+        is_own = inspect.ismethod(found) and found.__self__ is self.__dict__["module"]
+        if not is_own or not self.__dict__["_is_wrapped"] or hasattr(nn.Module, name):
+            return found
+        return self._watched(name, found)
+
+    def _watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the model that refuses to compute past the strategy.
+
+        Gradients of what it computes would not be reduced over ranks, nor its parameters gathered.
+        """
+        module = self.__dict__["module"]
+        is_sharded = self.__dict__["_strategy"].capabilities.sharded_state
+
+        def refuse(part: nn.Module, args: Any) -> None:
+            if (is_sharded or torch.is_grad_enabled()) and part in parts:
+                raise UserCodeError(
+                    f"{type(module).__name__}.{name}() computes with the model's layers outside of "
+                    "the strategy, so that gradients would not be reduced over ranks, or shards "
+                    f"gathered: call model.mark_forward_method({name!r}) after setup, and it goes "
+                    "through the strategy as forward does"
+                )
+
+        parts: set[nn.Module] = set()
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            parts.update(module.modules())
+            handle = register_module_forward_pre_hook(refuse)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                handle.remove()
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training":

@@ -16,10 +16,15 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.module import LiteModule
 from stratagem.lite.optimizer import LiteOptimizer
+from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.shards import read_whole
 
 STRATEGY_STATE = "stratagem.strategy_state"
 """The entry for the strategy's own state: of each model that has one, by its name in the dict."""
+
+
+PRECISION_STATE = "stratagem.precision_state"
+"""The entry for the precision's state, such as the scale of losses, where it has one."""
 
 
 def collect(strategy: Strategy, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +36,14 @@ def collect(strategy: Strategy, state: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, LiteModule)
         and (found := strategy_state(strategy, value.prepared, value.prepared.optimizers))
     }
-    return {**checkpoint, STRATEGY_STATE: own} if own else checkpoint
+    if own:
+        checkpoint[STRATEGY_STATE] = own
+    # What trains is saved with its scale; weights alone need none.
+    if any(isinstance(value, LiteOptimizer) for value in state.values()) and (
+        scale := strategy.precision.state_dict()
+    ):
+        checkpoint[PRECISION_STATE] = scale
+    return checkpoint
 
 
 def _state_of(strategy: Strategy, value: Any) -> Any:
@@ -40,7 +52,7 @@ def _state_of(strategy: Strategy, value: Any) -> Any:
     if isinstance(value, LiteOptimizer):
         return strategy.optimizer_state(value.prepared, value.optimizer)
     if isinstance(value, LiteDataLoader):
-        return strategy.ranks.gather_plain(value.state_dict())
+        return gather_states(strategy.ranks, value.state_dict())
     if hasattr(value, "state_dict"):
         return value.state_dict()
     return value
@@ -63,6 +75,7 @@ def restore(
         CheckpointMismatchError: an entry is missing, or belongs to another model.
     """
     own = checkpoint.pop(STRATEGY_STATE, {})
+    scale = checkpoint.pop(PRECISION_STATE, {})
     missing = [name for name in state if name not in checkpoint]
     if missing and strict:
         raise CheckpointMismatchError(
@@ -79,11 +92,13 @@ def restore(
             with naming(path):
                 strategy.load_optimizer_state(target.prepared, target.optimizer, value)
         elif isinstance(target, LiteDataLoader):
-            target.resume(value)
+            target.resume(RankStates(value))
         elif hasattr(target, "load_state_dict"):
             target.load_state_dict(read_whole(value))
         else:
             state[name] = read_whole(value)
+    if scale and any(isinstance(target, LiteOptimizer) for target in there.values()):
+        strategy.precision.load_state_dict(scale)
     for name, target in there.items():
         if isinstance(target, LiteModule) and name in own:
             prepared = target.prepared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,22 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions
+from stratagem.state.hyperparameters import savable
+from stratagem.trainer.progress import RunState
 
 # Methods of the library that our users come from, which are not called here.
 _UNCALLED = (
+    "backward",
     "configure_gradient_clipping",
+    "configure_sharded_model",
     "lr_scheduler_step",
     "on_after_batch_transfer",
     "on_before_batch_transfer",
+    "on_predict_model_eval",
+    "on_test_model_eval",
+    "on_test_model_train",
+    "on_validation_model_eval",
+    "on_validation_model_train",
     "optimizer_step",
     "optimizer_zero_grad",
     "training_epoch_end",
@@ -34,6 +44,26 @@ _NEEDED = {
     "test": ("test_step",),
     "predict": (),
 }
+
+
+def check_not_running(state: RunState, stage: str) -> None:
+    """Refuse a run within another run of the same Trainer, from a callback or a hook.
+
+    They would share progress, values and loaders, so that the outer run would go on as the inner.
+
+    Args:
+        state: of the Trainer.
+        stage: that was asked for: "fit", "validate", "test" or "predict".
+
+    Raises:
+        ConfigurationError: the Trainer is running.
+    """
+    if state.status == "running":
+        raise ConfigurationError(
+            f"{stage}() was called while {state.stage}() of the same Trainer is running: call it "
+            f"after {state.stage}() has returned; to validate while training, pass val_dataloaders "
+            "to fit() and choose val_check_interval; for another model, make another Trainer"
+        )
 
 
 def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> None:
@@ -69,6 +99,20 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
         raise UserCodeError(
             f"{type(model).__name__} does not define {' and '.join(missing)}, which "
             f"trainer.{stage} needs"
+        )
+
+
+def warn_of_unsavable_hyperparameters(module: Module) -> None:
+    """Say which hyperparameters checkpoints leave out, before anything is trained."""
+    _, reasons = savable(module.hyper_parameters)
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        warnings.warn(
+            f"checkpoints leave out the hyperparameter(s) {', '.join(reasons)} of "
+            f"{type(module).__name__}, which could not be loaded without executing code ({name}: "
+            f"{reason}): pass them to load_from_checkpoint again. "
+            f"save_hyperparameters(ignore={list(reasons)!r}) says that this is meant",
+            stacklevel=2,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -9,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stratagem.interfaces.ranks import Ranks
 from stratagem.module import LogOptions
 
-REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "mean": torch.sum,
     "sum": torch.sum,
     "max": torch.amax,
@@ -149,11 +151,42 @@ def merged(parts: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
     return together
 
 
-def first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, Summary]:
-    """Return the summaries of ranks that share a part of the data, each of them once.
+def over_ranks(own: Mapping[str, Summary], ranks: Ranks) -> dict[str, Summary]:
+    """Return the summaries of all ranks, reduced to one for each name; on every rank.
 
-    They log the same values, or only some of them (the last pipeline stage) log a value: of each
-    name, the first rank that has logged it counts.
+    Ranks that share a part of the data log the same values, or only some of them (the last pipeline
+    stage) log a value: of each name, the first rank of such a group that has logged it counts.
+
+    Args:
+        own: this rank's, by name, in the order of names.
+        ranks: those that have logged.
+    """
+    described = repr(
+        [(name, *summary._replace(number=0.0, weight=0.0)) for name, summary in own.items()]
+    )
+    digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
+    most, least = ranks.reduce_numbers([digest, -digest], "max")
+    if most != -least:
+        plain = {name: tuple(summary) for name, summary in own.items()}
+        groups = ranks.by_data_group(ranks.gather_plain(plain))
+        return merged(_first_of_each(group) for group in groups)
+    if not own:
+        return {}
+    # All have logged the same names: numbers will do, as bytes, since some devices have no float64.
+    numbers = torch.tensor([[s.number, s.weight] for s in own.values()], dtype=torch.float64)
+    gathered = ranks.all_gather(numbers.view(torch.uint8)).cpu().view(torch.float64)
+    of_groups = gathered[[group[0] for group in ranks.data_groups]]
+    weights = of_groups[..., 1].sum(0).tolist()
+    return {
+        name: summary._replace(
+            number=REDUCTIONS[summary.reduce_fx](of_groups[:, i, 0], 0).item(), weight=weights[i]
+        )
+        for i, (name, summary) in enumerate(own.items())
+    }
+
+
+def _first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, Summary]:
+    """Return the summaries of ranks that share a part of the data, each of them once.
 
     Args:
         group: of each rank, its summaries as plain tuples.

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.errors import UserCodeError
-from stratagem.trainer.metrics import LatestValues, Metrics
+from stratagem.trainer.metrics import EpochValues, LatestValues, Metrics
 from stratagem.trainer.rows import Rows
 from stratagem.trainer.step import takes_batch_idx
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from torch import Tensor
 
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.loaders import EvaluationLoader
@@ -32,7 +30,7 @@ def evaluate(
     what: str,
     *,
     is_sanity_check: bool = False,
-) -> dict[str, Tensor]:
+) -> EpochValues:
     """Run validation or testing over all loaders; return the values of the epoch.
 
     Args:
@@ -53,19 +51,20 @@ def evaluate(
             hooks.call(f"on_{what}_epoch_start")
             for _ in _run_batches(run, prepared, loaders, what, metrics):
                 pass
+            metrics.reduce_epoch()
             hooks.call(f"on_{what}_epoch_end")
-        values, for_loggers = metrics.end_epoch()
+        epoch = metrics.end_epoch()
         if run.stage == "fit" and not is_sanity_check:
-            run.schedulers.step_after_validation(values)
+            run.schedulers.step_after_validation(epoch.values)
         # At the last optimizer step, as the values of a training epoch.
         last_step = max(0, run.progress.global_step - 1)
-        metrics.rows.write({"epoch": run.progress.epoch, **for_loggers}, last_step)
+        metrics.rows.write({"epoch": run.progress.epoch, **epoch.for_loggers}, last_step)
         hooks.call(f"on_{what}_end")
-    return values
+    return epoch
 
 
 def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
-    """Return this rank's predictions: a list of batches for each loader."""
+    """Return this rank's predictions: a list of batches for each loader; empty if none is kept."""
     hooks = run.hooks
     metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
@@ -73,7 +72,9 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     with _Evaluating(run, prepared):
         hooks.call("on_predict_epoch_start")
         for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
-            predictions[loader_idx].append(output)
+            if run.job.keeps_predictions:
+                predictions[loader_idx].append(output)
+            del output  # before the next one is computed
         hooks.call("on_predict_epoch_end")
     hooks.call("on_predict_end")
     return predictions
@@ -116,6 +117,7 @@ def _run_batches(
                 metrics.end_step(run.evaluated_batches)
             run.evaluated_batches += 1
             yield loader_idx, output
+            del output  # before the next one is computed
         if batch_idx == -1 and limit != 0:
             raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
     metrics.begin_loader(None)

@@ -10,6 +10,7 @@ from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from stratagem.interfaces.ranks import Ranks
     from stratagem.module import Module
 
 Stage = Literal["fit", "validate", "test", "predict"]
@@ -27,6 +28,7 @@ class Job:
         datamodule: its data; None: `loaders`, or the Module's own.
         loaders: for training, or for the stage's evaluation; as the user passed them.
         val_loaders: for validation in a fit.
+        keeps_predictions: whether what `predict_step` returns is kept until the end.
         ckpt_path: checkpoint to resume from, or whose weights to evaluate: a path, "last" or
             "best".
     """
@@ -37,6 +39,7 @@ class Job:
     loaders: Any = None
     val_loaders: Any = None
     ckpt_path: str | Path | None = None
+    keeps_predictions: bool = True
 
     @classmethod
     def of(
@@ -60,3 +63,14 @@ class Job:
                 "both data loaders and a datamodule were passed; pass one of them"
             )
         return cls(stage, model, datamodule, loaders, val_loaders, ckpt_path)
+
+    def prepare_data(self, ranks: Ranks) -> None:
+        """Let rank 0 of each node download, for the DataModule and the model, while others wait."""
+        own = [self.model] if self.model.defines("prepare_data") else []
+        sources = [source for source in (self.datamodule, *own) if source is not None]
+        if not sources:
+            return
+        if ranks.local_rank == 0:
+            for source in sources:
+                source.prepare_data()
+        ranks.barrier("prepare_data")

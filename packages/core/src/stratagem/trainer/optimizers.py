@@ -82,12 +82,17 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
 
 
 def count_steps(optimizer: Any, progress: Progress) -> None:
-    """Count the steps that user code takes itself."""
-    step = optimizer.step
+    """Count the steps that user code takes itself, but for those that loss scaling leaves out.
+
+    Args:
+        optimizer: a `LiteOptimizer`.
+        progress: counts them.
+    """
+    step, precision = optimizer.step, optimizer.strategy.precision
 
     def count(closure: Any = None) -> Any:
         result = step(closure)
-        progress.global_step += 1
+        progress.global_step += not precision.step_was_skipped
         return result
 
     optimizer.step = count

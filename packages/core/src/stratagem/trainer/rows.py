@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ from stratagem.loggers.logger import Logger
 
 _MOST = 256
 _SECONDS = 2.0
-"""Rows are handed to the loggers when there are so many, or when this time has gone by."""
+"""Rows leave for the loggers when there are so many, or when this time has gone by."""
 
 
 class Rows:
     """Keeps rows of values and hands them to the loggers, many at a time.
 
-    Tensors in them are read only then, all at once, so that no step waits for a device.
+    Tensors in them are read only then, all at once. From a device they are copied beside what it
+    computes, and handed over when the next ones leave: no step waits for a device.
 
     Args:
         loggers: receive the rows; none on ranks other than 0.
@@ -27,7 +28,9 @@ class Rows:
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = loggers
-        self._rows: list[tuple[int, dict[str, Any]]] = []
+        self._rows: list[_Row] = []
+        self._copied: _Copied | None = None
+        """Rows whose values are on their way from a device."""
         self._due = monotonic() + _SECONDS
 
     def add(self, row: dict[str, Any], step: int) -> None:
@@ -36,7 +39,7 @@ class Rows:
             return
         self._rows.append((step, row))
         if len(self._rows) >= _MOST or monotonic() >= self._due:
-            self.flush()
+            self._send()
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
         """Hand a row to the loggers at once, after those that are kept."""
@@ -45,19 +48,54 @@ class Rows:
             self.flush()
 
     def flush(self) -> None:
-        """Hand the rows to the loggers."""
+        """Hand the rows to the loggers; waits for what is still being computed."""
+        self._send()
+        self._hand_over()
+
+    def _send(self) -> None:
+        """Let the values of the rows leave the device, and hand over those that left before."""
         self._due = monotonic() + _SECONDS
+        self._hand_over()
         rows, self._rows = self._rows, []
         if rows:
-            _read_tensors([row for _, row in rows])
-            for logger in self._loggers:
-                logger.log_rows(rows)
+            self._copied = _copy(rows)
+            if self._copied.event is None:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        copied, self._copied = self._copied, None
+        if copied is None:
+            return
+        if copied.event is not None and not copied.event.query():
+            copied.event.synchronize()
+        if copied.values is not None:
+            for (row, name), number in zip(copied.places, copied.values.tolist(), strict=True):
+                row[name] = number
+        for logger in self._loggers:
+            logger.log_rows(copied.rows)
 
 
-def _read_tensors(rows: list[dict[str, Any]]) -> None:
-    """Put numbers in the place of tensors, reading the device once for all of them."""
-    places = [(row, name) for row in rows for name in row if row[name].__class__ is Tensor]
-    if places:
-        numbers = torch.stack([row[name].reshape(()).double() for row, name in places]).tolist()
-        for (row, name), number in zip(places, numbers, strict=True):
-            row[name] = number
+_Row = tuple[int, dict[str, Any]]
+
+
+class _Copied(NamedTuple):
+    """Rows, and the values of the tensors in them, in host memory once `event` is over."""
+
+    rows: list[_Row]
+    places: list[tuple[dict[str, Any], str]]
+    values: Tensor | None
+    event: torch.Event | None
+
+
+def _copy(rows: list[_Row]) -> _Copied:
+    """Begin to copy the tensors in rows to the host, all in one."""
+    places = [(row, name) for _, row in rows for name in row if row[name].__class__ is Tensor]
+    if not places:
+        return _Copied(rows, places, None, None)
+    values = torch.stack([row[name].reshape(()).double() for row, name in places])
+    if values.device.type == "cpu":
+        return _Copied(rows, places, values, None)
+    on_host = values.to("cpu", non_blocking=True)  # into pinned memory
+    event = torch.Event(values.device)
+    event.record(torch.accelerator.current_stream(values.device))
+    return _Copied(rows, places, on_host, event)

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from stratagem.trainer.run import Run
 
 
+_NO_END_OF_EPOCH = (
+    "on_train_batch_start returned -1, which does not end the epoch here: pass "
+    "limit_train_batches=..., or set trainer.should_stop = True to end training after this step"
+)
+
+
 class Step(TrainStep):
     """One optimizer step of a Module: what happens in each micro-batch, and who is called.
 
@@ -54,7 +60,7 @@ class Step(TrainStep):
         self._detect = run.trainer.detect_anomaly
         self._stepped = False
         self._skipped: bool | None = None
-        """Whether no loss of this step was there; None: none was asked for yet."""
+        """Whether this step is left out, for want of a loss or by loss scaling; None: not known."""
         self._outputs: Any = None
         self._check = StrategyCheck(strategy, prepared, run.trainer.step_options.clip)
         self._is_watched = self._check.is_due and module.automatic_optimization
@@ -143,7 +149,8 @@ class Step(TrainStep):
             self._logged.counts = self._weight != 0.0
         self._batch = self._logged.batch = batch
         for hook in self._on_batch_start:
-            hook(batch, self.batch_idx)
+            if hook(batch, self.batch_idx) == -1:
+                raise UserCodeError(_NO_END_OF_EPOCH)
         return batch
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
@@ -220,6 +227,13 @@ class Step(TrainStep):
         self._stepped = True
         if self._schedulers.configs:
             self._schedulers.step("step", self._progress.global_step)
+        for hook in self._on_before_zero_grad:
+            hook(optimizer)
+
+    def optimizer_step_was_skipped(self, optimizer: Optimizer) -> None:
+        """Count the batches, but no step, and call the hooks."""
+        self._count_batches()
+        self._skipped = True
         for hook in self._on_before_zero_grad:
             hook(optimizer)
 

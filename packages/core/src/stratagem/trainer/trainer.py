@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -25,15 +26,15 @@ from stratagem.loggers import Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths
-from stratagem.trainer import elsewhere
-from stratagem.trainer.checks import check_divergence_detection, check_module
+from stratagem.trainer import elsewhere, folders
+from stratagem.trainer.checks import check_divergence_detection, check_module, check_not_running
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
 from stratagem.trainer.metrics import LatestValues
 from stratagem.trainer.optimizers import SchedulerConfig
 from stratagem.trainer.options import OptionAttributes, TrainerOptions
 from stratagem.trainer.progress import Progress, RunState
-from stratagem.trainer.results import by_loader, print_values
+from stratagem.trainer.results import print_values
 from stratagem.trainer.run import Run
 
 
@@ -297,11 +298,11 @@ class Trainer(Ranked, OptionAttributes):
                 has saved goes before.
 
         Raises:
+            ConfigurationError: this Trainer is running already.
             UserCodeError: the model or a loader does not keep its contract.
             CheckpointError: the checkpoint cannot be used.
             RankFailedError: another rank failed.
         """
-        check_module(model, "fit", makes_optimizers=self.strategy.makes_optimizers)
         self._execute(
             Job.of("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
         )
@@ -356,8 +357,7 @@ class Trainer(Ranked, OptionAttributes):
             A list of batches, or a list of those for several loaders; None if they are dropped.
         """
         job = Job.of("predict", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
-        check_module(job.model, job.stage)
-        predictions = self._execute(job)
+        predictions = self._execute(replace(job, keeps_predictions=return_predictions))
         if not return_predictions:
             return None
         return predictions[0] if len(predictions) == 1 else predictions
@@ -372,16 +372,18 @@ class Trainer(Ranked, OptionAttributes):
         return model
 
     def _evaluate(self, job: Job, verbose: bool) -> list[dict[str, float]]:
-        check_module(job.model, job.stage)
-        values, count = self._execute(job)
+        values, of_loaders = self._execute(job)
         if verbose and self.is_global_zero:
             print_values(job.stage, values)
-        return by_loader(values, count)
+        return list(of_loaders)
 
     def _execute(self, job: Job) -> Any:
         """Launch, and run on every rank."""
+        check_not_running(self.state, job.stage)
+        check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
         self.state = RunState(job.stage, "running")
         try:
+            folders.check_before_launch(self, self._launched, job.stage)
             if self.plan.runs_elsewhere and not self._launched.is_launched:
                 result = self._execute_elsewhere(job)
             else:

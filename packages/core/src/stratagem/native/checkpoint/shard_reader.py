@@ -2,7 +2,8 @@
 
 The directory is one that `ShardWriter` or `dcp.save` has written. DCP finds which saved chunks a
 wanted one is made of; its reader is not used, since it executes what the layout file asks for.
-Here the layout is read by an unpickler that makes nothing but descriptions of tensors (`layout`).
+Here the layout is read by an unpickler that makes nothing but descriptions of tensors, in
+`layout_reader`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from stratagem.checkpoint.directory import open_member, size_of_member
 from stratagem.errors import CheckpointCorruptError
 from stratagem.native.checkpoint.archive_io import MappedFile
-from stratagem.native.checkpoint.layout import check_places, read_layout
+from stratagem.native.checkpoint.layout_reader import check_places, read_layout
 from stratagem.native.checkpoint.unpickler import Refused
 from stratagem.state.shards import LazyTensor, Shards
+from stratagem.storage.paths import is_name
 
 
 class ShardReader:
@@ -127,7 +129,7 @@ class ShardReader:
         try:
             for index, info in self._metadata.storage_data.items():
                 file = info.relative_path
-                if "/" in file or "\0" in file or file in ("", ".", ".."):
+                if not is_name(file):
                     raise Refused(f"{index.fqn!r} lies in {file!r}, out of the directory")
                 if file not in sizes:
                     sizes[file] = size_of_member(self.folder, file)

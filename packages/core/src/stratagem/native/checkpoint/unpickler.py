@@ -145,6 +145,9 @@ class PlainUnpickler:
     def _pass_protocol(self) -> None:
         self._take(1)
 
+    def _pop(self) -> None:
+        self._stack.pop()
+
     def _mark(self) -> None:
         self._marks.append(self._stack)
         self._stack = []
@@ -278,6 +281,7 @@ _OPERATIONS: dict[int, _Operation] = {
         pickle.PROTO: PlainUnpickler._pass_protocol,
         pickle.FRAME: PlainUnpickler._pass_frame,
         pickle.MARK: PlainUnpickler._mark,
+        pickle.POP: PlainUnpickler._pop,
         pickle.NONE: _constant(None),
         pickle.NEWTRUE: _constant(True),
         pickle.NEWFALSE: _constant(False),

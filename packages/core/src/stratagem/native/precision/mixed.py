@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,7 +25,7 @@ class MixedPrecision(Precision):
 
     Raises:
         ConfigurationError: the name is another one; or, from `bind`, the accelerator cannot
-            autocast to bfloat16.
+            autocast to `dtype`.
 
     Example:
         >>> import torch
@@ -35,6 +35,9 @@ class MixedPrecision(Precision):
         torch.bfloat16
     """
 
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    """What operations are autocast to."""
+
     def __init__(self, name: str = "bf16-mixed") -> None:
         if name != "bf16-mixed":
             raise ConfigurationError(
@@ -42,15 +45,19 @@ class MixedPrecision(Precision):
                 "scaling on a GPU and is provided by stratagem-backend-cuda"
             )
         self.name = name
-        self._autocast: AbstractContextManager[Any] = torch.autocast("cpu", dtype=torch.bfloat16)
+        self._autocast: AbstractContextManager[Any] = torch.autocast("cpu", dtype=self.dtype)
 
     def bind(self, accelerator: Accelerator) -> None:
-        autocast = accelerator.autocast(torch.bfloat16)
+        autocast = accelerator.autocast(self.dtype)
         if autocast is None:
+            dtype, parameters = (
+                str(self.dtype).partition(".")[2],
+                self.name.replace("mixed", "true"),
+            )
             raise ConfigurationError(
                 f"precision={self.name!r}: the accelerator {accelerator.name!r} cannot autocast to "
-                "bfloat16, so the model would compute in float32: pass precision='32-true', or "
-                "'bf16-true' to keep parameters in bfloat16 too"
+                f"{dtype}, so the model would compute in float32: pass precision='32-true', or "
+                f"{parameters!r} to keep parameters in {dtype} too"
             )
         self._autocast = autocast
 

@@ -1,0 +1,105 @@
+"""Float16Mixed: float16 in the forward pass, with losses scaled so that no gradient vanishes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
+from stratagem.precision import MixedPrecision
+
+
+class Float16Mixed(MixedPrecision):
+    """Parameters stay in float32; autocast runs operations in float16 where that is safe.
+
+    float16 has no room below 6e-8, where gradients often lie, so the loss is multiplied by a scale
+    that `torch.amp.GradScaler` looks for: a step whose gradients overflow is left out and halves
+    it, and after `growth_interval` steps without one it is doubled (Micikevicius et al., 2018,
+    "Mixed Precision Training", section 3.2). A step that is left out is not counted and steps no
+    scheduler. The scale is part of a checkpoint.
+
+    Each step waits for the device once, to hear whether gradients overflowed; 'bf16-mixed' does
+    not, and is the better choice on a GPU that computes in bfloat16.
+
+    Args:
+        name: "16-mixed".
+        init_scale: the first scale.
+        growth_interval: steps without an overflow after which it is doubled.
+
+    Raises:
+        ConfigurationError: the name is another one; or, from `bind`, the accelerator cannot
+            autocast to float16.
+
+    Example:
+        >>> import torch
+        >>> from stratagem_cuda.precision import Float16Mixed
+        >>> Float16Mixed(growth_interval=100).name
+        '16-mixed'
+    """
+
+    dtype = torch.float16
+    scales_loss = True
+
+    def __init__(
+        self, name: str = "16-mixed", *, init_scale: float = 2.0**16, growth_interval: int = 2000
+    ) -> None:
+        if name != "16-mixed":
+            raise ConfigurationError(f"Float16Mixed(name={name!r}): expected '16-mixed'")
+        super().__init__()
+        self.name = name
+        self._device_type = "cuda"
+        self._options = {"init_scale": init_scale, "growth_interval": growth_interval}
+        self._watched: WeakSet[Optimizer] = WeakSet()
+        self._stepped = False
+
+    def bind(self, accelerator: Accelerator) -> None:
+        super().bind(accelerator)
+        self._device_type = accelerator.device(0).type
+
+    @cached_property
+    def _scaler(self) -> torch.amp.GradScaler:
+        # Made on the rank: whether there is a GPU is asked of CUDA, and the launching process,
+        # which may be forked, must not have asked.
+        return torch.amp.GradScaler(self._device_type, **self._options)  # type: ignore[arg-type]
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return self._scaler.scale(loss)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self._scaler.unscale_(optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Step the optimizer if all gradients are finite, and adapt the scale."""
+        scaler = self._scaler
+        # Fused optimizers look for an overflow on the device, and always step on the host's side.
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            self.step_was_skipped = scaler.get_scale() < before
+            return
+        if optimizer not in self._watched:
+            optimizer.register_step_post_hook(self._note_step)
+            self._watched.add(optimizer)
+        self._stepped = False
+        scaler.step(optimizer)
+        scaler.update()
+        self.step_was_skipped = not self._stepped
+
+    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, and how many steps ago it changed."""
+        return dict(self._scaler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the scale; a checkpoint of a precision without one begins with a new scale."""
+        if state:
+            self._scaler.load_state_dict(state)

@@ -1,0 +1,217 @@
+"""Which GPUs there are, and why none: from stated facts, and from an NVML that is played."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from stratagem import Trainer
+from stratagem.discovery import Availability
+from stratagem.errors import ConfigurationError
+from stratagem_cuda import probe
+from stratagem_cuda.probe import GPU, Driver, TorchBuild, availability, visible_gpus
+
+H100 = "NVIDIA H100"
+GPUS = (GPU(0, "GPU-aa1", H100), GPU(1, "GPU-ab2", H100), GPU(2, "GPU-cc3", H100))
+MIG = (GPU(0, "MIG-1", "A100 (MIG)"), GPU(0, "MIG-2", "A100 (MIG)"))
+
+
+def found(
+    visible: str | None = None,
+    *,
+    build: TorchBuild | None = TorchBuild("2.13.0", "13.0"),  # noqa: B008 - frozen
+    driver: Driver | str | None = None,
+) -> Availability:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    answer = Driver("580.65", (13, 0), GPUS) if driver is None else driver
+    return availability(environ, lambda: build, lambda: answer)
+
+
+def test_all_gpus_are_there_by_default() -> None:
+    assert found() == Availability(3, f"3 GPU(s): {H100}")
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        ("1", [1]),
+        ("2,0", [2, 0]),
+        (" 2 , 0 ", [2, 0]),
+        ("GPU-cc3", [2]),
+        ("GPU-cc,1", [2, 1]),
+        ("GPU-a", []),  # the beginning of two
+        ("0,7,1", [0]),  # the first unknown one ends the list
+        ("0,0", [0]),
+        ("0,-1,1", [0]),
+        ("nonsense", []),
+    ],
+)
+def test_cuda_visible_devices_means_what_it_means_to_cuda(visible: str, indices: list[int]) -> None:
+    assert [gpu.index for gpu in visible_gpus(GPUS, visible)] == indices
+    assert found(visible).count == len(indices)
+
+
+def test_a_divided_gpu_is_one_instance() -> None:
+    assert visible_gpus(MIG, None) == [MIG[0]]
+    assert visible_gpus(MIG, "MIG-2") == [MIG[1]]
+
+
+@pytest.mark.parametrize("visible", ["", " ", "-1", "NoDevFiles"])
+def test_hidden_gpus_are_said(visible: str) -> None:
+    assert found(visible) == Availability(0, f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU")
+
+
+def test_every_reason_says_what_to_do() -> None:
+    assert found(build=None).reason == "torch is not installed"
+    assert "was built without CUDA: install a build" in found(build=TorchBuild("2", None)).reason
+    assert found(driver="there is no NVIDIA driver").reason == "there is no NVIDIA driver"
+    old = found(driver=Driver("535.54", (12, 2), GPUS)).reason
+    assert old == (
+        "the driver 535.54 serves CUDA up to 12.2, and torch 2.13.0 was built for 13.0: update the "
+        "driver, or install a build of torch for CUDA 12"
+    )
+    assert found("9").reason.startswith("CUDA_VISIBLE_DEVICES='9' names no GPU that is here: 0 (")
+    assert found(driver=Driver("580", (13, 0), ())).reason == "the driver 580 lists no GPU"
+    # A driver of the same major version serves newer minor ones.
+    assert found(build=TorchBuild("2.13.0", "13.2")).count == 3
+
+
+def test_a_gpu_that_others_hold_is_said_and_not_counted_where_it_is_the_only_one() -> None:
+    held = GPU(0, "GPU-aa1", H100, "is in exclusive use by the process 7")
+    assert found(driver=Driver("580", (13, 0), (held,))) == Availability(
+        0, f"GPU 0 ({H100}) is in exclusive use by the process 7"
+    )
+    both = found(driver=Driver("580", (13, 0), (held, GPUS[1])))
+    # Its index stays taken: torch counts it as well.
+    assert both.count == 2
+    assert both.reason.endswith("; device 0 is in exclusive use by the process 7")
+
+
+# -- NVML, whose answers are played
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let NVML answer with two GPUs; arguments take the place of its functions."""
+
+    def unsupported(*_: Any) -> Any:
+        raise pynvml.NVMLError_NotSupported
+
+    def play(**functions: Any) -> None:
+        answers: dict[str, Any] = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetCudaDriverVersion_v2": lambda: 12_040,
+            "nvmlSystemGetDriverVersion": lambda: "550.90",
+            "nvmlDeviceGetCount": lambda: 2,
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetName": lambda handle: H100,
+            "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
+            "nvmlDeviceGetMigMode": unsupported,
+            "nvmlDeviceGetComputeMode": lambda handle: pynvml.NVML_COMPUTEMODE_DEFAULT,
+            **functions,
+        }
+        for name, function in answers.items():
+            monkeypatch.setattr(pynvml, name, function)
+
+    return play
+
+
+def test_the_driver_lists_its_gpus(nvml: Callable[..., None]) -> None:
+    nvml()
+    gpus = (GPU(0, "GPU-0", H100), GPU(1, "GPU-1", H100))
+    assert probe.driver() == Driver("550.90", (12, 4), gpus)
+
+
+def test_the_instances_of_a_divided_gpu_stand_in_its_place(nvml: Callable[..., None]) -> None:
+    def instance(handle: int, number: int) -> str:
+        if number == 1:
+            raise pynvml.NVMLError_NotFound
+        return f"{handle}/{number}"
+
+    nvml(
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetMigMode=lambda handle: (pynvml.NVML_DEVICE_MIG_ENABLE, 0),
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: 3,
+        nvmlDeviceGetMigDeviceHandleByIndex=instance,
+        nvmlDeviceGetUUID=lambda handle: f"MIG-{handle}" if "/" in str(handle) else "GPU-0",
+    )
+    answer = probe.driver()
+    assert isinstance(answer, Driver)
+    assert [gpu.uuid for gpu in answer.gpus] == ["MIG-0/0", "MIG-0/2"]
+
+
+def test_compute_modes_that_keep_us_out_are_problems(nvml: Callable[..., None]) -> None:
+    modes = [pynvml.NVML_COMPUTEMODE_PROHIBITED, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS]
+    running = [SimpleNamespace(pid=4711), SimpleNamespace(pid=os.getpid())]
+    nvml(
+        nvmlDeviceGetComputeMode=lambda handle: modes[handle],
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: running,
+    )
+    answer = probe.driver()
+    assert isinstance(answer, Driver)
+    assert answer.gpus[0].problem.startswith("lets no process compute")
+    assert answer.gpus[1].problem.startswith("is in exclusive use by the process 4711 (")
+
+
+def test_a_driver_that_is_missing_or_broken_is_said(nvml: Callable[..., None]) -> None:
+    def missing() -> None:
+        raise pynvml.NVMLError_LibraryNotFound
+
+    def broken() -> None:
+        raise pynvml.NVMLError_DriverNotLoaded
+
+    nvml(nvmlInit=missing)
+    assert "there is no NVIDIA driver" in str(probe.driver())
+    nvml(nvmlInit=broken)
+    assert str(probe.driver()).startswith("the NVIDIA driver does not answer: Driver Not Loaded")
+
+
+def test_one_gpu_that_cannot_be_opened_hides_no_other(nvml: Callable[..., None]) -> None:
+    def handle(index: int) -> int:
+        if index == 0:
+            raise pynvml.NVMLError_GpuIsLost
+        return index
+
+    nvml(nvmlDeviceGetHandleByIndex=handle)
+    answer = probe.driver()
+    assert isinstance(answer, Driver)
+    assert answer.gpus[0].problem.startswith("cannot be used: ")
+    assert not answer.gpus[1].problem
+
+
+# -- this machine
+
+
+def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
+    code = (
+        "import sys; from stratagem_cuda.probe import cuda_availability, torch_build\n"
+        "cuda_availability(); print(torch_build()); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    import torch
+
+    assert done.stdout.strip() == str(TorchBuild(str(torch.__version__), torch.version.cuda))
+
+
+def test_a_torch_that_is_nowhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert probe.torch_build() is None
+
+
+@pytest.mark.skipif(
+    probe.cuda_availability().count > 0, reason="there is a GPU; `nox -s tests` needs none"
+)
+def test_a_trainer_that_asks_for_a_gpu_is_told_why_there_is_none() -> None:
+    with pytest.raises(ConfigurationError, match="accelerator='cuda' is not available on this"):
+        Trainer(accelerator="gpu", devices=2, enable_checkpointing=False)
+    # And one that leaves it open takes what there is.
+    chosen = Trainer(accelerator="auto", devices=1, enable_checkpointing=False)
+    assert chosen.plan.accelerator.name == "cpu"
