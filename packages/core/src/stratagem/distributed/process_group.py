@@ -223,8 +223,11 @@ def join_process_group(
             world_size=ranks.world_size,
             timeout=limit,
         )
+    statuses = _watch_status(store, ranks, timeout)
+    if ranks.world_size > 1:
+        statuses.exchange.mark_joined()
     # Threads of a live process group can abort the interpreter's shutdown.
-    at_end_of_rank(partial(leave_process_group, _watch_status(store, ranks, timeout)))
+    at_end_of_rank(partial(leave_process_group, statuses))
 
 
 def _join_store(
