@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,9 @@ class ProcessGroupRanks(Ranks):
         >>> ranks.data_shard, ranks.data_groups
         ((0, 2), ((0, 1), (2, 3)))
     """
+
+    size_dtype: ClassVar[torch.dtype] = torch.int64
+    """Of the sizes of plain data, in bytes, that ranks tell each other on their devices."""
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class ProcessGroupRanks(Ranks):
         """Return rank `src`'s data; see `Ranks.broadcast`."""
         device = self._device()
         encoded = plain_data.encode(data) if self.global_rank == src else torch.empty(0)
-        size = torch.tensor(encoded.numel(), device=device)
+        size = torch.tensor(encoded.numel(), dtype=self.size_dtype, device=device)
         dist.broadcast(size, src)
         if self.global_rank == src:
             message = encoded.to(device)
@@ -110,7 +113,7 @@ class ProcessGroupRanks(Ranks):
         """Return every rank's plain data; see `Ranks.gather_plain`."""
         device = self._device()
         encoded = plain_data.encode(data).to(device)
-        sizes = self.all_gather(torch.tensor(encoded.numel()))
+        sizes = self.all_gather(torch.tensor(encoded.numel(), dtype=self.size_dtype))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
         padded[: encoded.numel()] = encoded
         rows = self.all_gather(padded)

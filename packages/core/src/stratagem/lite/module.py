@@ -40,12 +40,14 @@ class LiteModule(nn.Module):
         self.__dict__["_context"] = precision.forward_context()
         self.__dict__["_convert_input"] = precision.input_converter()
         self.__dict__["_convert_output"] = precision.output_converter()
-        # Nothing wraps or hooks the model and nothing is converted: it is called as it is.
+        # Nothing wraps or hooks the model, to train it or to evaluate it, and nothing is converted:
+        # it is called as it is.
         self.__dict__["_is_wrapped"] = prepared.module is not prepared.original or bool(
             prepared.module._forward_pre_hooks
         )
         self.__dict__["_is_direct"] = (
             not self._is_wrapped
+            and prepared.evaluation_module is prepared.original
             and self._context is None
             and self._convert_input is None
             and self._convert_output is None

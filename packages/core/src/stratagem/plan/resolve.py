@@ -35,6 +35,7 @@ from stratagem.plan.selection import (
     either,
     preset_of,
     takes,
+    uses,
 )
 
 
@@ -134,7 +135,7 @@ def _auto_strategy(
             candidate.spec.name
             for candidate in question.registry.candidates("strategy")
             if isinstance(candidate.spec, StrategySpec)
-            and takes(candidate.spec.capabilities.accelerators, accelerator)
+            and uses(candidate.spec.capabilities, accelerator)
             and (candidate.spec.capabilities.many_devices or not several)
         )
     )
@@ -179,11 +180,18 @@ def _check_strategy(
     devices: tuple[int, ...],
     num_nodes: int,
 ) -> None:
-    if not takes(capabilities.accelerators, accelerator):
+    if not uses(capabilities, accelerator):
         raise ConfigurationError(
             f"the strategy {strategy.name!r} runs on "
-            f"{either(capabilities.accelerators)}, received accelerator={accelerator.name!r}: "
-            "change one of the two"
+            f"{either(capabilities.accelerators) or 'devices that need no strategy of their own'}, "
+            f"received accelerator={accelerator.name!r}: "
+            f"{_strategies_of(question, accelerator) or 'change one of the two'}"
+        )
+    steps = question.request.step_options
+    if not capabilities.gradient_clipping and steps is not None and steps.clip is not None:
+        raise ConfigurationError(
+            f"the strategy {strategy.name!r} cannot clip gradients, received gradient_clip_val="
+            f"{steps.clip.value}: leave it out, or use another strategy"
         )
     if len(devices) > 1 and not capabilities.many_devices:
         raise ConfigurationError(
@@ -196,6 +204,18 @@ def _check_strategy(
             f"the strategy {strategy.name!r} runs on one node, received num_nodes={num_nodes}: "
             "pass num_nodes=1, or a strategy for several nodes such as 'ddp'"
         )
+
+
+def _strategies_of(question: Question, accelerator: Selection) -> str:
+    """Return advice that names the strategies made for an accelerator; "": there are none."""
+    names = tuple(
+        candidate.spec.name
+        for candidate in question.registry.candidates("strategy")
+        if isinstance(candidate.spec, StrategySpec)
+        and candidate.spec.capabilities.accelerators is not None
+        and takes(candidate.spec.capabilities.accelerators, accelerator)
+    )
+    return f"pass strategy={either(names)}, or another accelerator" if names else ""
 
 
 def _check_world(
