@@ -274,11 +274,6 @@ class Lite(Launched, Observed):
                 f"the strategy {self.plan.strategy.name!r} clips gradients itself: configure it "
                 "there in place of calling clip_gradients()"
             )
-        if not self.plan.capabilities.gradient_clipping:
-            raise ConfigurationError(
-                f"the strategy {self.plan.strategy.name!r} cannot clip gradients: leave "
-                "clip_gradients() out, or use another strategy"
-            )
         inner = optimizer.optimizer if isinstance(optimizer, LiteOptimizer) else optimizer
         precision = self.strategy.precision
         if precision.scales_loss:
