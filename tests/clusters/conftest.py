@@ -175,6 +175,13 @@ class Hosts:
             *command,
         ]
 
+    def add_interface(self, number: int, address: str) -> None:
+        """Give a host another interface, which leads nowhere."""
+        space = f"sgnode{number}"
+        run("ip", "-n", space, *["link", "add", "eth1", "type", "veth", "peer", "name", "eth1peer"])
+        run("ip", "-n", space, "addr", "add", address, "dev", "eth1")
+        run("ip", "-n", space, "link", "set", "eth1", "up")
+
     def link(self, number: int, *, up: bool) -> None:
         """Connect a host's cable, or pull it."""
         run("ip", "link", "set", f"sgveth{number}", "up" if up else "down")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.cluster
+
+LISTENING = Path(__file__).parents[2] / "packages/core/tests/scripts/listening.py"
 
 Train = Callable[..., list[str]]
 Results = Callable[..., list[dict[str, Any]]]
@@ -45,6 +48,49 @@ def test_hosts_that_map_their_own_name_to_loopback_find_one_another(
         program.wait()
     assert [each["host"] for each in results()] == ["node1", "node2"]
     assert results()[0]["weights"] == results()[1]["weights"]
+
+
+@pytest.mark.parametrize("debians", [True, False])
+def test_ranks_listen_on_the_interface_that_leads_to_the_other_host_and_on_no_other(
+    debians: bool, hosts: Any, on_both: OnBoth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host has another one, eth1."""
+    if debians:
+        hosts.hosts_file(lambda number: {"127.0.1.1": f"node{number}"})
+    for number in (1, 2):
+        hosts.add_interface(number, f"10.79.0.{number}/24")
+    monkeypatch.setenv("LISTENING_MARK", "two hosts")
+    monkeypatch.setenv("NUM_NODES", "2")
+    loopback, eth0 = "0100007F", ("01004E0A", "02004E0A")  # as /proc/net/tcp has them
+    for number, program in enumerate(on_both(str(LISTENING), "ddp")):
+        text = program.wait()
+        (line,) = (line for line in text.splitlines() if line.startswith("LISTENING"))
+        assert set(line.split()[1:-2]) <= {*eth0, loopback}, text
+        assert eth0[number] in line
+
+
+def test_ranks_of_one_host_listen_on_loopback_only(
+    hosts: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the address of the host's name, on which gloo would listen."""
+    monkeypatch.setenv("LISTENING_MARK", "one host")
+    by_srun = {
+        "SLURM_JOB_ID": "31",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "node1",
+        "SLURM_NODEID": "0",
+    }
+    ranks = [
+        start(
+            *hosts.command(1, sys.executable, str(LISTENING), "ddp"),
+            env={**by_srun, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert "LISTENING 0100007F of 2" in ranks[0].wait()
+    ranks[1].wait()
 
 
 def test_when_the_link_is_cut_every_rank_ends_and_names_the_one_that_is_missing(

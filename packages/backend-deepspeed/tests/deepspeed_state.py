@@ -19,6 +19,7 @@ from torch.nn.functional import dropout, mse_loss
 from torch.utils.data import DataLoader
 
 from stratagem import Lite, Module, seed_everything
+from stratagem.errors import CheckpointMismatchError
 from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 SAVED_AT, STEPS = 10, 20
@@ -164,18 +165,35 @@ def nadam(module: Net) -> torch.optim.Optimizer:
     return torch.optim.NAdam(groups, lr=0.01)
 
 
+def one_group(module: Net) -> torch.optim.Optimizer:
+    """The first of the two groups, without the other's parameters."""
+    first, second = nadam(module).param_groups
+    for parameter in second["params"]:
+        parameter.requires_grad_(False)
+    return torch.optim.NAdam([first])
+
+
 def groups_that_count_apart(ranks: int, stage: int, folder: Path) -> dict[str, Any]:
     """Resume an optimizer that keeps a number for each group."""
     path = folder / f"groups {stage}"
 
-    def run(steps: int, ckpt_path: Path | None = None) -> Any:
-        module = Net(optimizer=nadam)
+    def run(steps: int, ckpt_path: Path | None = None, optimizer: Any = nadam) -> Any:
+        module = Net(optimizer=optimizer)
         runs = trainer(zero(stage=stage)(), ranks, max_steps=steps)
         runs.fit(module, loader(ranks), ckpt_path=ckpt_path)
         return runs, module.losses
 
     run(SAVED_AT)[0].save_checkpoint(path)
-    return {"whole": run(STEPS)[1][SAVED_AT:], "resumed": run(STEPS, path)[1]}
+    refused = ""
+    try:
+        run(STEPS, path, one_group)
+    except CheckpointMismatchError as error:
+        refused = str(error)
+    return {
+        "whole": run(STEPS)[1][SAVED_AT:],
+        "resumed": run(STEPS, path)[1],
+        "with one group": refused,
+    }
 
 
 def lite_losses(ranks: int, path: Path) -> dict[str, Any]:

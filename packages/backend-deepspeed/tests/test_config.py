@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +22,8 @@ from torch import nn
 from stratagem import Lite, Trainer
 from stratagem.errors import ConfigurationError
 from stratagem_deepspeed import library, ops
-from stratagem_deepspeed.config import Facts, engine_config, read_config
+from stratagem_deepspeed.config import Facts, engine_config
+from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.known_keys import KNOWN_KEYS
 from stratagem_deepspeed.optimizers import check_elementwise, only_one
 from stratagem_deepspeed.options import Options, documentation
@@ -35,6 +38,48 @@ def made(options: dict[str, Any] | None = None, user: Any = None, **facts: Any) 
 
 def trainer(strategy: Any, **options: Any) -> Trainer:
     return Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, **options)
+
+
+def endless() -> dict[str, Any]:
+    """A config that holds itself."""
+    config: dict[str, Any] = {}
+    config["optimizer"] = {"params": config}
+    return config
+
+
+FILES = {
+    '{"gradient_clipping": 1.0, "gradient_clipping": 2.0}': "has the key 'gradient_clipping' twice",
+    '{"zero_optimization": {"stage": 1, "stage": 3}}': "has the key 'stage' twice in one section",
+    '{"gradient_clipping": NaN}': "config: gradient_clipping=nan: expected a finite number",
+    '{"gradient_clipping": 1e999}': "config: gradient_clipping=inf: expected a finite number",
+    '{"fp16": {"loss_scale": -Infinity}}': "config: fp16.loss_scale=-inf: expected a finite number",
+    '{"a":' * 20_000: "is nested more than 32 levels deep",
+    '{"a":' * 40 + "1" + "}" * 40: "is nested more than 32 levels deep (below 'a.a.a')",
+    "\x00": "is not JSON",
+    "1" * 5000: "is not JSON",
+    " " * (16 << 20) + "{}": "cannot be read (it is larger than 16 MB)",
+}
+
+
+@pytest.mark.parametrize("text", FILES, ids=[expected[:40] for expected in FILES.values()])
+def test_a_file_that_json_or_deepspeed_would_take_wrongly_is_refused(
+    text: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        DeepSpeedStrategy(config=file)
+    assert FILES[text] in str(caught.value)
+
+
+def test_a_config_file_is_a_regular_file_in_utf_8(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigurationError) as caught:
+            DeepSpeedStrategy(config=path)
+        assert f"config={str(path)!r} cannot be read (it is no regular file)" in str(caught.value)
+    (tmp_path / "config.json").write_bytes(b'{"wandb": {"team": "M\xc3\xbcnchen"}}')
+    assert read_config(tmp_path / "config.json")["wandb"] == {"team": "München"}
 
 
 # ---------------------------------------------------------------- what an engine is told
@@ -231,6 +276,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "is not JSON",
     ),
     "no dict": (lambda: DeepSpeedStrategy(config=cast(Any, [1])), "config holds a list"),
+    "a number that is none": (
+        lambda: DeepSpeedStrategy(config={"gradient_clipping": float("nan")}),
+        "config: gradient_clipping=nan: expected a finite number",
+    ),
+    "an infinite number in a list": (
+        lambda: DeepSpeedStrategy(config={"optimizer": {"params": {"betas": [0.9, -math.inf]}}}),
+        "config: optimizer.params.betas.1=-inf: expected a finite number",
+    ),
+    "an argument that is no number": (
+        lambda: DeepSpeedStrategy(loss_scale=float("nan")),
+        "loss_scale=nan: expected a finite number",
+    ),
+    "an infinite clip": (
+        lambda: trainer("deepspeed", gradient_clip_val=math.inf),
+        "gradient_clip_val=inf: expected a finite number",
+    ),
+    "a config without end": (
+        lambda: DeepSpeedStrategy(config=endless()),
+        "config is nested more than 32 levels deep (below 'optimizer.params.optimizer')",
+    ),
     "an unknown key": (
         lambda: DeepSpeedStrategy(config={"gradient_cliping": 1.0}),
         "'gradient_cliping' is not a key of DeepSpeed's config; did you mean 'gradient_clipping'?",

@@ -159,6 +159,13 @@ def test_numbers_that_differ_by_parameter_group_are_kept(stage: int, more: dict[
     assert found["resumed"] == found["whole"]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_with_fewer_groups_than_were_saved_is_refused(
+    stage: int, more: dict[str, Any]
+) -> None:
+    assert "has parameter groups that this one lacks: " in more[f"groups {stage}"]["with one group"]
+
+
 def test_a_bfloat16_checkpoint_becomes_one_file_of_float32_weights(
     more: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:

@@ -443,6 +443,15 @@ TIME = "expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or seconds
         ({"max_time": "1 hour"}, f"max_time='1 hour': {TIME}"),
         ({"max_time": "00:01:00"}, f"max_time='00:01:00': {TIME}"),
         ({"max_time": -1}, f"max_time=-1: {TIME}"),
+        ({"max_time": float("nan")}, f"max_time=nan: {TIME}"),
+        ({"max_time": {"hour": 1}}, f"max_time={{'hour': 1}}: {TIME}"),
+        ({"max_time": "9999999999:00:00:00"}, f"max_time='9999999999:00:00:00': {TIME}"),
+        (
+            {"gradient_clip_val": float("nan")},
+            "gradient_clip_val=nan: expected a number above 0, or None",
+        ),
+        ({"limit_train_batches": float("nan")}, f"limit_train_batches=nan: {BATCHES}"),
+        ({"val_check_interval": float("nan")}, f"val_check_interval=nan: {BATCHES}"),
         (
             {"deterministic": "error"},
             "deterministic='error': expected True, False or 'warn'",

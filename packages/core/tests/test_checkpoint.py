@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
@@ -620,7 +621,15 @@ def test_the_best_are_kept(
 ) -> None:
     saver = ModelCheckpoint(tmp_path, monitor="score", mode=mode, save_top_k=top)
     trainer = trainer_in(tmp_path, max_epochs=4, limit_train_batches=1, callbacks=saver)
-    trainer.fit(Scored(scores), loader(), loader(4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Scored(scores), loader(), loader(4))
+    # Once, however often it comes about.
+    assert [str(warning.message) for warning in caught] == [
+        f"step {scores.index(NAN) + 1}: ModelCheckpoint(monitor='score'): the value is NaN. NaN is "
+        "the worst value in either mode: such a checkpoint takes the place of no better one"
+        for _ in range(NAN in scores)
+    ]
     assert kept(tmp_path) == epochs
     assert len(saver.best_k_models) == len(epochs)
     if best is None:
@@ -908,6 +917,50 @@ def test_other_optimizers_or_schedulers_are_refused(saved: Path, tmp_path: Path)
     )
 
 
+LEFT_OUT = (
+    "'{}': the checkpoint's optimizer has parameter groups that this one lacks: net.1.weight, "
+    "net.1.bias; net.3.weight, net.3.bias. Their state would be lost: use the groups that it was "
+    "saved with (requires_grad_(False) lets one stay and not train), or load the weights alone and "
+    "begin with a new optimizer"
+)
+
+
+class OfLayers(Net):
+    """Its optimizer has a group for each of some layers, and a scheduler."""
+
+    def __init__(self, *layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.net[at].parameters(), "lr": 0.1**at} for at in self.layers]
+        optimizer = Adam(groups)
+        return [optimizer], [StepLR(optimizer, 1)]
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp", "ddp_sharded", "fsdp"])
+def test_an_optimizer_with_fewer_groups_than_were_saved_is_refused(
+    strategy: str, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path)
+    options = {"strategy": strategy, "devices": 1, "callbacks": saver}
+    trainer_in(tmp_path, max_epochs=1, **options).fit(OfLayers(0, 1, 3), loader())
+    path = saver.best_model_path
+    for fewer in (OfLayers(0), OfLayers(3)):
+        with pytest.raises(CheckpointMismatchError) as caught:
+            trainer_in(tmp_path, max_epochs=2, **options).fit(fewer, loader(), ckpt_path=path)
+        if fewer.layers == (0,):
+            assert str(caught.value) == LEFT_OUT.format(path)
+        else:
+            assert "lacks: net.0.weight, net.0.bias; net.1.weight, net.1.bias. " in str(
+                caught.value
+            )
+    with pytest.warns(UserWarning, match="groups stand in another order than in the checkpoint"):
+        trainer_in(tmp_path, max_epochs=2, **options).fit(
+            OfLayers(3, 1, 0), loader(), ckpt_path=path
+        )
+
+
 def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     optimizer.zero_grad()
     net(torch.ones(1, 2)).sum().backward()
@@ -1162,6 +1215,11 @@ def test_early_stopping_refuses_an_unknown_mode() -> None:
     with pytest.raises(ConfigurationError) as caught:
         EarlyStopping("loss", mode="best")  # type: ignore[arg-type]
     assert str(caught.value) == "EarlyStopping(mode='best'): expected 'min' or 'max'"
+    with pytest.raises(ConfigurationError) as caught:
+        EarlyStopping("loss", min_delta=float("nan"))
+    assert str(caught.value) == (
+        "EarlyStopping(min_delta=nan): expected a number; no change would count"
+    )
 
 
 def test_callbacks_that_would_share_a_state_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -354,19 +355,119 @@ def test_the_checkpoints_of_ones_own_run_go_before_newer_ones_of_another(tmp_pat
     assert again.first_step == 3
 
 
+# ---------------------------------------------------------------- weights that are not finite
+
+
+class Breaks(Line):
+    """Has a mask of infinities, and is NaN from the step after `healthy` steps on."""
+
+    def __init__(self, healthy: int, scores: tuple[float, ...] = ()) -> None:
+        super().__init__(scores)
+        self.healthy = healthy
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.frozen = nn.Parameter(torch.tensor([-torch.inf]), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.global_step >= self.healthy else loss
+
+
+BROKEN = (
+    "step {}: the weights are not finite: 'net.weight' holds NaN or an infinity. ModelCheckpoint "
+    "keeps the newest checkpoint of such weights beside the finite ones, in the place of none. "
+    "Trainer(detect_anomaly=True) finds where NaN begins"
+)
+
+
+@pytest.mark.parametrize("plugins", ["single_file", "directory"])
+@pytest.mark.parametrize(
+    ("arguments", "expected", "best", "last"),
+    [
+        ({}, [3, 6], 3, None),
+        ({"save_top_k": 2, "save_last": True}, [2, 3, 6], 3, 3),
+        ({"save_top_k": 0, "keep_latest_k": 2}, [2, 3, 6], None, None),
+        ({"monitor": "score", "save_top_k": 2}, [2, 3, 6], 3, None),
+        ({"save_top_k": -1}, [1, 2, 3, 4, 5, 6], 3, None),
+    ],
+)
+def test_weights_that_are_not_finite_never_take_the_place_of_finite_ones(
+    arguments: dict[str, Any],
+    expected: list[int],
+    best: int | None,
+    last: int | None,
+    plugins: str,
+    tmp_path: Path,
+) -> None:
+    saver = each_step(tmp_path, **arguments)
+    model = Breaks(3, (0.6, 0.5, 0.4, 0.3, 0.2, 0.1))
+    with pytest.warns(UserWarning, match="not finite") as caught:
+        fit(saver, 6, model=model, plugins=plugins)
+    assert [str(warning.message) for warning in caught] == [BROKEN.format(4)]
+    wanted = [f"step={step}.ckpt" for step in expected]
+    assert names(tmp_path) == sorted(wanted + ["last.ckpt"] * (last is not None))
+    assert saver.best_model_path == ("" if best is None else str(tmp_path / f"step={best}.ckpt"))
+    if last is not None:
+        assert (tmp_path / "last.ckpt").readlink() == Path(f"step={last}.ckpt")
+    # What is resumed from is finite, which is said; what is finite by then takes the other's place.
+    again = each_step(tmp_path, **arguments)
+    with pytest.warns(UserWarning, match="passed over") as caught:
+        fixed = fit(again, 4, model=Breaks(9, (0.0,) * 9), plugins=plugins, ckpt_path="last")
+    assert fixed.first_step == 3
+    passed_over = str(tmp_path / "step=6.ckpt")
+    assert str(caught[0].message) == (
+        f"ckpt_path='last': {passed_over!r} was passed over: its weights are not finite, such as "
+        "'net.weight'"
+    )
+    assert torch.isfinite(fixed.net.weight).all()
+    if best is not None:
+        assert Path(again.best_model_path).stem == ("step=4-v1" if 4 in expected else "step=4")
+
+
+def test_where_no_weights_are_finite_the_newest_are_there_to_resume_from(tmp_path: Path) -> None:
+    saver = each_step(tmp_path)
+    with pytest.warns(UserWarning, match="step 1: the weights are not finite"):
+        fit(saver, 3, model=Breaks(0))
+    assert names(tmp_path) == ["step=3.ckpt"]
+    assert saver.best_model_path == ""
+    again = each_step(tmp_path)
+    with pytest.warns(UserWarning, match="step 4: the weights are not finite"):
+        assert fit(again, 4, model=Breaks(0), ckpt_path="last").first_step == 3
+    assert names(tmp_path) == ["step=4.ckpt"]
+
+
 # ---------------------------------------------------------------- whose they are
+
+
+def test_a_name_that_was_taken_ten_thousand_times_costs_one_listing(tmp_path: Path) -> None:
+    (tmp_path / "step=1.ckpt").touch()
+    for version in range(1, 10_000):
+        (tmp_path / f"step=1-v{version}.ckpt").touch()
+    (tmp_path / "step=1-v9000.ckpt").unlink()
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    chosen = CheckpointNames()
+    began = time.process_time()
+    found = [Path(chosen.choose(lite.ranks, tmp_path, "step=1")).name for _ in range(4)]
+    assert time.process_time() - began < 2
+    # Each is claimed until something is there.
+    assert found == ["step=1-v9000.ckpt", *(f"step=1-v{10_000 + n}.ckpt" for n in range(3))]
+    chosen.release_all()
+
 
 TWO_RUNS = (SCRIPTS / "checkpoint_policies_two_runs.py").read_text()
 
 
+@pytest.mark.parametrize("locks", ["seen", "none", "unseen"])
 def test_two_runs_in_one_folder_never_touch_each_others_files(
-    tmp_path: Path, script_environment: dict[str, str]
+    locks: str, tmp_path: Path, script_environment: dict[str, str]
 ) -> None:
+    """Whether or not the file system has locks, and each sees the other's."""
     (tmp_path / "script.py").write_text(TWO_RUNS)
+    environment = {**script_environment, "TEST_LOCKS": locks, "PYTHONPATH": str(SCRIPTS)}
     runs = [
         subprocess.Popen(
             [sys.executable, "script.py", mark],
-            env=script_environment,
+            env=environment,
             cwd=tmp_path,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -439,7 +540,7 @@ def test_the_claim_of_a_process_that_was_killed_is_void(
     owner.stdout.close()
     mine = claim(path)
     assert mine is not None
-    assert names(tmp_path) == [".last.ckpt.claim"]
+    assert [name for name in names(tmp_path) if "other" in name] == []
     mine.release()
     assert names(tmp_path) == []
 
@@ -530,3 +631,18 @@ def test_ranks_save_after_the_same_steps_by_time_and_agree_on_the_last(
     assert (first, over) == (steps[-2], 1)
     assert verified == [f"step={steps[-1]}.ckpt", f"step={steps[-2]}.ckpt"]
     assert seen[1] == (steps, free, count, [], first, 0, [])
+
+
+NONFINITE = (SCRIPTS / "checkpoint_policies_nonfinite.py").read_text()
+
+
+@pytest.mark.parametrize(("strategy", "plugins"), [("ddp", "single_file"), ("fsdp", "directory")])
+def test_what_is_not_finite_on_one_rank_every_rank_hears_of(
+    strategy: str, plugins: str, run_script: RunScript, tmp_path: Path
+) -> None:
+    run_script(NONFINITE, strategy, plugins)
+    seen = [eval((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
+    told = BROKEN.replace("net.weight", "net.1.weight").format(3)
+    kept = ["step=2.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    assert seen == [([told], kept), ([], kept)]
+    assert (tmp_path / "run" / "last.ckpt").readlink() == Path("step=2.ckpt")

@@ -176,6 +176,14 @@ class Loop(Lite):
             "kept": mine.tolist(),
             "from 1": self.broadcast({"rank": self.global_rank, "t": mine}, src=1)["t"].tolist(),
             "plain": self.strategy.ranks.gather_plain(["x" * self.global_rank]),
+            "bytes": self.strategy.ranks.broadcast(
+                [part.hex() for part in self.strategy.ranks.gather_bytes(bytes(self.global_rank))]
+            ),
+            "handed out": self.strategy.ranks.gather_plain(
+                self.strategy.ranks.scatter_bytes(
+                    [b"", b"for rank 1"] if self.global_rank == 0 else []
+                ).decode()
+            ),
             "order": order,
             "epochs": loaded["epochs"],
         }
@@ -381,6 +389,8 @@ def test_collectives(results: Results) -> None:
             "kept": [[1.0, 2.0], [2.0, 4.0]][rank],
             "from 1": [2.0, 4.0],
             "plain": [[""], ["x"]],
+            "bytes": ["", "00"],
+            "handed out": ["", "for rank 1"],
             "order": [[0], [1, True]][rank],
             "epochs": 1,
         }

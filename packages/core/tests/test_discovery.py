@@ -16,6 +16,7 @@ import stratagem.discovery.registry as registries
 import stratagem.native.plugin
 from stratagem import StrategyRegistry
 from stratagem._version import __version__
+from stratagem.cli.doctor import examine
 from stratagem.discovery import (
     AcceleratorSpec,
     Capabilities,
@@ -123,6 +124,49 @@ def test_core_and_the_backends_of_this_environment_are_found() -> None:
         if distribution.startswith("stratagem-backend-"):
             assert why_incompatible(entry, __version__) is None
             assert why_incompatible(entry, "99.0") is not None
+
+
+@pytest.mark.parametrize(
+    ("group", "entry", "refused"),
+    [
+        ("stratagem.backends", "native = evil.plugin", True),
+        ("stratagem.backends", "native = stratagem.native.plugin:evil", True),
+        ("stratagem.backends", "other = stratagem.native.plugin", True),
+        ("stratagem.backends", "native = stratagem.native.plugin", False),
+        ("console_scripts", "stratagem = evil:main", False),
+    ],
+)
+def test_nothing_on_the_path_takes_the_place_of_core(
+    group: str, entry: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Site(tmp_path / "first")
+    place.install(
+        "Stratagem.Core", "stratagem-core>=9", version="9.9", entries=f"[{group}]\n{entry}"
+    )
+    monkeypatch.syspath_prepend(str(place.folder))
+    registry = Registry.discover(environ={})
+    found = registry.find("strategy", "ddp")
+    assert (found.distribution, found.version) == ("stratagem-core", __version__)
+    assert found.spec == discover(CORE).find("strategy", "ddp").spec
+    reports = [report for report in registry.reports if report.distribution == "stratagem-core"]
+    assert {(r.entry_point, r.status, r.reason) for r in reports} == {
+        ("native", "loaded", ""),
+        *(
+            (
+                entry.partition(" ")[0],
+                "incompatible",
+                f"a distribution in {str(place.folder)!r} calls itself stratagem-core too; core's "
+                "own plugin is 'stratagem.native.plugin' of the package that runs: remove that "
+                "distribution",
+            )
+            for _ in range(refused)
+        ),
+    }
+    told = (
+        f"stratagem: entry points: stratagem-core 9.9 lies in {str(place.folder)!r}, but "
+        f"{__version__} runs: remove it there, or reinstall stratagem-core."
+    )
+    assert told in examine(registry, {}).problems()
 
 
 def test_an_entry_says_what_the_metadata_say(site: Site) -> None:

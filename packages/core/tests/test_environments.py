@@ -6,6 +6,7 @@ are taken from their documents.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from stratagem.environments import (
 )
 from stratagem.errors import ConfigurationError
 from stratagem.launch import network
-from stratagem.native.environments import rendezvous, slurm
+from stratagem.native.environments import beacon, rendezvous, run_secret, slurm
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
 
@@ -400,60 +402,274 @@ def test_a_job_that_cannot_be_queued_again_says_why(
 
 # -- how ranks find rank 0
 
-
-@pytest.fixture
-def same_ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let every token lead to the same ports, of which the first is some other service's."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    monkeypatch.setattr(rendezvous, "ports_of", lambda token: ports)
-    monkeypatch.setattr(rendezvous, "_ANSWER_TIMEOUT", 0.3)
-    return ports
+KEY = b"known to the ranks of one run"
 
 
 @pytest.fixture
-def silent_service(same_ports: list[int]) -> Iterator[None]:
-    with socket.create_server(("", same_ports[0])):
-        yield
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This user's home, alone in which secrets are left."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(run_secret, "STARTED_IN", None)
+    return tmp_path
 
 
-@pytest.mark.usefixtures("silent_service")
-def test_runs_whose_computed_ports_are_the_same_or_taken_find_their_own_rank_0(
-    same_ports: list[int],
+@pytest.fixture
+def announced() -> Iterator[int]:
+    """The port that a beacon tells, in whose place anybody may connect."""
+    made = beacon.Beacon(KEY, "127.0.0.1", 4711)
+    yield 4711
+    made.close()
+
+
+# Seconds for what takes a quarter of one on an idle machine; who has to wait for a stranger's time
+# limit takes longer.
+AT_ONCE = 4.0
+assert AT_ONCE < beacon._EXCHANGE_TIMEOUT
+
+
+def found_at_once(key: bytes = KEY) -> int | None:
+    began = time.monotonic()
+    port = beacon.find("127.0.0.1", lambda: [key], 30)
+    assert time.monotonic() - began < AT_ONCE
+    return port
+
+
+def beacon_port(key: bytes = KEY) -> int:
+    """Where the beacon is, which is told by what it says first."""
+    for port in beacon.ports_of(key):
+        place = "127.0.0.1", port
+        with contextlib.suppress(OSError), socket.create_connection(place, timeout=1) as asking:
+            if len(asking.makefile().readline()) == 65:
+                return port
+    raise AssertionError("there is no beacon")
+
+
+def test_strangers_who_ask_get_no_port_and_use_up_no_answer(announced: int) -> None:
+    port = beacon_port()
+    for asked in ("0" * 64 + " " + "0" * 64, "slurm 31.0", "", "x" * 1000):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+            lines = stranger.makefile("rw")
+            lines.readline()
+            lines.write(f"{asked}\n")
+            lines.flush()
+            try:
+                answer = lines.readline()
+            except ConnectionError:
+                answer = ""
+            assert answer == ""
+    assert beacon.find("127.0.0.1", lambda: [b"guessed"], 0.5) is None
+    # One rank may ask as often as it likes.
+    assert [found_at_once() for _ in range(3)] == [announced] * 3
+
+
+@pytest.mark.parametrize("strangers", [5, 300])
+def test_connections_that_are_slow_on_purpose_hold_up_no_rank(
+    strangers: int, announced: int
 ) -> None:
-    found: dict[str, list[int]] = {"one": [], "two": []}
+    port = beacon_port()
+    with contextlib.ExitStack() as held:
+        for _ in range(strangers):
+            slow = socket.create_connection(("127.0.0.1", port), timeout=5)
+            held.enter_context(slow)
+            slow.sendall(b"s")
+        assert found_at_once() == announced
 
-    def look(token: str) -> None:
-        found[token].append(rendezvous.find("127.0.0.1", token, 30))
 
-    # Two ranks of each ask before anybody answers.
-    threads = [threading.Thread(target=look, args=(token,)) for token in ("one", "two") * 2]
-    for thread in threads:
+def test_a_connection_has_one_limit_for_the_whole_exchange(
+    announced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beacon, "_EXCHANGE_TIMEOUT", 0.3)
+    with socket.create_connection(("127.0.0.1", beacon_port()), timeout=5) as slow:
+        lines, began = slow.makefile("rb"), time.monotonic()
+        assert len(lines.readline()) == 65
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < 5:
+                slow.sendall(b"s")
+                threading.Event().wait(0.1)  # each byte well within the limit
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("says", ["31337", "0" * 64, ""], ids=["a port", "a nonce", "nothing"])
+def test_who_squats_on_the_first_port_is_not_believed_and_holds_up_no_rank(says: str) -> None:
+    """One that says nothing leaves the connection open."""
+    with socket.create_server(("127.0.0.1", beacon.ports_of(KEY)[0])) as squatter:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = squatter.accept()
+                    kept.append(connection)
+                    for _ in range(2 if says else 0):
+                        connection.sendall(f"{says}\n".encode())
+
+        kept: list[socket.socket] = []
+        thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-    hooks = {token: rendezvous.announce(token, 2) for token in ("one", "two")}
-    for thread in threads:
-        thread.join(30)
-    for token, listener in hooks.items():
-        assert found[token] == [listener.getsockname()[1]] * 2
-        listener.close()
-
-
-def test_a_rank_that_does_not_find_rank_0_says_where_it_looked(same_ports: list[int]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        rendezvous.find("127.0.0.1", "nobody", 0.3)
-    assert "rank 0 was not found on '127.0.0.1' within 0 s" in str(caught.value)
-    assert f"ports {same_ports[0]} to {same_ports[-1]}" in str(caught.value)
-    assert "set MASTER_ADDR and MASTER_PORT" in str(caught.value)
-
-
-def test_rank_0_says_when_all_the_ports_are_taken(same_ports: list[int]) -> None:
-    taken = [socket.create_server(("", port)) for port in same_ports]
-    with pytest.raises(ConfigurationError, match="are all taken on this node"):
-        rendezvous.announce("anybody", 1)
-    for each in taken:
+        assert beacon.find("127.0.0.1", lambda: [KEY], 0.5) is None
+        made = beacon.Beacon(KEY, "127.0.0.1", 4711)
+        assert found_at_once() == 4711
+        assert kept, "nobody asked the squatter"
+        made.close()
+        squatter.shutdown(socket.SHUT_RDWR)
+    thread.join(5)
+    for each in kept:
         each.close()
+
+
+def test_a_beacon_that_is_closed_answers_nobody(announced: int) -> None:
+    other = beacon.Beacon(b"another", "127.0.0.1", 4712)
+    assert found_at_once(b"another") == 4712
+    other.close()
+    assert beacon.find("127.0.0.1", lambda: [b"another"], 0.5) is None
+    assert found_at_once() == announced
+
+
+def test_rank_0_says_when_all_the_ports_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(beacon, "ports_of", lambda key: [taken.getsockname()[1]])
+        with pytest.raises(ConfigurationError, match="are all taken on this node"):
+            beacon.Beacon(KEY, "127.0.0.1", 4711)
+
+
+def test_ranks_of_one_node_find_rank_0_by_a_file_that_is_gone_at_the_end(
+    home: Path, set_environ: Any
+) -> None:
+    alone = {"SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_STEP_NODELIST": "a"}
+    set_environ({**STEP, **alone, "SLURM_PROCID": "1"})
+    others = [SLURMEnvironment() for _ in range(2)]
+    ports: list[int] = []
+    threads = [
+        threading.Thread(target=lambda each=each: ports.append(each.main_port)) for each in others
+    ]
+    for thread in threads:  # two ranks look for rank 0 before it is there
+        thread.start()
+    # Of a job step of this name that was killed: rank 0's replaces it.
+    stale = run_secret.RunSecret("slurm  31.0 0", one_node=True)
+    stale.share()
+    set_environ({"SLURM_PROCID": "0"})
+    rank_0 = SLURMEnvironment()
+    port, began = rank_0.main_port, time.monotonic()
+    for thread in threads:
+        thread.join(10)
+    assert time.monotonic() - began < AT_ONCE
+    assert ports == [port, port]
+    (file,) = home.rglob("*.secret")
+    assert file.parent == home / ".cache/stratagem"
+    assert file.stat().st_mode & 0o777 == 0o600
+    rank_0.teardown()
+    assert list(home.rglob("*.secret")) == []
+    os.close(rank_0.take_listener() or -1)
+
+
+def test_ranks_of_several_nodes_find_the_secret_in_the_folder_where_the_job_was_started(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "job").mkdir()
+    monkeypatch.setattr(run_secret, "STARTED_IN", str(home / "job"))
+    rank_0 = run_secret.RunSecret("run", one_node=False)
+    rank_0.share()
+    monkeypatch.setenv("HOME", str(home / "of another node"))
+    assert run_secret.RunSecret("run", one_node=False).keys() == [rank_0.own_key]
+    assert run_secret.RunSecret("another", one_node=False).keys() == []
+    monkeypatch.setenv("HOME", str(home))
+    rank_0.remove()
+    assert list(home.rglob("*.secret")) == []
+
+
+def made_readable(file: Path) -> None:
+    file.chmod(0o640)
+
+
+def made_anothers(file: Path) -> None:
+    if os.geteuid() == 0:
+        os.chown(file, 65534, -1)
+    else:
+        file.unlink()
+
+
+def made_a_link(file: Path) -> None:
+    file.rename(file.with_name("kept"))
+    file.symlink_to(file.with_name("kept"))
+
+
+def linked(file: Path) -> None:
+    os.link(file, file.with_name("kept"))
+
+
+def made_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("spoil", [made_readable, made_anothers, made_a_link, linked, made_a_pipe])
+def test_a_secret_that_others_may_read_or_have_made_is_none(
+    spoil: Callable[[Path], None], home: Path
+) -> None:
+    shared = run_secret.RunSecret("run", one_node=True)
+    shared.share()
+    (file,) = home.rglob("*.secret")
+    assert shared.keys() == [shared.own_key]
+    spoil(file)
+    assert shared.keys() == []
+
+
+def test_secrets_of_runs_that_were_killed_go_after_a_day(home: Path) -> None:
+    for name in ("yesterday", "today"):
+        run_secret.RunSecret(name, one_node=True).share()
+    (yesterday,) = (
+        path
+        for path in home.rglob("*.secret")
+        if sha256(b"yesterday").hexdigest()[:32] in str(path)
+    )
+    os.utime(yesterday, (time.time() - 25 * 3600,) * 2)
+    run_secret.RunSecret("now", one_node=True).share()
+    assert not yesterday.exists()
+    assert len(list(home.rglob("*.secret"))) == 2
+
+
+def test_a_secret_can_be_given(home: Path, set_environ: Any) -> None:
+    set_environ({"STRATAGEM_SECRET": "0123456789abcdef"})
+    one, two = (run_secret.RunSecret(token, one_node=False) for token in ("one", "two"))
+    one.share()
+    assert list(home.rglob("*.secret")) == []
+    assert run_secret.RunSecret("one", one_node=False).keys() == [one.own_key] != two.keys()
+    set_environ({"STRATAGEM_SECRET": "too short"})
+    with pytest.raises(ConfigurationError) as caught:
+        run_secret.RunSecret("one", one_node=False)
+    assert "STRATAGEM_SECRET has 9 characters: expected at least 16" in str(caught.value)
+    assert "too short" not in str(caught.value)
+
+
+def test_rank_0_says_where_it_could_leave_no_secret(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.joinpath(".cache").touch()
+    with pytest.raises(ConfigurationError) as caught:
+        run_secret.RunSecret("run", one_node=False).share()
+    text = str(caught.value)
+    assert f"({home}/.cache/stratagem: Not a directory)" in text
+    assert "set STRATAGEM_SECRET to the same random text on every rank, or MASTER_PORT" in text
+
+    descriptor = os.open
+    home.joinpath(".cache").unlink()
+    monkeypatch.setattr(os, "open", lambda path, flags, mode=0: descriptor(path, flags, 0o644))
+    with pytest.raises(ConfigurationError, match="does not keep a file from other users"):
+        run_secret.RunSecret("run", one_node=False).share()
+    assert list(home.rglob("*.secret")) == []
+
+
+def test_a_rank_that_does_not_find_rank_0_says_what_they_have_to_share(
+    home: Path, set_environ: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_RANK_0_TIMEOUT", 0.3)
+    set_environ({**STEP, "MASTER_ADDR": "127.0.0.1"})
+    with pytest.raises(ConfigurationError) as caught:
+        _ = SLURMEnvironment().main_port
+    text = str(caught.value)
+    assert "rank 0 was not found on '127.0.0.1' within 0 s" in text
+    assert f"(it proves who it is by a file in {home}/.cache/stratagem)" in text
+    assert "set STRATAGEM_SECRET to the same random text on every rank, or MASTER_ADDR and" in text
 
 
 def test_the_announced_port_is_handed_to_the_store_as_a_socket(set_environ: Any) -> None:
@@ -555,7 +771,7 @@ def test_restarts_that_are_not_reliable_are_warned_of_once(
 
 
 def test_loopback_is_never_chosen_for_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_ELSEWHERE", "127.0.0.1")
+    monkeypatch.setattr(network, "_ELSEWHERE", ("127.0.0.1",))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert network.choose_gloo_interface("localhost") is None
     assert "GLOO_SOCKET_IFNAME" not in os.environ

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Lite, Module, Trainer
 from stratagem.accelerators import CPUAccelerator
 from stratagem.errors import ConfigurationError
-from stratagem.launch.environment import threads_per_rank
+from stratagem.launch.environment import environment_of_request, threads_per_rank
+from stratagem.launch.rank import OWNER_VARIABLE
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -391,3 +392,97 @@ def test_a_process_that_was_given_cores_of_its_own_does_not_divide_them(
     assert threads_per_rank(4) == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert threads_per_rank(2) == "2"
+
+
+# -- what a process is started with
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "closed"),
+    [
+        ("script", "0<&-"),
+        ("script", "1>&-"),
+        ("script", "2>&-"),
+        ("spawn", "0<&- 1>&- 2>&-"),
+        ("fork", "0<&- 1>&- 2>&-"),
+        ("run", "0<&- 1>&- 2>&-"),
+    ],
+)
+def test_ranks_meet_where_standard_streams_are_closed(
+    launcher: str, closed: str, tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    """As a daemon's are. A rank's sockets got the numbers 0 to 2, and the other ranks had them."""
+    script = tmp_path / "script.py"
+    text = f"""
+def who(lite):
+    print("said to nobody, perhaps")
+    print("as well", file=sys.stderr)
+    kinds = [stat.S_IFMT(os.fstat(number).st_mode) for number in range(3)]
+    assert stat.S_IFSOCK not in kinds
+    ranks = lite.all_gather(torch.tensor(lite.global_rank)).tolist()
+    Path(f"rank{{lite.global_rank}}").write_text(str(ranks))
+
+if __name__ == "__main__":
+    launcher = {launcher!r} if {launcher!r} != "run" else "script"
+    Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(launcher=launcher)).launch(who)
+"""
+    script.write_text(f"{COMMON}\nimport stat\n{text}")
+    run = "-m stratagem.cli run --devices 2" if launcher == "run" else ""
+    finished = subprocess.run(
+        ["sh", "-c", f'exec "$0" {run} script.py {closed}', sys.executable],
+        env=script_environment,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 0
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["[0, 1]"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["script", "fork"])
+def test_a_process_that_a_rank_starts_is_no_rank(launcher: str, run_script: RunScript) -> None:
+    """It inherits the rank's variables."""
+    text = f"""
+    import subprocess
+
+    def alone(lite):
+        return [lite.world_size, "LOCAL_RANK" in os.environ]
+
+    def start(lite):
+        child = subprocess.run([sys.executable, __file__, "child"], capture_output=True, text=True)
+        print(f"rank {{lite.global_rank}}: {{child.returncode}} {{child.stdout}}{{child.stderr}}")
+
+    if __name__ == "__main__":
+        if "child" in sys.argv:
+            print("CHILD", Lite(accelerator="cpu").launch(alone))
+        else:
+            Lite(accelerator="cpu", devices=2, strategy={started_by(launcher)}).launch(start)
+    """
+    output = run_script(COMMON + textwrap.dedent(text)).stdout
+    for rank in range(2):
+        assert f"rank {rank}: 0 CHILD [1, False]" in output
+
+
+def test_a_child_of_a_rank_that_torchrun_starts_anew_is_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inherited = {OWNER_VARIABLE: f"{os.getppid()}:4711", "STRATAGEM_CLUSTER": "plain"}
+    for name, value in {**inherited, "LOCAL_RANK": "1", "MASTER_PORT": "4712"}.items():
+        monkeypatch.setenv(name, value)
+    environ = environment_of_request(0)
+    assert environ["LOCAL_RANK"] == "1"
+    assert not environ.keys() & inherited.keys()
+
+
+def test_a_rank_whose_launcher_has_ended_says_so(run_script: RunScript) -> None:
+    text = """
+    from stratagem.launch.rank import die_with_parent
+
+    die_with_parent()
+    """
+    finished = run_script(text, env={"STRATAGEM_PARENT_PID": "4711"}, expect=1)
+    assert finished.stderr == (
+        "stratagem: this rank ends, since the process that started it (4711) has ended\n"
+    )

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,17 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
 from stratagem import Callback, Module, Trainer
+from stratagem.accelerators import CPUAccelerator
 from stratagem.callbacks import ProgressBar
 from stratagem.errors import UserCodeError
 from stratagem.loggers import CSVLogger, Logger
+from stratagem.module import LogOptions
+from stratagem.trainer.epoch_value import EpochValue
 
 
 class Memory(Logger):
@@ -620,6 +624,45 @@ def test_hyperparameters_are_written_beside_the_values(tmp_path: Path) -> None:
     assert saved == {"width": 3, "rate": 0.5}
 
 
+def test_hyperparameters_may_have_keys_that_json_does_not_take(tmp_path: Path) -> None:
+    file = CSVLogger(tmp_path)
+    file.log_hyperparams({"sizes": [{("a", 1): 2, None: 3}], "folder": Path("x")})
+    saved = json.loads((Path(file.log_dir) / "hparams.json").read_text())
+    assert saved == {"sizes": [{"('a', 1)": 2, "null": 3}], "folder": "x"}
+
+
+def test_names_are_kept_whatever_bytes_they_are_of(tmp_path: Path) -> None:
+    name = "Verlust_ü_" + os.fsdecode(b"\xff")
+    for number in range(2):
+        CSVLogger(tmp_path, version=0).log_metrics({name: 0.5, str(number): 1.0}, number)
+    header = (tmp_path / "stratagem_logs" / "version_0" / "metrics.csv").read_bytes().split()[0]
+    assert header == b"step,Verlust_\xc3\xbc_\xff,0,1"
+
+
+def test_a_table_of_values_is_printed_in_the_encoding_of_stdout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    names = ["Verlust_ü", "recall[person]", "end[/x]"]
+    model = Logs(validate=lambda m, batch, i: m.log_dict(dict.fromkeys(names, 0.5)))
+    trainer_with().validate(model, numbers())
+    screen.seek(0)
+    shown = screen.read()
+    for text in ("Verlust_\\xfc", "recall[person]", "end[/x]", "0.5"):
+        assert text in shown, shown
+
+
+def test_the_progress_bar_is_drawn_in_the_encoding_of_its_terminal() -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(file=screen, force_terminal=True, width=150)
+    model = Logs(lambda m, batch, i: m.log("Verlust_ü[/x]", 0.5, prog_bar=True))
+    bar = ProgressBar(refresh_seconds=0.0, console=console)
+    trainer_with(enable_progress_bar=True, callbacks=bar).fit(model, numbers())
+    screen.seek(0)
+    assert "Verlust_\\xfc[/x] 0.5" in screen.read()
+
+
 def test_a_loggers_folder_is_made_only_when_something_is_written(tmp_path: Path) -> None:
     trainer_with(None, default_root_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -759,3 +802,123 @@ def test_loaders_that_log_under_one_name_are_reduced_together() -> None:
     trainer = Trainer(accelerator="cpu", logger=False)
     values = trainer.validate(Two(), [one, three], verbose=False)
     assert values == [{"value": 0.75}, {"value": 0.75}]
+
+
+def test_hooks_at_the_end_of_an_epoch_read_its_own_values(tmp_path: Path) -> None:
+    """Not those of the epoch before, whichever logged them."""
+
+    class Reads(Callback):
+        def __init__(self) -> None:
+            self.validated: list[float] = []
+            self.trained: list[tuple[float, float]] = []
+
+        def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            if not trainer.sanity_checking:
+                self.validated.append(float(trainer.callback_metrics["v"]))
+
+        def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            values = trainer.callback_metrics
+            self.trained.append((float(values["t"]), float(values["v"])))
+
+    class Logs(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("t", 10.0 * self.trainer.current_epoch + batch_idx, on_epoch=True)
+            return self.layer(batch).mean()  # type: ignore[no-any-return]
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("v", 100.0 * (self.trainer.current_epoch + 1) + batch_idx)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("doubled", 2 * self.trainer.callback_metrics.get("v", torch.tensor(0.0)))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    reads = Reads()
+    batches: DataLoader[Any] = DataLoader(torch.ones(4, 1), batch_size=2)  # type: ignore[arg-type]
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=reads,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Logs(), batches, batches)
+    assert reads.validated == [100.5, 200.5]
+    assert reads.trained == [(0.5, 100.5), (10.5, 200.5)]
+    assert trainer.callback_metrics["doubled"] == 401.0
+
+
+def test_each_loader_has_the_values_that_were_logged_for_it() -> None:
+    class Logs(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log(f"own{dataloader_idx}", float(dataloader_idx), add_dataloader_idx=False)
+            self.log("indexed", float(dataloader_idx))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("all", 7.0)
+
+    batches: DataLoader[Any] = DataLoader(torch.ones(4, 1), batch_size=2)  # type: ignore[arg-type]
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer.validate(Logs(), [batches, batches], verbose=False) == [
+        {"own0": 0.0, "indexed/dataloader_idx_0": 0.0, "all": 7.0},
+        {"own1": 1.0, "indexed/dataloader_idx_1": 1.0, "all": 7.0},
+    ]
+
+
+# -- values that lie on a device, as they are reduced there
+
+
+@pytest.mark.parametrize("compiles_steps", [False, True])
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected", "weight"),
+    [
+        ("mean", sum(range(51)) + 2 * sum(range(51, 150)), 51 + 2 * 99),
+        ("sum", sum(range(150)), 0.0),
+        ("max", 149.0, 0.0),
+        ("min", 0.0, 0.0),
+    ],
+)
+def test_an_epochs_value_is_of_all_its_tensors(
+    reduce_fx: str, expected: float, weight: float, compiles_steps: bool
+) -> None:
+    """They are reduced in portions, or each at once; one counts as much as another."""
+    options = LogOptions(False, True, None, None, reduce_fx, None, True)
+    entry = EpochValue("a", options, on_step=False, on_epoch=True, compiles_steps=compiles_steps)
+    for number in range(150):
+        entry.add(torch.tensor(float(number)), weight=2 if number >= 51 else 1)
+    summary = entry.summary()
+    assert (summary.number, summary.weight) == (expected, weight)
+
+
+class WithoutInferenceMode(CPUAccelerator):
+    """A device whose tensors do not work under inference mode."""
+
+    inference_mode = False
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"), [(CPUAccelerator(), True), (WithoutInferenceMode(), False)]
+)
+def test_evaluation_is_under_inference_mode_where_the_accelerator_has_it(
+    tmp_path: Path, accelerator: CPUAccelerator, expected: bool
+) -> None:
+    seen = []
+
+    def note(module: Logs, batch: Any, index: int) -> None:
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    trainer = Trainer(accelerator=accelerator, devices=1, logger=False, default_root_dir=tmp_path)
+    trainer.validate(
+        Logs(validate=note), DataLoader(TensorDataset(torch.ones(2, 1))), verbose=False
+    )
+    assert seen == [(expected, False)] * 2

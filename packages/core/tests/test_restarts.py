@@ -251,6 +251,37 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
     assert "Pass a default_root_dir that can be written" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "left",
+    [
+        b"",
+        b'{"agents": [], "check',
+        b"[]",
+        b'{"run": "7"}',
+        b'{"agents": 1, "checkpoints": []}',
+        b'{"agents": [], "checkpoints": [1]}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+    ids=["empty", "cut", "list", "keys", "agents", "checkpoints", "no text", "deep"],
+)
+def test_a_record_that_cannot_be_read_is_taken_as_empty_and_said(
+    left: bytes, fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(Cluster(), killed_after=4)
+    (record,) = (tmp_path / ".stratagem").glob("*.json")
+    record.write_bytes(left)
+    capsys.readouterr()
+    assert fit(Cluster(count=1), killed_after=4)[1] == 0
+    said = capsys.readouterr().err
+    assert f"has kept where its checkpoints are in {str(record)!r}, which cannot be read (" in said
+    assert "and is taken as empty" in said
+    assert "has no checkpoint to go on from: it begins anew" in said
+    # It has been written anew, and the next restart goes on.
+    assert json.loads(record.read_bytes())["run"] == "7"
+    assert fit(Cluster(count=2))[1] == 3
+
+
 SCRIPT = (SCRIPTS / "restarts.py").read_text()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -10,6 +11,7 @@ import pickle
 import random
 import resource
 import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -30,6 +32,7 @@ from stratagem.errors import (
     CheckpointSaveError,
 )
 from stratagem.storage.durable_file import DurableFile
+from stratagem.storage.owner import Owner, _started
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -88,6 +91,7 @@ def test_the_comment_of_the_zip_archive_tells_what_is_in_it(saved: Path) -> None
         "epoch": None,
         "global_step": None,
         "run": None,
+        "nonfinite": None,
         "contents": ["number", "weights"],
     }
     data = saved.read_bytes()
@@ -463,16 +467,58 @@ def test_a_writer_whose_file_is_taken_for_a_leftover_before_its_lock_begins_agai
     assert SingleFileCheckpointIO().load_checkpoint(tmp_path / "model.ckpt")["number"] == 7
 
 
-def test_without_locks_files_are_saved_and_no_leftover_is_touched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unsupported(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
+def no_locks(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
 
-    path = leftover(tmp_path, age=10**6)
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    SingleFileCheckpointIO().save_checkpoint(CONTENTS, tmp_path / "model.ckpt")
-    assert names_in(tmp_path) == [path.name, "model.ckpt"]
+
+def unseen_locks(descriptor: int, operation: int) -> None:
+    """Every lock is granted, as where one node does not see another's."""
+
+
+@pytest.mark.parametrize("flock", [no_locks, unseen_locks])
+def test_without_locks_the_files_of_living_writers_are_left_alone_and_dead_ones_go(
+    flock: Callable[[int, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock)
+    this = Owner.this()
+    parent = dataclasses.replace(this, pid=os.getppid(), started=_started(os.getppid()) or 0)
+    recycled = dataclasses.replace(parent, started=parent.started - 1)
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    living = leftover(tmp_path, str(parent), age=10**6)
+    leftover(tmp_path, str(recycled))
+    leftover(tmp_path, str(dataclasses.replace(this, pid=killed.pid)))
+    with DurableFile(tmp_path / "slow.ckpt") as slow:
+        slow.write(memoryview(b"slow"))
+        SingleFileCheckpointIO().save_checkpoint(CONTENTS, tmp_path / "model.ckpt")
+        slow.commit()
+    assert names_in(tmp_path) == [living.name, "model.ckpt", "slow.ckpt"]
+
+
+@pytest.mark.parametrize("flock", [no_locks, unseen_locks])
+def test_without_locks_what_hosts_of_one_name_are_writing_is_left_alone_for_a_day(
+    flock: Callable[[int, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock)
+    elsewhere = dataclasses.replace(Owner.this(), boot="0123456789abcdef")
+    young = leftover(tmp_path, str(elsewhere))
+    SingleFileCheckpointIO().save_checkpoint({}, tmp_path / "model.ckpt")
+    assert young.exists()
+    leftover(tmp_path, str(elsewhere), age=25 * 3600)
+    SingleFileCheckpointIO().save_checkpoint({}, tmp_path / "model.ckpt")
+    assert names_in(tmp_path) == ["model.ckpt"]
+
+
+def test_what_another_container_is_writing_is_known_by_its_lock(tmp_path: Path) -> None:
+    this = Owner.this()
+    container = dataclasses.replace(this, namespace=this.namespace + 1)
+    path = leftover(tmp_path, str(container), age=10**6)
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        SingleFileCheckpointIO().save_checkpoint({}, tmp_path / "model.ckpt")
+        assert path.exists()
+    SingleFileCheckpointIO().save_checkpoint({}, tmp_path / "model.ckpt")
+    assert names_in(tmp_path) == ["model.ckpt"]
 
 
 def test_writers_of_one_path_at_once_leave_the_whole_file_of_one_of_them(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -181,6 +183,28 @@ def test_a_save_that_ends_early_leaves_what_was_there(
     assert io.load_checkpoint(path)["weights"].numel() == size // 4
 
 
+def test_a_small_file_is_on_the_disk_when_it_is_written_also_by_two_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "new" / "record.json", list[str]()
+    fsync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        synced.append("temporary" if name.endswith(".saving") else name)
+        if len(synced) == 2:
+            # Another process writes, while the first one's file has no name yet.
+            paths.write(path, b"second")
+            assert path.read_bytes() == b"second"
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    paths.write(path, b"first")
+    assert path.read_bytes() == b"first"
+    assert synced == [tmp_path.name, "temporary", "temporary", "new", "new"]
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_directory_is_not_saved_at_a_url() -> None:
     with pytest.raises(CheckpointSaveError) as caught:
         DirectoryCheckpointIO().save_checkpoint({}, "memory://run/a.ckpt")
@@ -219,6 +243,12 @@ def test_a_server_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------- the copy that is read
 
 
+def left_in(folder: Path) -> list[Path]:
+    """What is in a directory for temporary files, but for the folder of copies."""
+    own = folder / f"stratagem-{os.geteuid()}"
+    return [path for path in (*folder.iterdir(), *own.iterdir()) if path != own]
+
+
 def test_who_asks_at_the_same_time_shares_one_copy_which_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +283,7 @@ def test_who_asks_at_the_same_time_shares_one_copy_which_leaves_nothing(
         thread.join()
     assert read[0] == read[1] == paths.read(url)
     assert len(fetched) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert left_in(tmp_path) == []
 
 
 def test_no_room_for_the_copy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +301,111 @@ def test_no_room_for_the_copy_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
         f"no room in {str(tmp_path)!r} for the 10 bytes of {url!r}: set TMPDIR to a directory that "
         "has it"
     )
-    assert list(tmp_path.iterdir()) == []
+    assert left_in(tmp_path) == []
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory for temporary files that everybody may write to."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a path be another user's."""
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+    else:
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        path.rename(path.with_name(f"stratagem-{user + 1}"))
+
+
+def stored(name: str) -> tuple[str, bytes]:
+    """The URL of a checkpoint, and what is there."""
+    url = f"memory://{name}/a.ckpt"
+    SingleFileCheckpointIO().save_checkpoint({"number": 1}, url)
+    return url, paths.read(url)
+
+
+def name_of_copy(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the copy of a URL is called while it is fetched."""
+    seen: list[str] = []
+    get_file = MemoryFileSystem.get_file
+
+    def look(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.extend(path.name for path in folder.iterdir())
+        return get_file(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "get_file", look)
+        with paths.open_local(url):
+            pass
+    (name,) = seen
+    return name
+
+
+def test_a_folder_for_copies_that_is_not_this_users_alone_is_refused(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = stored(shared.parent.name)
+    own = shared / f"stratagem-{os.geteuid()}"
+    name = name_of_copy(url, own, monkeypatch)
+    assert own.stat().st_mode & 0o777 == 0o700
+    crafted = shared / "crafted"
+    SingleFileCheckpointIO().save_checkpoint({"number": 6}, crafted)
+
+    own.rmdir()
+    (shared / "elsewhere").mkdir(0o700)
+    own.symlink_to(shared / "elsewhere")
+    with pytest.raises(PermissionError, match="is a link, another user's") as caught:
+        SingleFileCheckpointIO().load_checkpoint(url)
+    assert caught.value.strerror == (
+        f"{str(own)!r}, where copies of what is at URLs are kept, is a link, another user's, or of "
+        f"another kind; expected one that user {os.geteuid()} alone may enter: remove it, or set "
+        "TMPDIR to a directory of your own"
+    )
+    assert list((shared / "elsewhere").iterdir()) == []
+
+    own.unlink()
+    own.mkdir()
+    own.chmod(0o777)
+    shutil.copyfile(crafted, own / name)
+    with pytest.raises(PermissionError, match="with the mode 777; expected"):
+        SingleFileCheckpointIO().load_checkpoint(url)
+
+    own.chmod(0o700)
+    give_away(own, monkeypatch)
+    with pytest.raises(PermissionError, match=r"is user \d+'s, with the mode 700; expected"):
+        SingleFileCheckpointIO().load_checkpoint(url)
+
+
+def test_a_file_in_the_place_of_a_copy_is_never_taken_for_one(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, data = stored(shared.parent.name)
+    own = shared / f"stratagem-{os.geteuid()}"
+    name = name_of_copy(url, own, monkeypatch)
+    # As a process leaves it that was killed: all of its size, and not all of its bytes.
+    (own / name).write_bytes(bytes(len(data)))
+    (own / name).chmod(0o600)
+    (own / "0123").write_bytes(b"of another URL")
+    with paths.open_local(url) as file:
+        assert file.read() == data
+    assert left_in(shared) == []
+
+    (shared / "notes").write_text("mine")
+    (own / name).hardlink_to(shared / "notes")
+    with pytest.raises(PermissionError, match="expected one that user"), paths.open_local(url):
+        pass
+    (own / name).unlink()
+    (own / name).symlink_to(shared / "notes")
+    with pytest.raises(PermissionError, match="is a link"), paths.open_local(url):
+        pass
+    assert (shared / "notes").read_text() == "mine"
 
 
 # ---------------------------------------------------------------- both front ends

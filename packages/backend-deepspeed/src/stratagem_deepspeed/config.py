@@ -8,15 +8,12 @@ an engine is made.
 from __future__ import annotations
 
 import copy
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stratagem.errors import ConfigurationError
-from stratagem_deepspeed.config_keys import check_keys
+from stratagem_deepspeed.config_file import check_finite
 from stratagem_deepspeed.options import ZERO, Options
 
 AUTO = "auto"
@@ -67,44 +64,6 @@ class Facts:
     device_type: str | None = None
 
 
-def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return the user's config as a dict of its own.
-
-    Args:
-        config: a dict, or the path of a JSON file.
-
-    Raises:
-        ConfigurationError: the file is missing or not JSON, or a key is unknown.
-    """
-    if config is None:
-        return {}
-    if isinstance(config, (str, os.PathLike)):
-        path = Path(config)
-        try:
-            loaded = json.loads(path.read_text())
-        except OSError as error:
-            raise ConfigurationError(
-                f"config={str(path)!r} cannot be read ({error.strerror}): pass the path of a JSON "
-                "file with DeepSpeed's config, or a dict"
-            ) from error
-        except ValueError as error:
-            raise ConfigurationError(
-                f"config={str(path)!r} is not JSON: {error}. DeepSpeed's config is a JSON object"
-            ) from error
-        source = f"the file {str(path)!r}"
-    else:
-        loaded, source = config, "config"
-    if not isinstance(loaded, Mapping):
-        raise ConfigurationError(
-            f"{source} holds a {type(loaded).__name__}; expected a dict with DeepSpeed's config"
-        )
-    own = copy.deepcopy(dict(loaded))
-    if "bfloat16" in own:  # its name in old configs
-        own["bf16"] = own.pop("bfloat16")
-    check_keys(own)
-    return own
-
-
 def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     """Return the config of an engine.
 
@@ -113,7 +72,7 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
 
     Args:
         options: the strategy's arguments.
-        user: what `read_config` returned.
+        user: what `config_file.read_config` returned.
         facts: of the run.
 
     Raises:
@@ -176,6 +135,7 @@ class _Config:
 
     def put(self, path: tuple[str, ...], value: Any, said: str, advice: str = "") -> None:
         """Write a value that was given elsewhere (`said`); refuse another one in the config."""
+        check_finite(said.partition("=")[0], value)
         there = self.get(path)
         if there not in (None, AUTO, value):
             raise ConfigurationError(

@@ -29,9 +29,9 @@ from stratagem_deepspeed.config import (
     Facts,
     engine_config,
     offload_device,
-    read_config,
     stage_of,
 )
+from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.engine import EngineModule, restored_linear
 from stratagem_deepspeed.library import import_deepspeed, installed_version, quiet_rank
 from stratagem_deepspeed.optimizers import (

@@ -43,8 +43,8 @@ def availability(environ: Mapping[str, str], *, sdk: bool, devices: int) -> Avai
     if not sdk:
         return Availability(
             0,
-            "the Gaudi SDK is not installed (there is no Python package habana_frameworks.torch): "
-            "install it, with the build of torch that it needs, as https://docs.habana.ai says",
+            "the Gaudi SDK is not installed (no package habana_frameworks.torch; it comes with its "
+            "build of torch, see https://docs.habana.ai)",
         )
     if not devices:
         return Availability(

@@ -51,8 +51,8 @@ def availability(
     if not sdk:
         return Availability(
             0,
-            "the Poplar SDK is not enabled (there is no Python package poptorch): install poptorch "
-            "from the SDK's folder, and source its enable.sh, as https://docs.graphcore.ai says",
+            "the Poplar SDK is not enabled (no package poptorch; it comes with the SDK, see "
+            "https://docs.graphcore.ai)",
         )
     if is_emulated(environ):
         return Availability(1, f"emulated on the CPU ({EMULATED})", indexed=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SEED_VARIABLE = "STRATAGEM_SEED"
 WORKERS_VARIABLE = "STRATAGEM_SEED_WORKERS"
+
+_seeders: dict[str, Callable[[int], None]] = {}
 
 
 def seed_everything(
@@ -50,11 +52,30 @@ def seed_everything(
     os.environ[WORKERS_VARIABLE] = str(int(workers))
     random.seed(seed)
     torch.manual_seed(seed)
+    for seed_devices in _seeders.values():
+        seed_devices(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if verbose:
         print(f"seed set to {seed}")
     return seed
+
+
+def seed_devices_by(device_type: str, seeder: Callable[[int], None]) -> None:
+    """Let `seed_everything` seed devices that `torch.manual_seed` does not reach.
+
+    Args:
+        device_type: as in `torch.device`; the latest seeder of a type counts.
+        seeder: called with the seed.
+
+    Example:
+        >>> from stratagem import seed_everything
+        >>> seeds = []
+        >>> seed_devices_by("made-up", seeds.append)
+        >>> seed_everything(7), seeds
+        (7, [7])
+    """
+    _seeders[device_type] = seeder
 
 
 def chosen_seed() -> int:
@@ -110,14 +131,14 @@ def rng_state(
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
+        "python": [version, _as_int32(words), gauss],
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         # As a tensor: an array of NumPy's is no plain data.
-        keys = torch.from_numpy(keys.astype("int64"))
+        keys = torch.from_numpy(keys.view("int32"))
         state["numpy"] = [kind, keys, int(position), int(has_gauss), float(cached)]
     if accelerator is not None and device is not None:
         own = accelerator.rng_state(device)
@@ -141,6 +162,8 @@ def set_rng_state(
         accelerator, device: as in `rng_state`.
     """
     version, words, gauss = state["python"]
+    if isinstance(words, torch.Tensor):  # 0.1.0 saved a list
+        words = (words.to(torch.int64) & 0xFFFFFFFF).tolist()
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
     if "numpy" in state and "numpy" in sys.modules:
@@ -151,6 +174,11 @@ def set_rng_state(
         own = _device_state(state, device)
         if own is not None:
             accelerator.set_rng_state(device, own)
+
+
+def _as_int32(words: Sequence[int]) -> torch.Tensor:
+    """Return numbers of 32 bits without a sign as a tensor that has these bits."""
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
 def _device_state(state: dict[str, Any], device: torch.device) -> Any:

@@ -1,6 +1,7 @@
 # Run by test_checkpoint_policies.py.
 import sys
 from pathlib import Path
+import locks
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,4 +39,5 @@ trainer = Trainer(
 )
 data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=1)
 trainer.fit(Marked(sys.argv[1]), data)
+assert locks.KIND in ("seen", "none", "unseen")
 print("kept", sorted(map(str, [*saver.best_k_models, saver.last_model_path])), flush=True)

@@ -48,6 +48,13 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned in rank 0's process, after a run that this one began.
+
+        Unlike what comes from a checkpoint, it is this program's own.
+        """
+        self.load_state_dict(state)
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Called before anything else; `stage` is "fit", "validate", "test" or "predict"."""
 

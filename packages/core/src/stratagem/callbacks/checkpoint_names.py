@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from stratagem.checkpoint.catalog import SUFFIX
-from stratagem.errors import CheckpointSaveError
+from stratagem.errors import CheckpointSaveError, ConfigurationError
 from stratagem.storage import paths
 from stratagem.storage.claims import Claim, claim
 
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
+
+
+def filled(filename: str, values: Mapping[str, Any]) -> str:
+    """Return a file name with values in the place of its braces.
+
+    Raises:
+        ConfigurationError: there is no value of a name in it.
+
+    Example:
+        >>> from stratagem.callbacks.checkpoint_names import filled
+        >>> filled("{epoch}-{val/acc:.2f}", {"epoch": 3, "val/acc": 0.917})
+        'epoch=3-val_acc=0.92'
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name, _, form = match.group(1).partition(":")
+        if name not in values:
+            raise ConfigurationError(
+                f"ModelCheckpoint(filename={filename!r}) uses {name!r}, but there is only "
+                f"{', '.join(sorted(values))}"
+            )
+        text = format(values[name], form)
+        return f"{name.replace('/', '_')}={text}"
+
+    return re.sub(r"\{([^}]+)\}", fill, filename)
 
 
 class CheckpointNames:
@@ -45,10 +72,12 @@ class CheckpointNames:
         return str(path)
 
     def _claim(self, folder: paths.Location, name: str) -> str:
+        # Listed once: to look at one name after the other takes a listing for each.
+        taken = paths.names(folder)
         version = 0
         while True:
-            versioned = f"{name}-v{version}" if version else name
-            claimed = claim(paths.join(folder, versioned + SUFFIX))
+            versioned = (f"{name}-v{version}" if version else name) + SUFFIX
+            claimed = None if versioned in taken else claim(paths.join(folder, versioned))
             if claimed is not None:
                 self._claims.append(claimed)
                 return str(claimed.path)
@@ -62,7 +91,8 @@ class CheckpointNames:
         # It may be this process that has claimed it, while the first link is still to be made.
         chosen = any(str(claimed.path) == last for claimed in self._claims)
         if ranks.is_global_zero and not self._moves_last and not chosen:
-            claimed = claim(last, may_exist=True)
+            # A run that was killed may be resumed on another machine at once, and moves its `last`.
+            claimed = claim(last, may_exist=True, from_unseen=True)
             self._moves_last = claimed is not None
             if claimed is not None and claimed.ends_with_process:
                 self._claim_on_last = claimed

@@ -43,6 +43,10 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise ConfigurationError(f"EarlyStopping(mode={mode!r}): expected 'min' or 'max'")
+        if math.isnan(min_delta):
+            raise ConfigurationError(
+                "EarlyStopping(min_delta=nan): expected a number; no change would count"
+            )
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience

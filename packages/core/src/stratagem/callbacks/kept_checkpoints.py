@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import copy
 from typing import Any, Literal
 
+from stratagem.errors import CheckpointCorruptError
 from stratagem.storage import paths
 
 
@@ -21,6 +23,8 @@ class KeptCheckpoints:
         best: value by path.
         latest: paths, the newest last. With `latest_k=0` that is what a run which ended early has
             saved to resume from, until there is another checkpoint.
+        nonfinite: the newest whose weights are not finite, until there is another checkpoint; "":
+            there is none. It takes the place of none that is kept.
 
     Example:
         >>> kept = KeptCheckpoints("min", top_k=1, latest_k=1)
@@ -36,6 +40,7 @@ class KeptCheckpoints:
         self._latest_k = latest_k
         self.best: dict[str, float] = {}
         self.latest: list[str] = []
+        self.nonfinite = ""
 
     def is_among_best(self, value: float) -> bool:
         """Return whether a new checkpoint with such a value would be kept for it."""
@@ -54,13 +59,28 @@ class KeptCheckpoints:
             path: where it is.
             value: its value, if it is among the best; None: it is not.
         """
-        before = [*self.best, *self.latest]
+        before = self.all_paths()
+        self.nonfinite = ""
         if value is not None:
-            if self._top_k != -1 and len(self.best) >= self._top_k:
+            # More than one: a state that is resumed from may name any number.
+            while self._top_k != -1 and len(self.best) >= self._top_k:
                 del self.best[self._worst()]
             self.best[path] = value
         self.latest = [*self.latest, path][-self._latest_k :] if self._latest_k else []
         return self._left_out(before)
+
+    def add_nonfinite(self, path: str) -> list[str]:
+        """Take a new checkpoint whose weights are not finite; return what `add` does."""
+        before = self.all_paths()
+        if self._top_k == -1:
+            self.best[path] = math.nan
+        else:
+            self.nonfinite = path
+        return self._left_out(before)
+
+    def all_paths(self) -> list[str]:
+        """Return all that are kept, for whatever reason."""
+        return [*self.best, *self.latest, *filter(None, [self.nonfinite])]
 
     def copy(self) -> KeptCheckpoints:
         """Return the same, to go back to."""
@@ -73,11 +93,8 @@ class KeptCheckpoints:
         self.latest.append(path)
 
     def _left_out(self, before: list[str]) -> list[str]:
-        return [
-            path
-            for path in dict.fromkeys(before)
-            if path not in self.best and path not in self.latest
-        ]
+        kept = self.all_paths()
+        return [path for path in dict.fromkeys(before) if path not in kept]
 
     def _worst(self) -> str:
         return _extreme(self.best, lambda a, b: self._better(b, a))
@@ -89,19 +106,36 @@ class KeptCheckpoints:
                 paths.relative(path, folder): value for path, value in self.best.items()
             },
             "latest": [paths.relative(path, folder) for path in self.latest],
+            "nonfinite": paths.relative(self.nonfinite, folder) if self.nonfinite else "",
         }
 
-    def load_state_dict(self, state: dict[str, Any], locate: Callable[[str], str | None]) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], locate: Callable[[object], str | None]
+    ) -> None:
         """Take it back.
 
         Args:
             state: what `state_dict` returned.
             locate: returns where a checkpoint is by now; None: it is gone.
+
+        Raises:
+            CheckpointCorruptError: it is not what `state_dict` returns.
         """
-        best = [(locate(name), value) for name, value in state["best_k_models"].items()]
+        models, latest = state.get("best_k_models"), state.get("latest")
+        if (
+            not isinstance(models, dict)
+            or not isinstance(latest, list)
+            or not all(isinstance(value, (int, float)) for value in models.values())
+        ):
+            raise CheckpointCorruptError(
+                "the checkpoint's state of ModelCheckpoint is damaged: expected best_k_models, "
+                f"numbers by name, and latest, a list of names; received {models!r} and {latest!r}"
+            )
+        best = [(locate(name), value) for name, value in models.items()]
         self.best = {path: value for path, value in best if path is not None}
-        latest = [locate(name) for name in state["latest"]]
-        self.latest = [path for path in latest if path is not None]
+        self.latest = [path for path in map(locate, latest) if path is not None]
+        nonfinite = state.get("nonfinite")
+        self.nonfinite = (locate(nonfinite) or "") if nonfinite else ""
 
 
 def _larger(a: float, b: float) -> bool:

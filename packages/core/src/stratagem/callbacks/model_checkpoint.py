@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import re
+import math
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
-from stratagem.callbacks.checkpoint_names import CheckpointNames
+from stratagem.callbacks.checkpoint_names import CheckpointNames, filled
 from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
-from stratagem.checkpoint.catalog import is_of_run
+from stratagem.callbacks.resumed_checkpoints import ResumedCheckpoints, in_folder
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.module import Module
     from stratagem.trainer import Trainer
+    from stratagem.trainer.resume.checkpoint import Weights
 
 
 class ModelCheckpoint(Callback):
@@ -50,6 +53,10 @@ class ModelCheckpoint(Callback):
             validation if it comes in the middle of epochs.
         save_on_exception: save as `exception-step=S.ckpt` when training ends by an error or by
             Ctrl-C. Only where one process trains: of several, the others are elsewhere.
+
+    Where weights are not finite, that is said once, and the newest such checkpoint is kept in the
+    place of none: it counts among neither the best nor the newest, and `last.ckpt` stays. A
+    monitored value that is NaN is the worst.
 
     With `monitor`, an epoch without validation is passed over where others have it. A signal that
     ends training saves `interrupted-step=S.ckpt`. That file, and the one of an error, stay until
@@ -99,14 +106,6 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         save_on_exception: bool = False,
     ) -> None:
-        _check_arguments(
-            mode=mode,
-            train_time_interval=train_time_interval,
-            save_top_k=save_top_k,
-            keep_latest_k=keep_latest_k,
-            every_n_train_steps=every_n_train_steps,
-            every_n_epochs=every_n_epochs,
-        )
         self.dirpath = None if dirpath is None else paths.at(dirpath)
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
@@ -122,6 +121,7 @@ class ModelCheckpoint(Callback):
         self.train_time_interval = train_time_interval
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.save_on_exception = save_on_exception
+        _check_arguments(self)
         self.last_model_path = ""
         self._key = self._key_without_folder() + f", dirpath={dirpath})"
         # Without a monitor the value is the step: the newest are the best.
@@ -133,8 +133,10 @@ class ModelCheckpoint(Callback):
         self._resumed: dict[str, Any] | None = None
         """What was loaded, until rank 0 has looked at what of it is still there."""
         self._names = CheckpointNames()
-        self._spared = ""
-        """On rank 0: what `last.ckpt` names in another folder, of the run that this one resumes."""
+        self._spared: set[str] = set()
+        """On rank 0: what was saved before this run was resumed, and may be another's."""
+        self._said: set[str] = set()
+        """On rank 0: what this fit has warned of."""
         self._trains = False
         self._last_step_saved = -1
         self._last_time_saved = 0.0
@@ -157,7 +159,7 @@ class ModelCheckpoint(Callback):
     @property
     def kept_paths(self) -> list[str]:
         """All that are kept, for whatever reason."""
-        return [*self._kept.best, *self._kept.latest]
+        return self._kept.all_paths()
 
     # -- its state in a checkpoint
 
@@ -203,39 +205,39 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore which checkpoints are kept; when a fit goes on, gone ones are dropped."""
-        self._resumed = state
-        self._take(state, lambda name: str(paths.join(state["dirpath"], name)))
+        """Restore which checkpoints are kept, by their names in this one's folder.
 
-    def _take(self, state: dict[str, Any], locate: Any) -> None:
+        When a fit goes on, it is looked at which are there. A state may be anybody's, so that it
+        names no folder and nothing outside of this one's.
+        """
+        folder = self.dirpath
+        self._take(state, lambda name: None if folder is None else in_folder(folder, name))
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Restore what a run in processes of its own has kept, wherever that is."""
+        folder = state["dirpath"]
+        self._take(state, lambda name: str(paths.join(folder, str(name))) if name else None)
+
+    def _take(self, state: dict[str, Any], locate: Callable[[object], str | None]) -> None:
+        self._resumed = state
         self._kept.load_state_dict(state, locate)
-        last = state["last_model_path"]
-        self.last_model_path = (locate(last) or "") if last else ""
+        self.last_model_path = locate(state.get("last_model_path")) or ""
 
     def _look_after_resuming(self, trainer: Trainer) -> None:
         """Forget what is not there any more; what rank 0 sees counts."""
         state, self._resumed = self._resumed, None
         if state is None or self.dirpath is None:
             return
-        now, then = self.dirpath, paths.absolute(state["dirpath"])
-        folders = [now] if paths.absolute(now) == then else [now, then]
-
-        def locate(name: str) -> str | None:
-            for folder in folders:
-                path = str(paths.join(folder, name))
-                if is_of_run(path, trainer.run.run_id, default=folder == folders[-1]):
-                    return path
-            return None
-
-        seen: list[Any] = []
         if trainer.is_global_zero:
-            self._take(state, locate)
-            if self.last_model_path and paths.parent(self.last_model_path) != now:
-                # It stays as it is, and this run has one of its own.
-                self._spared = str(paths.target_of(self.last_model_path))
-                self.last_model_path = ""
-            seen = [self.best_k_models, self._kept.latest, self.last_model_path]
-        self._kept.best, self._kept.latest, self.last_model_path = trainer.ranks.broadcast(seen)
+            run = trainer.run
+            there = ResumedCheckpoints(self.dirpath, run.resumed_from, run.run_id)
+            self._kept.load_state_dict(state, there.locate)
+            self.last_model_path = there.locate_last(state.get("last_model_path"))
+            self._spared = there.spared
+            there.warn_of_refused()
+        kept = self._kept
+        seen = [kept.best, kept.latest, kept.nonfinite, self.last_model_path]
+        kept.best, kept.latest, kept.nonfinite, self.last_model_path = trainer.ranks.broadcast(seen)
 
     # -- when to save
 
@@ -259,8 +261,9 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Start the clock; what was resumed from need not be saved again."""
+        self._said.clear()
         self._trains = True
-        self._last_time_saved = trainer.run.agreed_time()
+        self._last_time_saved = trainer.run.interruption.agreed_time()
         self._last_step_saved = trainer.global_step
 
     def on_train_batch_end(
@@ -275,7 +278,8 @@ class ModelCheckpoint(Callback):
         every, interval = self.every_n_train_steps, self.train_time_interval
         if (every is not None and step % every == 0) or (
             interval is not None
-            and trainer.run.agreed_time() - self._last_time_saved >= interval.total_seconds()
+            and trainer.run.interruption.agreed_time() - self._last_time_saved
+            >= interval.total_seconds()
         ):
             self._save(trainer)
 
@@ -335,12 +339,19 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, *, among_best: bool = True) -> None:
         self._last_step_saved = trainer.global_step
-        self._last_time_saved = trainer.run.agreed_time()
+        self._last_time_saved = trainer.run.interruption.agreed_time()
         value = None
         if among_best and self.save_top_k != 0:
             value = float(trainer.global_step)
             if self.monitor is not None:
                 value = float(trainer.run.metric(self.monitor, "ModelCheckpoint"))
+                if math.isnan(value):
+                    self._warn_once(
+                        trainer,
+                        f"ModelCheckpoint(monitor={self.monitor!r}): the value is NaN",
+                        "NaN is the worst value in either mode: such a checkpoint takes the place "
+                        "of no better one",
+                    )
             if not self._kept.is_among_best(value):
                 value = None
         if value is None and not (self.keep_latest_k or self.save_last):
@@ -348,23 +359,47 @@ class ModelCheckpoint(Callback):
         assert self.dirpath is not None
         ranks, last = trainer.ranks, self.last_model_path
         before = self._kept.copy(), last
+        weights = self._weights(trainer)
+        moves_last = self.save_last and not weights.nonfinite
         path = self._names.choose(ranks, self.dirpath, self.format_checkpoint_name(trainer))
-        if self.save_last and not (last and self._names.may_move(ranks, last)):
+        if moves_last and not (last and self._names.may_move(ranks, last)):
             last = self.last_model_path = self._names.choose(ranks, self.dirpath, "last")
         # The state first, so that it is in the checkpoint itself.
-        dropped = self._kept.add(path, value)
+        if weights.nonfinite:
+            dropped = self._kept.add_nonfinite(path)
+        else:
+            dropped = self._kept.add(path, value)
+        save = partial(trainer.run.save, weights_only=self.save_weights_only, weights=weights)
         try:
-            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+            save(paths.at(path))
         except BaseException:
             self._kept, self.last_model_path = before
             raise
         # `last` moves once its new target is durable, and the old target goes after that.
-        if self.save_last and not trainer.checkpoint_writer.link(path, last):
-            trainer.save_checkpoint(last, weights_only=self.save_weights_only)
+        if moves_last and not trainer.checkpoint_writer.link(path, last):
+            save(paths.at(last))
         for old in dropped:
-            if old != self._spared:
+            if old not in self._spared:
                 trainer.checkpoint_writer.remove(old)
         self._names.release()
+
+    def _weights(self, trainer: Trainer) -> Weights:
+        """Return what is to be saved, and say where it is not finite."""
+        weights = trainer.run.weights()
+        if weights.nonfinite:
+            self._warn_once(
+                trainer,
+                f"the weights are not finite: {weights.nonfinite!r} holds NaN or an infinity",
+                "ModelCheckpoint keeps the newest checkpoint of such weights beside the finite "
+                "ones, in the place of none. Trainer(detect_anomaly=True) finds where NaN begins",
+            )
+        return weights
+
+    def _warn_once(self, trainer: Trainer, what: str, follows: str) -> None:
+        """Warn on rank 0, once a fit of each thing that comes about."""
+        if trainer.is_global_zero and follows not in self._said:
+            self._said.add(follows)
+            warnings.warn(f"step {trainer.global_step}: {what}. {follows}", stacklevel=2)
 
     def save_to_resume_from(self, trainer: Trainer, why: str) -> str:
         """Save the whole state as `<why>-step=<n>.ckpt`, until there is another; return the path.
@@ -376,7 +411,7 @@ class ModelCheckpoint(Callback):
         path = self._names.choose(trainer.ranks, self.dirpath, name)
         if not self.save_weights_only:
             self._kept.add_to_resume_from(path)
-        trainer.save_checkpoint(path)
+        trainer.run.save(paths.at(path), weights_only=False, weights=self._weights(trainer))
         self._names.release()
         return path
 
@@ -385,45 +420,27 @@ class ModelCheckpoint(Callback):
         values: dict[str, Any] = {k: float(v) for k, v in trainer.callback_metrics.items()}
         values["epoch"] = trainer.current_epoch
         values["step"] = trainer.global_step
-
-        def fill(match: re.Match[str]) -> str:
-            name, _, form = match.group(1).partition(":")
-            if name not in values:
-                raise ConfigurationError(
-                    f"ModelCheckpoint(filename={self.filename!r}) uses {name!r}, but there is only "
-                    f"{', '.join(sorted(values))}"
-                )
-            text = format(values[name], form)
-            return f"{name.replace('/', '_')}={text}"
-
-        return re.sub(r"\{([^}]+)\}", fill, self.filename)
+        return filled(self.filename, values)
 
 
-def _check_arguments(
-    *,
-    mode: str,
-    train_time_interval: timedelta | None,
-    save_top_k: int,
-    keep_latest_k: int,
-    every_n_train_steps: int | None,
-    every_n_epochs: int | None,
-) -> None:
-    if mode not in ("min", "max"):
-        raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}): expected 'min' or 'max'")
-    if train_time_interval is not None and not isinstance(train_time_interval, timedelta):
+def _check_arguments(given: ModelCheckpoint) -> None:
+    interval: object = given.train_time_interval
+    if given.mode not in ("min", "max"):
+        raise ConfigurationError(f"ModelCheckpoint(mode={given.mode!r}): expected 'min' or 'max'")
+    if interval is not None and not isinstance(interval, timedelta):
         raise ConfigurationError(
-            f"ModelCheckpoint(train_time_interval={train_time_interval!r}): expected a "
+            f"ModelCheckpoint(train_time_interval={interval!r}): expected a "
             "datetime.timedelta, such as timedelta(minutes=30)"
         )
-    if save_top_k < -1:
+    if given.save_top_k < -1:
         raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k!r}): expected a number of checkpoints, or "
-            "-1 for all"
+            f"ModelCheckpoint(save_top_k={given.save_top_k!r}): expected a number of checkpoints, "
+            "or -1 for all"
         )
     for name, value, least in (
-        ("keep_latest_k", keep_latest_k, 0),
-        ("every_n_train_steps", every_n_train_steps, 1),
-        ("every_n_epochs", every_n_epochs, 1),
+        ("keep_latest_k", given.keep_latest_k, 0),
+        ("every_n_train_steps", given.every_n_train_steps, 1),
+        ("every_n_epochs", given.every_n_epochs, 1),
     ):
         if value is not None and value < least:
             raise ConfigurationError(f"ModelCheckpoint({name}={value}): expected at least {least}")

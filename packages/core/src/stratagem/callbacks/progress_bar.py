@@ -7,6 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from stratagem.callbacks.callback import Callback
+from stratagem.launch.streams import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +62,8 @@ class ProgressBar(Callback):
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[values]}"),
+                # Brackets in a name are not rich's markup.
+                TextColumn("{task.fields[values]}", markup=False),
                 console=console,
                 auto_refresh=False,
             )
@@ -77,7 +79,8 @@ class ProgressBar(Callback):
             values = "  ".join(
                 f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items()
             )
-            self._bar.update(self._task, completed=completed, values=values)
+            shown = printable(values, self._bar.console.encoding)
+            self._bar.update(self._task, completed=completed, values=shown)
             self._bar.refresh()
             self._due = monotonic() + self.refresh_seconds
 

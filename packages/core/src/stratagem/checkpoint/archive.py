@@ -59,6 +59,8 @@ class Manifest:
         strategy, world_size: under which it was saved; None: unknown.
         epoch, global_step: how far training was; None: unknown.
         run: name of the run that saved it, kept by a run that resumes from it; None: unknown.
+        nonfinite: the name of a weight that holds NaN or an infinity; None: unknown, or there is
+            none.
         contents: the names in the checkpoint's dict, as many as fit in 16,000 bytes.
     """
 
@@ -71,6 +73,7 @@ class Manifest:
     epoch: int | None = None
     global_step: int | None = None
     run: str | None = None
+    nonfinite: str | None = None
     contents: tuple[str, ...] = ()
 
 

@@ -31,21 +31,17 @@ def verify(path: str | os.PathLike[str]) -> Description:
         raise CheckpointNotFoundError(f"there is no checkpoint at {str(path)!r}") from error
 
 
-def is_of_run(path: str | os.PathLike[str], run: str, *, default: bool) -> bool:
-    """Return whether a checkpoint is there that a run has saved.
+def run_of(path: str | os.PathLike[str]) -> str:
+    """Return the name of the run that saved a checkpoint, as its manifest has it.
 
-    Args:
-        path: where.
-        run: its name, as manifests have it.
-        default: what is true of a checkpoint that does not say whose it is.
+    "": it does not say, cannot be read, or is not there.
     """
-    if not paths.exists(path):
-        return False
     try:
         manifest = describe_checkpoint(os.fspath(path)).manifest
     except (CheckpointError, OSError):
-        return default  # damaged, or of a format that is not core's
-    return default if manifest is None or manifest.run is None else manifest.run == run
+        return ""  # damaged, gone, or of a format that is not core's
+    run = None if manifest is None else manifest.run
+    return run if isinstance(run, str) else ""
 
 
 def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[paths.Entry]:
@@ -76,19 +72,35 @@ def first_whole(
 ) -> tuple[str, list[str]]:
     """Return the first checkpoint that is whole, or "", and why those before it were passed over.
 
+    One that says of itself that its weights are not finite comes after all that do not.
+
     Args:
         candidates: the best first.
         check: raises where one is not whole, such as `CheckpointIO.verify_checkpoint`.
     """
-    passed_over = []
-    for path in candidates:
+    passed_over: dict[str, str] = {}
+    nonfinite = ""
+    for path in map(str, candidates):
         try:
-            check(path)
+            check(paths.at(path))
         except (CheckpointError, OSError) as error:
-            passed_over.append(f"{str(path)!r} was passed over: {error}")
-        else:
-            return str(path), passed_over
-    return "", passed_over
+            passed_over[path] = f"{path!r} was passed over: {error}"
+            continue
+        if not (name := _nonfinite(path)):
+            return path, list(passed_over.values())
+        passed_over[path] = f"{path!r} was passed over: its weights are not finite, such as {name}"
+        nonfinite = nonfinite or path
+    passed_over.pop(nonfinite, None)
+    return nonfinite, list(passed_over.values())
+
+
+def _nonfinite(path: str) -> str:
+    """Return the name of a weight that is not finite, as far as a checkpoint says so."""
+    try:
+        manifest = describe_checkpoint(path).manifest
+    except (CheckpointError, OSError):
+        return ""  # of a format that is not core's, which has found it whole
+    return "" if manifest is None or manifest.nonfinite is None else repr(manifest.nonfinite)
 
 
 def _progress(path: paths.Location) -> float:

@@ -26,6 +26,7 @@ import xxhash
 from stratagem.checkpoint.archive import Manifest, parse_manifest
 from stratagem.checkpoint.checksum import checksum_of_file
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
+from stratagem.storage.paths import is_name
 
 MANIFEST = "manifest.json"
 STATE = "state.ckpt"
@@ -122,7 +123,7 @@ def read_directory(path: Path) -> Directory:
     if checksum != _checksum_of(contents) or text != _dump({**contents, "xxh3_128": checksum}):
         raise _damaged(file, "its contents do not have the checksum that was written")
     for name in files:
-        if name in ("", ".", "..") or "/" in name or "\0" in name:
+        if not is_name(name):
             raise CheckpointCorruptError(
                 f"{str(file)!r} was refused: it names the file {name!r}, which leads out of the "
                 "directory"

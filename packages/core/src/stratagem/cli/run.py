@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stratagem.launch import rank, supervisor
+from stratagem.launch import network, rank
 from stratagem.launch.environment import rank_environment, threads_per_rank
 from stratagem.launch.supervisor import Command, Failure, Output, RankProcesses
 
@@ -260,7 +261,7 @@ def _start_and_watch(launch: Launch) -> int:
     if port is None:
         # A free port is taken and listened on here, and rank 0 gets the socket itself: no other
         # program can take the port in between. Leaving the context closes this program's copy.
-        listener = supervisor.listening_socket()
+        listener = network.listen()
         port = listener.getsockname()[1]
     with listener or nullcontext():
         environments = _environments(launch, port)
@@ -326,7 +327,10 @@ def _become_torchrun(launch: Launch) -> NoReturn:
         f"--max-restarts={launch.max_restarts}",
     ]
     if launch.num_nodes == 1:
-        command.append("--standalone")
+        # torchrun's store listens on every interface; ranks of one node can meet in a file, which
+        # torch makes for this user alone. Each agent that starts at the same time has its own.
+        command += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
+        command += [f"--rdzv-id={uuid.uuid4()}", f"--local-addr={network.LOOPBACK}"]
     else:
         command += [
             f"--nnodes={launch.num_nodes}",

@@ -7,9 +7,9 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class Resumable:
 
     # -- going on
 
-    def resume(self, states: list[dict[str, Any]], batches: int) -> int:
+    def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:
         """Take what `state` returned on each rank; the next `begin` goes on from there.
 
         Args:
@@ -158,7 +158,9 @@ class Resumable:
             How many of this loader's batches that is.
         """
         first = states[0]
-        own = next((s for s in states if s.get("shard", 0) == self._shard[0]), None)
+        # That of this rank first: each is decoded when it is looked at.
+        tried = chain(states[self._rank : self._rank + 1], states)
+        own = next((s for s in tried if s.get("shard", 0) == self._shard[0]), None)
         if isinstance(self._order, Order) and first.get("order") == self._order.kind:
             self._take_seed(first.get("seed"))
         if batches == 0:

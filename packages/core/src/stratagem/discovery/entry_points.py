@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stratagem._version import __version__
+
 GROUP = "stratagem.backends"
 CORE = "stratagem-core"
 _LOOKS_LIKE_OURS = "stratagem"
+# Name and value of core's own entry, as its pyproject.toml has it.
+_OWN = ("native", "stratagem.native.plugin")
 DISABLE_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
 ONLY_VARIABLE = "STRATAGEM_ONLY_PLUGINS"
 
@@ -29,6 +33,7 @@ class PluginEntry:
         version: version of that distribution.
         requires_core: its requirement on stratagem-core ("<0.2,>=0.1"), or "" if it has none.
         load: imports the plugin module or object.
+        false_core: where a distribution lies that only calls itself stratagem-core; "": it is none.
     """
 
     name: str
@@ -37,30 +42,39 @@ class PluginEntry:
     version: str
     requires_core: str
     load: Callable[[], Any]
+    false_core: str = ""
 
 
 def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
     """Return every entry of the group in the installed distributions, sorted.
 
     A distribution that stands on the path twice counts once: the first, which is the one that an
-    import would take.
+    import would take. What calls itself stratagem-core counts each time: core's plugin is a module
+    of the package that runs, and nothing else is.
 
     Args:
         path: where to look, in this order; None: `sys.path`.
     """
-    entries: dict[tuple[str, str], PluginEntry] = {}
+    entries: dict[tuple[str, ...], PluginEntry] = {}
     seen: set[str] = set()
     for place in sys.path if path is None else path:
         for name, version, metadata, declared in _distributions(place or ".", seen):
             requires_core = _requirement_on_core(metadata)
             for entry, value in _entries_of_group(declared):
-                entries[name, entry] = PluginEntry(
-                    name=entry,
-                    value=value,
-                    distribution=name,
-                    version=version,
-                    requires_core=requires_core,
-                    load=functools.partial(_load, value),
+                own = name == CORE and (entry, value) == _OWN
+                false_core = name == CORE and not own
+                entries.setdefault(
+                    (name, entry, value if false_core else ""),
+                    PluginEntry(
+                        name=entry,
+                        value=value,
+                        distribution=name,
+                        # Of the package that runs, whatever lies on the path in the same name.
+                        version=__version__ if own else version,
+                        requires_core="" if own else requires_core,
+                        load=functools.partial(_load, value),
+                        false_core=(place or ".") if false_core else "",
+                    ),
                 )
     return [entries[key] for key in sorted(entries)]
 
@@ -68,13 +82,22 @@ def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
 def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
     """Return a sentence for each entry point in a group whose name only looks like ours.
 
+    And for each stratagem-core of another version than the one that runs.
+
     Args:
         path: where to look; None: `sys.path`.
     """
     found = []
     seen: set[str] = set()
     for place in sys.path if path is None else path:
-        for name, _, _, declared in _distributions(place or ".", seen, marker=_LOOKS_LIKE_OURS):
+        for name, version, _, declared in _distributions(
+            place or ".", seen, marker=_LOOKS_LIKE_OURS
+        ):
+            if name == CORE and version != __version__:
+                found.append(
+                    f"{CORE} {version} lies in {place or '.'!r}, but {__version__} runs: remove it "
+                    f"there, or reinstall {CORE}."
+                )
             for group, entry, _ in _entries(declared):
                 if _LOOKS_LIKE_OURS in group.casefold() and group != GROUP:
                     found.append(
@@ -105,6 +128,11 @@ def why_incompatible(entry: PluginEntry, core_version: str) -> str | None:
 
     Read from metadata, before any import: pip installs a mismatch with only a warning.
     """
+    if entry.false_core:
+        return (
+            f"a distribution in {entry.false_core!r} calls itself {CORE} too; core's own plugin is "
+            f"{_OWN[1]!r} of the package that runs: remove that distribution"
+        )
     fits = _fits(entry.requires_core, core_version)
     if fits is None:
         return (
@@ -156,7 +184,7 @@ def _distributions(
     for folder in folders:
         name = normalise(folder.rpartition(".")[0].partition("-")[0])
         # "~" marks what an interrupted pip has left behind.
-        if name in seen or name.startswith("~"):
+        if (name in seen and name != CORE) or name.startswith("~"):
             continue
         seen.add(name)
         declared = _read(f"{place}/{folder}/entry_points.txt")
@@ -180,7 +208,7 @@ def _distributions_by_library(
         headers: Any = distribution.metadata
         name = normalise(headers["Name"] or "unknown")
         declared = distribution.read_text("entry_points.txt") or ""
-        if name in seen or (only is not None and name != only):
+        if (name in seen and name != CORE) or (only is not None and name != only):
             continue
         seen.add(name)
         if marker in declared:

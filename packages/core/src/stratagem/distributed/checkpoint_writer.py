@@ -15,6 +15,7 @@ from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
+from stratagem.state.finite import first_nonfinite
 from stratagem.state.shards import Shards
 
 
@@ -166,6 +167,21 @@ def _compared_with_other_ranks(
         return []
     everywhere = set(missing).intersection(*ranks.gather_plain(missing))
     return [name for name in missing if name in everywhere]
+
+
+def nonfinite_weights(strategy: Strategy, prepared: PreparedModel, state: Mapping[str, Any]) -> str:
+    """Return the name of a tensor of a model's state that is not finite on some rank, or "".
+
+    Called by every rank, with what `model_state` returned there; all hear of the same name.
+    """
+    trained = {name for name, p in prepared.original.named_parameters() if p.requires_grad}
+    name, ranks = first_nonfinite(state, trained), strategy.ranks
+    if ranks.world_size == 1:
+        return name
+    # A number each: which rank has found one, counted from 1.
+    who = torch.tensor(ranks.global_rank + 1 if name else 0)
+    found = int(ranks.all_reduce(who, "max"))
+    return str(ranks.broadcast(name, src=found - 1)) if found else ""
 
 
 def strategy_state(

@@ -11,7 +11,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from stratagem.distributed.rank_status import COLLECTIVES, RankStatus, RankStatuses
+from stratagem.distributed.rank_status import RankStatuses, described
+from stratagem.distributed.stack import COLLECTIVES
+from stratagem.distributed.status_exchange import RankStatus, Survey
 from stratagem.errors import CommunicationError
 from stratagem.launch.rank import record_failure, this_rank
 
@@ -29,6 +31,7 @@ def leave_process_group(statuses: RankStatuses) -> None:
     statuses.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
+        statuses.exchange.close()
         _wait_for_communication_threads()
 
 
@@ -37,33 +40,38 @@ def _leave_together(statuses: RankStatuses) -> None:
 
     A rank that waits in a collective waits for this one, in vain: then the run has failed.
     """
-    statuses.mark_done()
     if statuses.rank != 0:
+        # Last, since rank 0 may end with the store as soon as it is done.
+        statuses.leave()
+        statuses.mark_done()
         return
+    statuses.mark_done()
     asked_at = time.monotonic() + _PATIENCE
     before: dict[int, RankStatus] = {}
     said = False
-    while staying := [r for r in range(1, statuses.world_size) if not statuses.is_done(r)]:
+    while staying := statuses.staying():
         if this_rank.lost_peer or this_rank.peers_are_gone():
             return  # whoever has started them reports it
         time.sleep(0.002 if time.monotonic() < asked_at - _PATIENCE + 1 else 0.1)
         if time.monotonic() < asked_at:
             continue
         asked_at = time.monotonic() + _PATIENCE
-        now = statuses.ask()
-        stuck = [r for r in staying if r in now and now[r] == before.get(r)]
-        if any(now[r].operation in COLLECTIVES for r in stuck):
+        survey = statuses.ask()
+        now = {rank: status for rank, status in survey.answers.items() if rank in staying}
+        stuck = {rank: status for rank, status in now.items() if status == before.get(rank)}
+        if any(status.operation in COLLECTIVES for status in stuck.values()):
             _end_with_error(
                 "this rank (0) has ended, and others wait for it in a collective:\n"
-                + "\n".join(f"  {now[r]}" for r in stuck)
+                + "\n".join(f"  {line}" for line in described(Survey(stuck), []))
                 + "\nEvery rank must call the same collectives and take the same number of steps"
             )
-        if before and not any(r in now or r in before for r in staying):
+        if before and not (now or before.keys() & staying):
             return  # they have ended without a word, or cannot be reached
-        before = now
+        before = {**now, 0: statuses.here()}
         if not said:
             said = True
-            where = "; ".join(str(now[r]) if r in now else f"rank {r}: no answer" for r in staying)
+            silent = sorted(staying - now.keys())
+            where = "; ".join(described(Survey(now, unknown=survey.unknown), silent))
             print(
                 f"stratagem: rank 0 is done; it waits for the others. {where}",
                 file=sys.stderr,

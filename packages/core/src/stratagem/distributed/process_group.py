@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataShard, Ranks, ReduceOp
 from stratagem.launch import network
+from stratagem.launch.open_files import allow_connections, warn_of_agents_limit
 from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, this_rank
 from stratagem.state import plain_data
 
@@ -85,6 +87,16 @@ class ProcessGroupRanks(Ranks):
         dist.all_reduce(reduced, op=_OPERATIONS[op])
         return reduced.div_(self.world_size) if op == "mean" else reduced
 
+    def reduce_numbers(self, numbers: Sequence[int], op: Literal["sum", "max", "min"]) -> list[int]:
+        """Return integers reduced over ranks; see `Ranks.reduce_numbers`."""
+        device = self._device()
+        if "cpu:" in dist.get_backend_config():
+            device = torch.device("cpu")
+        reduced = torch.tensor(numbers, dtype=torch.long, device=device)
+        dist.all_reduce(reduced, op=_OPERATIONS[op])
+        result: list[int] = reduced.tolist()
+        return result
+
     def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
         """Return every rank's tensor, stacked; see `Ranks.all_gather`."""
         tensor = tensor.to(self._device()).contiguous()
@@ -119,6 +131,28 @@ class ProcessGroupRanks(Ranks):
         rows = self.all_gather(padded)
         return [plain_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0; see `Ranks.gather_bytes`."""
+        size = int(self.all_reduce(torch.tensor(len(data)), "max"))
+        message = _padded(data, size).to(self._device())
+        received = None
+        if self.is_global_zero:
+            received = [torch.empty_like(message) for _ in range(self.world_size)]
+        dist.gather(message, received)
+        return [_unpadded(each) for each in received or ()]
+
+    def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part of what rank 0 has; see `Ranks.scatter_bytes`."""
+        device = self._device()
+        size = torch.tensor(max(map(len, parts), default=0), device=device)
+        dist.broadcast(size, 0)
+        messages = None
+        if self.is_global_zero:
+            messages = [_padded(part, int(size)).to(device) for part in parts]
+        message = torch.empty(_PREFIX + int(size), dtype=torch.uint8, device=device)
+        dist.scatter(message, messages)
+        return _unpadded(message)
+
     def barrier(self, name: str = "") -> None:
         """Wait for every rank; see `Ranks.barrier`."""
         self._device()
@@ -133,6 +167,20 @@ class ProcessGroupRanks(Ranks):
         """Let this rank's status in errors say what a front end is doing."""
         if _statuses is not None:
             _statuses.doing = doing
+
+
+_PREFIX = 8
+"""Bytes before a message, with its length: a collective's messages are as long as the longest."""
+
+
+def _padded(data: bytes, size: int) -> Tensor:
+    message = len(data).to_bytes(_PREFIX, "little") + data.ljust(size, b"\0")
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _unpadded(message: Tensor) -> bytes:
+    data = plain_data.bytes_of(message)
+    return data[_PREFIX : _PREFIX + int.from_bytes(data[:_PREFIX], "little")]
 
 
 def join_process_group(
@@ -153,34 +201,23 @@ def join_process_group(
         several_nodes: whether the ranks are on more than one.
 
     Raises:
-        ConfigurationError: this process is in a group of other ranks already.
+        ConfigurationError: this process is in a group of other ranks already, or cannot open as
+            many connections as there are ranks.
     """
     if dist.is_initialized():
         _check_existing_group(ranks, timeout)
         return
     limit = timedelta(seconds=timeout)
     store: Any
-    if several_nodes:
-        network.choose_gloo_interface(environment.main_address)
+    network.choose_gloo_interface(environment.main_address if several_nodes else None)
     if environment.holds_store:
+        if ranks.is_global_zero:
+            warn_of_agents_limit(ranks.world_size)
         # torchrun's agent holds the store; only torch's own rendezvous knows how to reach it.
         dist.init_process_group(backend, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
     else:
-        holder = "rank 0" if ranks.is_global_zero else ""
-        main_port = environment.main_port
-        # Rank 0 may have a socket that listens already, so that no other program can take the
-        # port between its choice and its use.
-        listen_fd = environment.take_listener()
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            environment.main_address,
-            main_port,
-            ranks.world_size,
-            is_master=os.environ.get(STORE_VARIABLE, holder) == "rank 0",
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
+        store = _join_store(ranks, environment, limit, several_nodes=several_nodes)
         dist.init_process_group(
             backend,
             # The prefix that env:// rendezvous uses, so that a rank may join by either way.
@@ -193,9 +230,52 @@ def join_process_group(
     at_end_of_rank(partial(leave_process_group, _watch_status(store, ranks, timeout)))
 
 
+def _join_store(
+    ranks: Ranks, environment: ClusterEnvironment, limit: timedelta, *, several_nodes: bool
+) -> Any:
+    """Return the store that the ranks meet at, which rank 0 holds, or whoever has started it.
+
+    It takes whatever anybody who reaches it says. So it listens on loopback where all ranks are on
+    one node, else on the one interface that leads to the others.
+    """
+    main_address = environment.main_address if several_nodes else network.LOOPBACK
+    main_port = environment.main_port
+    listen_fd = None
+    is_holder = ranks.is_global_zero and os.environ.get(STORE_VARIABLE) != "parent"
+    if is_holder:
+        allow_connections(ranks.world_size)
+        # Rank 0 may have a socket that listens already, so that no other program can take the port
+        # between its choice and its use.
+        listen_fd = environment.take_listener()
+        if listen_fd is None:
+            listener = _listen(network.address_to_listen_on(main_address), main_port)
+            listen_fd = listener.detach()
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        network.address_to_connect_to(main_address),
+        main_port,
+        ranks.world_size,
+        is_master=is_holder,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        return network.listen(address, port)
+    except OSError as error:
+        raise ConfigurationError(
+            f"rank 0 cannot listen on port {port} of {address or 'this node'} "
+            f"({error.strerror}): set MASTER_PORT (or --main-port) to one that is free there"
+        ) from error
+
+
 def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:
     global _statuses
     _statuses = RankStatuses(store, ranks.global_rank, ranks.world_size, timeout=timeout)
+    if ranks.world_size > 1:
+        _statuses.exchange.listen()
     this_rank.explain, this_rank.report = _statuses.explain, _statuses.report_failure
     return _statuses
 
@@ -209,6 +289,6 @@ def _check_existing_group(ranks: Ranks, timeout: float) -> None:
             "as many devices as the first launch in this process did"
         )
     if _statuses is None:
-        # The user has made the group, and ends it.
-        store = dist.distributed_c10d._get_default_store()
+        # The user has made the group, and ends it with its store: a clone does not keep that.
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         at_end_of_rank(_watch_status(store, ranks, timeout).leave)

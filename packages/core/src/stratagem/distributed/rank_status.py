@@ -2,85 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from stratagem.distributed.bounded_store import BoundedStore
+from stratagem.distributed.stack import line_in_traceback, operation, users_line
+from stratagem.distributed.status_exchange import (
+    ANSWER_TIME,
+    UNREACHABLE,
+    RankStatus,
+    StatusExchange,
+    Survey,
+    by_place,
+    ranges,
+)
 from stratagem.errors import CommunicationError
-
-_LOOK = 0.5
-"""Seconds between two looks of the answering thread: one round trip to the store each, 0.1 ms."""
-_ANSWER_TIME = 4.0
-"""Seconds that the others have to answer."""
 
 _MARK_ATTEMPTS = 3
 """How often a rank says that it has left, where the store does not answer for a while."""
-COLLECTIVES = frozenset(
-    (
-        *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
-        *("all_to_all_single", "backward", "barrier", "broadcast", "broadcast_object_list"),
-        *("gather", "monitored_barrier", "recv", "reduce", "reduce_scatter"),
-        *("reduce_scatter_tensor", "scatter", "send"),
-    )
-)
-"""What a rank may be in when it waits for others; backward communicates under most strategies."""
 
 THE_END = "the end of its script"
-
-_LIBRARIES = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
-    sysconfig.get_path("stdlib"),
-    "<frozen",
-)
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """Where a rank is.
-
-    Attributes:
-        rank: which one.
-        operation: the call that it is in, such as "all_reduce" or "backward".
-        line: the user's line that led there, "train.py:31 in training_step".
-        doing: what the front end says, such as "fit, epoch 0, step 12"; "" if nothing.
-        failure: its traceback, if it has failed.
-    """
-
-    rank: int
-    operation: str
-    line: str
-    doing: str = ""
-    failure: str = ""
-
-    def __str__(self) -> str:
-        text = f"rank {self.rank}: at {self.operation}"
-        if self.line:
-            text = f"rank {self.rank}: in {self.operation}, at {self.line}"
-        return f"{text} ({self.doing})" if self.doing else text
 
 
 class RankStatuses:
     """Shares the status of every rank through the store of the process group.
 
-    A thread on each rank looks twice a second whether somebody asks, and answers with the stack of
-    the main thread, which may itself be stuck in a collective.
+    A thread on each rank waits until somebody asks, and answers with the stack of the main thread,
+    which may itself be stuck in a collective.
 
     Args:
-        store: of the process group; a connection of its own is made.
+        store: of the process group; a connection of its own is made beside it.
         rank, world_size: this rank, and how many there are.
         timeout: of the group's collectives, in seconds; for messages.
     """
@@ -91,83 +47,22 @@ class RankStatuses:
         self.timeout = timeout
         self.doing: Callable[[], str] = str
         """What the front end is doing; "" by default."""
-        # The store serves one request of a connection at a time: the main thread may be waiting.
-        own = store.clone()
-        own.set_timeout(timedelta(seconds=_ANSWER_TIME))
-        prefixed = dist.PrefixStore("stratagem_status", own)  # type: ignore[attr-defined]
-        self._store = BoundedStore(prefixed, seconds=_ANSWER_TIME)
-        self._lock = threading.Lock()
-        self._round = 0
+        self.exchange = StatusExchange(store, rank, world_size, here=self.here)
         self._main = threading.get_ident()
-        self._left = threading.Event()
         self._is_over = False
-        self._thread = threading.Thread(
-            target=self._answer_questions, name="stratagem-statuses", daemon=True
-        )
-        if world_size > 1:
-            self._thread.start()
-
-    # -- answering
-
-    def _answer_questions(self) -> None:
-        while not self._left.wait(_LOOK):
-            try:
-                with self._lock:
-                    asked = self._store.check([f"ask/{self._round}"])
-                if asked:
-                    self._tell(self.here())
-                    self._round += 1
-            except RuntimeError:
-                pass  # the rank that holds the store has gone, or does not answer for now
-
-    def _tell(self, position: RankStatus) -> None:
-        key = f"at/{self._round}/{self.rank}"
-        with self._lock:
-            # Whoever asks, or has failed, has reported it better.
-            if not self._store.check([key]):
-                self._store.set(key, json.dumps(asdict(position)))
 
     def here(self) -> RankStatus:
         """Return where this rank's main thread is."""
         if self._is_over:
             return RankStatus(self.rank, THE_END, "")
         frame = sys._current_frames().get(self._main)
-        return RankStatus(self.rank, _operation(frame), _users_line(frame), self.doing())
+        return RankStatus(self.rank, operation(frame), users_line(frame), self.doing())
 
     # -- asking
 
-    def ask(
-        self, own: RankStatus | None = None, enough: Callable[[], bool] = bool
-    ) -> dict[int, RankStatus]:
-        """Ask every rank; return the answers that come in time, with this rank's own.
-
-        Args:
-            own: this rank's answer; None: where its main thread is.
-            enough: whether no more answers are needed.
-        """
-        mine = self.here() if own is None else own
-        answers = {self.rank: mine}
-        try:
-            current = self._round
-            with self._lock:
-                self._store.set(f"at/{current}/{self.rank}", json.dumps(asdict(mine)))
-                self._store.set(f"ask/{current}", "")
-            deadline = time.monotonic() + _ANSWER_TIME
-            while len(answers) < self.world_size and time.monotonic() < deadline and not enough():
-                for rank in range(self.world_size):
-                    if rank not in answers and (position := self._read(current, rank)):
-                        answers[rank] = position
-                time.sleep(0.05)
-        except RuntimeError:
-            pass  # the store is gone or cannot be reached: what is missing says it
-        return answers
-
-    def _read(self, current: int, rank: int) -> RankStatus | None:
-        key = f"at/{current}/{rank}"
-        with self._lock:
-            if not self._store.check([key]):
-                return None
-            return RankStatus(**json.loads(self._store.get(key)))
+    def ask(self) -> Survey:
+        """Ask every rank where it is; return the answers that come in time, with this rank's."""
+        return self.exchange.ask(self.here(), bool)
 
     def explain(
         self, error: BaseException, enough: Callable[[], bool] = bool
@@ -177,42 +72,33 @@ class RankStatuses:
             return None
         frames = list(traceback.walk_tb(error.__traceback__))
         innermost = frames[-1][0] if frames else None
-        own = RankStatus(self.rank, _operation(innermost), _line_in_traceback(error), self.doing())
-        better = CommunicationError(*self._described(error, self.ask(own, enough)), str(own))
+        own = RankStatus(self.rank, operation(innermost), line_in_traceback(error), self.doing())
+        better = CommunicationError(
+            *self._described(error, own, self.exchange.ask(own, enough)), str(own)
+        )
         self._mark("failed")
         return better
 
     def _described(
-        self, error: BaseException, answers: Mapping[int, RankStatus]
+        self, error: BaseException, own: RankStatus, survey: Survey
     ) -> tuple[str, tuple[int, ...]]:
-        own = answers[self.rank]
-        missing = tuple(r for r in range(self.world_size) if r not in answers)
-        failed = [p for p in answers.values() if p.failure]
         cause = str(error).partition("\n")[0].strip()
         lines = [f"rank {self.rank}: {own.operation} failed at {own.line}: {cause}"]
-        if failed:
-            first = failed[0]
+        if first := survey.error:
             lines.append(f"because rank {first.rank} failed:\n\n{first.failure.rstrip()}\n")
             return "\n".join(lines), (first.rank,)
+        silent = [rank for rank in range(self.world_size) if rank not in survey.answers]
+        # Rank 0 holds the store: nothing is known of the others without it.
+        known = range(self.world_size if not survey.unknown else survey.unknown == UNREACHABLE)
+        missing = tuple(rank for rank in silent if rank in known)
         if missing:
-            who = ", ".join(map(str, missing))
             lines[0] = (
-                f"rank(s) {who} missing from {own.operation}, at {own.line} on rank {self.rank}: "
-                f"{cause}"
+                f"rank(s) {ranges(missing)} missing from {own.operation}, at {own.line} on rank "
+                f"{self.rank}: {cause}"
             )
         lines.append("Where the ranks are:")
-        for rank in range(self.world_size):
-            if rank in answers:
-                lines.append(f"  {answers[rank]}")
-            elif self._is_marked("left", rank):
-                lines.append(f"  rank {rank}: has ended its script, in order")
-            else:
-                lines.append(
-                    f"  rank {rank}: no answer within {_ANSWER_TIME:g} s: it has died, is stopped, "
-                    "or cannot be reached"
-                    + (" (it holds the store that the ranks meet at)" if rank == 0 else "")
-                )
-        if not missing:
+        lines += [f"  {line}" for line in described(survey, silent)]
+        if not silent:
             lines.append(
                 "Every rank must call the same collectives in the same order and take the same "
                 f"number of steps. A rank that needs longer than {self.timeout:g} s between two of "
@@ -225,47 +111,74 @@ class RankStatuses:
     def report_failure(self, error: BaseException) -> None:
         """Report to the other ranks what this one failed with, before its connections close."""
         report = "".join(traceback.format_exception(error))
-        own = RankStatus(self.rank, "its own error", _line_in_traceback(error), failure=report)
+        own = RankStatus(self.rank, "its own error", line_in_traceback(error), failure=report)
         try:
-            current = self._round
-            with self._lock:
-                self._store.set(f"at/{current}/{self.rank}", json.dumps(asdict(own)))
+            self.exchange.report(own)
         except RuntimeError:
-            return
-        self._mark("failed")
-
-    def leave(self) -> None:
-        """End the answering thread; nobody is answered from here on."""
-        self._left.set()
-        if self._thread.is_alive():
-            self._thread.join(_ANSWER_TIME + _LOOK)
+            pass  # the store has gone, and with it those who would ask
 
     def mark_done(self) -> None:
         """Tell that this rank's script is over."""
         self._is_over = True
         for _ in range(_MARK_ATTEMPTS):
-            if self._mark("left"):
+            if self._mark("done"):
                 return
             time.sleep(1.0)
 
-    def is_done(self, rank: int) -> bool:
-        """Whether a rank's script is over, in order or not."""
-        return self._is_marked("left", rank) or self._is_marked("failed", rank)
+    def staying(self) -> set[int]:
+        """Return the other ranks whose script is not known to be over."""
+        others = set(range(self.world_size)) - {self.rank}
+        try:
+            return others - self.exchange.ended().keys()
+        except RuntimeError:
+            return others
 
     def _mark(self, how: str) -> bool:
         try:
-            with self._lock:
-                self._store.set(f"{how}/{self.rank}", "")
+            self.exchange.mark(how)
         except RuntimeError:
             return False  # the store has gone with the rank that held it, or does not answer
         return True
 
-    def _is_marked(self, how: str, rank: int) -> bool:
-        try:
-            with self._lock:
-                return bool(self._store.check([f"{how}/{rank}"]))
-        except RuntimeError:
-            return False
+    def leave(self) -> None:
+        """End the answering thread; nobody is answered from here on."""
+        self.exchange.leave()
+
+
+def described(survey: Survey, silent: Sequence[int]) -> list[str]:
+    """Return where ranks are, a line for each place.
+
+    Args:
+        survey: the answers.
+        silent: of which ranks without an answer something is said.
+    """
+    told = {
+        f"{_ranks(ranks)}: {place}": ranks[0]
+        for place, ranks in by_place(survey.answers.values()).items()
+    }
+    ends = {
+        "done": ("has ended its script, in order", "have ended their scripts, in order"),
+        "failed": ("has failed before, and ended", "have failed before, and ended"),
+        "": (
+            f"no answer within {ANSWER_TIME:g} s: it has died, is stopped, or cannot be reached",
+            f"no answer within {ANSWER_TIME:g} s: they have died, are stopped, or cannot be "
+            "reached",
+        ),
+    }
+    holds = " (it holds the store that the ranks meet at)"
+    for how, (of_one, of_several) in ends.items():
+        group = [rank for rank in silent if survey.ended.get(rank, "") == how]
+        if not how and group[:1] == [0] and survey.unknown in ("", UNREACHABLE):
+            told[f"rank 0: {of_one}{holds}"] = group.pop(0)
+        if not how and survey.unknown:
+            of_one = of_several = f"not known where: {survey.unknown}"
+        if group:
+            told[f"{_ranks(group)}: {of_one if len(group) == 1 else of_several}"] = group[0]
+    return sorted(told, key=lambda line: told[line])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -286,52 +199,3 @@ def is_communication_error(error: BaseException) -> bool:
             "monitoredBarrier",
         )
     )
-
-
-def _operation(frame: FrameType | None) -> str:
-    """Return the collective, or else the call of torch or of this library, that a stack is in."""
-    fallback = ""
-    innermost = frame
-    while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.endswith(("distributed_c10d.py", "_functional_collectives.py")):
-            # wrapper is a decorator's; the public function lies around it
-            if not name.startswith("_") and name != "wrapper":
-                return name
-        elif name == "backward" and file.startswith(_LIBRARIES[0]):
-            return "backward"
-        elif not fallback and file.startswith(_LIBRARIES[:2]) and not name.startswith("_"):
-            fallback = name
-        frame = frame.f_back
-    if innermost is not None and not innermost.f_code.co_filename.startswith(_LIBRARIES):
-        return f"{innermost.f_code.co_name}()"
-    return fallback or "a call of a library"
-
-
-def _users_line(frame: FrameType | None) -> str:
-    """Return the innermost line of a stack that belongs to no library."""
-    outside = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
-            here = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-            # What multiprocessing runs a spawned process by is called <string>, as is `python -c`.
-            if "site-packages" not in file and file != "<string>":
-                return here
-            outside = outside or here
-        frame = frame.f_back
-    return outside or "a line that is not known"
-
-
-def _line_in_traceback(error: BaseException) -> str:
-    """Return the innermost line of a traceback, or of its callers, that belongs to no library."""
-    found = None
-    outermost = None
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        outermost = outermost or frame
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and "site-packages" not in file:
-            found = f"{file}:{number} in {frame.f_code.co_name}"
-    if found is not None:
-        return found
-    return _users_line(outermost)

@@ -14,7 +14,9 @@ from stratagem.interfaces.ranks import Ranks
 class UnevenInputs:
     """Compares the ranks before each optimizer step: whether everybody has batches for it.
 
-    One exchange of a number for each step: `benchmarks/ddp_throughput.py` measures what it costs.
+    One all-reduce of two numbers for each step: `benchmarks/ddp_throughput.py` measures what it
+    costs. Where the process group has a backend for the CPU, such as "cpu:gloo,cuda:nccl", it goes
+    over that, so that no step waits for a device.
 
     Args:
         name: stands for the loader in errors.
@@ -49,23 +51,22 @@ class UnevenInputs:
             UserCodeError: some ranks have fewer; says which, and after how many batches.
         """
         self.remember(micro_batches)
-        counts = self._ranks.all_gather(torch.tensor(len(micro_batches))).tolist()
-        most = max(counts)
-        if min(counts) == most:
+        own = len(micro_batches)
+        most, fewest = self._ranks.reduce_numbers([own, -own], "max")
+        if most == -fewest:
             return micro_batches, None
         if not self._joins:
+            counts = self._ranks.all_gather(torch.tensor(own)).tolist()
             raise UserCodeError(self._differ(counts, done))
         if not self._last:
             raise UserCodeError(
                 f"{self._name} yielded no batch on rank {self._ranks.global_rank}; expected at "
                 "least one on each, since the last one is repeated while other ranks have more"
             )
-        missing = most - len(micro_batches)
+        missing = most - own
+        having = self._ranks.reduce_numbers([own > position for position in range(most)], "sum")
         # Gradients are averaged over all ranks; this makes it an average over those with a batch.
-        weights = [
-            len(counts) / sum(count > position for count in counts)
-            for position in range(len(micro_batches))
-        ]
+        weights = [self._ranks.world_size / count for count in having[:own]]
         return micro_batches + self._last * missing, weights + [0.0] * missing
 
     def _differ(self, counts: list[int], done: int) -> str:

@@ -103,6 +103,23 @@ class Ranks:
         """
         return tensor
 
+    def reduce_numbers(self, numbers: Sequence[int], op: Literal["sum", "max", "min"]) -> list[int]:
+        """Return integers reduced over ranks, on every rank, for decisions on the host.
+
+        It waits for no device where the ranks can communicate over the CPU.
+
+        Args:
+            numbers: as many on every rank.
+            op: "sum", "max" or "min".
+
+        Example:
+            >>> from stratagem.strategies import Ranks
+            >>> Ranks().reduce_numbers([3, -3], "max")
+            [3, -3]
+        """
+        reduced: list[int] = self.all_reduce(torch.tensor(numbers, dtype=torch.long), op).tolist()
+        return reduced
+
     def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
         """Return every rank's tensor stacked along a new first dim: (world_size, *tensor.shape).
 
@@ -119,6 +136,38 @@ class Ranks:
     def gather_plain(self, data: Any) -> list[Any]:
         """Return every rank's plain data, in the order of ranks, on every rank."""
         return [data]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, in the order of ranks, on rank 0; [] on the others.
+
+        For what only rank 0 needs: the others receive nothing, and nothing is decoded. By default
+        it is made of `gather_plain`.
+
+        Args:
+            data: of about the same length on every rank, since each sends as many as the longest.
+
+        Example:
+            >>> from stratagem.strategies import Ranks
+            >>> Ranks().gather_bytes(b"a")
+            [b'a']
+        """
+        gathered = self.gather_plain(data)
+        return gathered if self.is_global_zero else []
+
+    def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part of what rank 0 hands out; by default made of `broadcast`.
+
+        Args:
+            parts: on rank 0 one for each rank, in their order, of about the same length; on the
+                others it is not looked at.
+
+        Example:
+            >>> from stratagem.strategies import Ranks
+            >>> Ranks().scatter_bytes([b"a"])
+            b'a'
+        """
+        part: bytes = self.broadcast(list(parts))[self.global_rank]
+        return part
 
     def barrier(self, name: str = "") -> None:
         """Wait until every rank is here; `name` stands in the error if one does not come."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from stratagem.launch.rank import LAUNCH_VARIABLE
+from stratagem.launch.rank import LAUNCH_VARIABLE, forget_foreign_variables
 
 
 def _present_folder() -> str | None:
@@ -95,11 +95,14 @@ def rank_environment(
 def environment_of_request(ordinal: int) -> dict[str, str]:
     """Return the environment for the n-th request of this process, counted from 0.
 
-    A rank that runs its script again repeats the requests that were made before the launch. They
-    are resolved as in the first process, which was no rank yet.
+    A process that a rank has started inherits the rank's variables, and is none itself. A rank that
+    runs its script again repeats the requests that were made before the launch. They are resolved
+    as in the first process, which was no rank yet.
     """
+    variables = rank_environment(local_rank=0, local_world_size=1, main_port=0, elsewhere=True)
+    forget_foreign_variables(variables)
     environ = dict(os.environ)
     if ordinal < int(environ.get(LAUNCH_VARIABLE, "0")):
-        for variable in rank_environment(local_rank=0, local_world_size=1, main_port=0):
+        for variable in variables:
             environ.pop(variable, None)
     return environ

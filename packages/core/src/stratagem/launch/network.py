@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 import sys
 
+LOOPBACK = "127.0.0.1"
 # Reserved for documentation: connecting a datagram socket sends nothing, it only looks up a route.
-_ELSEWHERE = "192.0.2.1"
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def free_port() -> int:
@@ -21,14 +24,67 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def choose_gloo_interface(main_address: str) -> str | None:
-    """Let gloo listen on the interface that leads to the other nodes, unless the user has chosen.
-
-    By itself it takes the interface of this host's name, which is loopback wherever /etc/hosts maps
-    the name to 127.0.1.1, as Debian's installer does: other nodes then connect to themselves.
+def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Return a socket that listens on one address of this node.
 
     Args:
-        main_address: rank 0's host.
+        address: an IP address; "": all that this node has.
+        port: 0: any that is free.
+
+    Raises:
+        OSError: the port is taken, or the address is not this node's.
+
+    Example:
+        >>> with listen() as listener:
+        ...     listener.getsockname()[0]
+        '127.0.0.1'
+    """
+    dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=4096, dualstack_ipv6=dual)
+
+
+def address_to_listen_on(main_address: str) -> str:
+    """Return the address of this node, which has rank 0, that leads to the other nodes.
+
+    Args:
+        main_address: rank 0's host as the other nodes know it. An IP address of loopback stands
+            for itself: then all "nodes" are this machine.
+
+    Returns:
+        An IP address, or "" (all of them) where no network is found.
+    """
+    if _is_loopback(main_address):
+        return main_address
+    return (
+        _address_towards(main_address)
+        or _address_of(os.environ.get(_INTERFACE_VARIABLE, ""))
+        or own_address()
+        or ""
+    )
+
+
+def address_to_connect_to(main_address: str) -> str:
+    """Return the address at which this rank reaches what rank 0 listens on.
+
+    It is the main address, but for a host that maps its own name to loopback (as Debian's installer
+    does, 127.0.1.1): rank 0 is on this very node then, and listens where the others reach it.
+    """
+    found = [] if _is_loopback(main_address) else _addresses_towards(main_address)
+    if found and all(map(_is_loopback, found)):
+        return address_to_listen_on(main_address) or main_address
+    return main_address
+
+
+def choose_gloo_interface(main_address: str | None) -> str | None:
+    """Let gloo listen where the other ranks are and nowhere else, unless the user has chosen.
+
+    By itself it takes the interface of this host's name. For ranks of one node that is open to the
+    network, and for those of several it may be loopback, where /etc/hosts maps the name to
+    127.0.1.1: other nodes then connect to themselves.
+
+    Args:
+        main_address: rank 0's host; None: all ranks are on this node.
 
     Returns:
         The interface, or None: it was chosen already, or none was found and gloo decides.
@@ -40,43 +96,62 @@ def choose_gloo_interface(main_address: str) -> str | None:
         True
         >>> del os.environ["GLOO_SOCKET_IFNAME"]
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
+    if _INTERFACE_VARIABLE in os.environ or not sys.platform.startswith("linux"):
         return None
-    address = _address_towards(main_address) or _address_towards(_ELSEWHERE)
-    interface = None if address is None else _interface_of(address)
+    if main_address is None:
+        interface: str | None = "lo"
+    else:
+        address = _address_towards(main_address) or own_address()
+        interface = None if address is None else _interface_of(address)
     if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ[_INTERFACE_VARIABLE] = interface
     return interface
 
 
-def own_address() -> str:
-    """Return an address of this node that other nodes can reach, or its name if none is known."""
-    name = socket.gethostname()
-    return _address_towards(name) or _address_towards(_ELSEWHERE) or name
+def own_address() -> str | None:
+    """Return an address of this node that other networks can reach; None: it has none."""
+    return next(filter(None, map(_address_towards, _ELSEWHERE)), None)
 
 
 def _address_towards(host: str) -> str | None:
-    """Return this node's IPv4 address on the way to a host; None: there is none but loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        try:
-            route.connect((host, 9))
-        except OSError:
-            return None
-        address = str(route.getsockname()[0])
-    return None if address.startswith("127.") else address
+    """Return this node's address on the way to a host; None: there is none but loopback."""
+    return next((a for a in _addresses_towards(host) if not _is_loopback(a)), None)
 
 
-def _interface_of(address: str) -> str | None:
-    import fcntl  # where there is Linux
+def _addresses_towards(host: str) -> list[str]:
+    """Return this node's addresses on the ways to a host; []: it is not known, or out of reach."""
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return []
+    addresses = []
+    for family, kind, _, _, place in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as route:
+            route.connect(place)
+            addresses.append(str(route.getsockname()[0]))
+    return addresses
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _address_of(interface: str) -> str | None:
+    """Return an interface's IPv4 address; None: there is no such interface, or it has none."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
 
     get_address = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(any_socket.fileno(), get_address, request)
-            except OSError:
-                continue  # it has no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(any_socket.fileno(), get_address, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _interface_of(address: str) -> str | None:
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if _address_of(name) == address), None)

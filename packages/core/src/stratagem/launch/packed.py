@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError, RankFailedError
 from stratagem.launch import rank
+from stratagem.launch.streams import open_standard_streams
 from stratagem.launch.supervisor import Failure
 from stratagem.launch.watch import run_as_rank
 
@@ -132,9 +133,11 @@ def run_packed(data: bytes, environment: Mapping[str, str]) -> Any:
 
 def become_rank(environment: Mapping[str, str]) -> None:
     """Make this process the rank of these environment variables."""
+    open_standard_streams()
     os.environ.update(environment)
     # The requests that come here were made for this launch, whatever was launched before.
     os.environ[rank.LAUNCH_VARIABLE] = "0"
+    rank.own_variables()
     rank.this_rank.is_launched = True
 
 

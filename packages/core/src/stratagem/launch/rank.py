@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ STORE_VARIABLE = "STRATAGEM_STORE"
 PARENT_VARIABLE = "STRATAGEM_PARENT_PID"
 LAUNCH_VARIABLE = "STRATAGEM_LAUNCH_ORDINAL"
 """For ranks that run a script again: which request of the script has launched them."""
+OWNER_VARIABLE = "STRATAGEM_RANK_PID"
+"""The process that the launch's variables are meant for, and their MASTER_PORT: its own children
+inherit the variables, and are no ranks."""
 
 
 def record_failure(error: BaseException) -> bool:
@@ -79,6 +82,29 @@ def has_parent() -> bool:
     return PARENT_VARIABLE in os.environ
 
 
+def own_variables() -> None:
+    """Say that the launch's variables are meant for this process."""
+    os.environ[OWNER_VARIABLE] = f"{os.getpid()}:{os.environ.get('MASTER_PORT', '')}"
+
+
+def forget_foreign_variables(of_rank: Iterable[str]) -> None:
+    """Remove the variables of a launch whose rank is another process: one that has started this.
+
+    Args:
+        of_rank: variables by which any launcher describes a rank. They stay where another one has
+            set them since, as torchrun does.
+    """
+    owner, _, port = os.environ.get(OWNER_VARIABLE, "").partition(":")
+    if not owner or int(owner) == os.getpid():
+        return
+    ours = [LISTEN_FD_VARIABLE, STORE_VARIABLE, PARENT_VARIABLE, LAUNCH_VARIABLE, OWNER_VARIABLE]
+    ours.append("STRATAGEM_CLUSTER")
+    if os.environ.get("MASTER_PORT", "") == port:
+        ours += [ERROR_FILE_VARIABLE, *of_rank]
+    for variable in ours:
+        os.environ.pop(variable, None)
+
+
 def die_with_parent() -> None:
     """Let the kernel end this process when the one that started it ends, however it ends."""
     parent = os.environ.get(PARENT_VARIABLE)
@@ -87,6 +113,11 @@ def die_with_parent() -> None:
     parent_death_signal()()
     # It may have ended before the call.
     if os.getppid() != int(parent):
+        print(
+            f"stratagem: this rank ends, since the process that started it ({parent}) has ended",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
 
@@ -179,3 +210,4 @@ def forget_parent() -> None:
 if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
     # Now, since a script may be long about its data before it comes to launch.
     parent_death_signal()()
+    own_variables()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 from stratagem.errors import RankFailedError
 from stratagem.launch.rank import (
     ERROR_FILE_VARIABLE,
+    OWNER_VARIABLE,
     PARENT_VARIABLE,
     crash_file,
     parent_death_signal,
@@ -34,14 +34,6 @@ from stratagem.launch.rank import (
 
 _TERM_GRACE = 5.0
 """Seconds that a rank has between SIGTERM and SIGKILL."""
-
-
-def listening_socket() -> socket.socket:
-    """Return a socket that listens on a free port of the loopback interface."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(4096)
-    return listener
 
 
 @dataclass(frozen=True)
@@ -247,6 +239,7 @@ class RankProcesses:
                     **environment,
                     ERROR_FILE_VARIABLE: str(self._error_file(rank)),
                     PARENT_VARIABLE: str(os.getpid()),
+                    OWNER_VARIABLE: "",
                 }
                 self._processes[rank] = start(rank, own, self._output_file(rank))
         except BaseException:

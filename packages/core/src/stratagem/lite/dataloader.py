@@ -11,6 +11,7 @@ from stratagem.data.resumable import Resumable
 from stratagem.data.sharding import length_of, set_epoch
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.rng import rng_state, set_rng_state
+from stratagem.state.rank_states import RankStates
 
 
 class LiteDataLoader:
@@ -110,21 +111,22 @@ class LiteDataLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned on this rank, among as many ranks."""
-        self.resume([state] * (self._rank + 1))
+        self.resume(RankStates([state] * (self._rank + 1)))
 
-    def resume(self, states: list[dict[str, Any]]) -> None:
+    def resume(self, states: RankStates) -> None:
         """Go on from what `state_dict` returned on each rank.
 
         Of more ranks than saved, the further ones keep their own RNG states.
         """
-        batches = states[0]["batches"]
-        self._epoch = states[0]["epoch"]
+        first = states[0]
+        batches, self._epoch = first["batches"], first["epoch"]
         self._begun = None
-        self._done = self._data.resume([state["loader"] for state in states], batches)
+        self._done = self._data.resume(states.of("loader"), batches)
         if self._rank < len(states):
             # Once more when the iteration begins, if that is to draw what was drawn before.
-            set_rng_state(states[self._rank]["random"], *self._rng_of)
-            self._random = states[self._rank]["random"] if batches else None
+            random = states[self._rank]["random"]
+            set_rng_state(random, *self._rng_of)
+            self._random = random if batches else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

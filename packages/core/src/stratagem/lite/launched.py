@@ -22,6 +22,7 @@ from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.environment import environment_of_request
 from stratagem.launch.rank import at_end_of_rank, this_rank
+from stratagem.launch.streams import open_standard_streams
 from stratagem.launch.watch import run_as_rank
 from stratagem.lite.ranked import Ranked
 from stratagem.lite.request import Devices, Plugin, expand_shorthands, sort_plugins
@@ -124,6 +125,7 @@ class Launched(Ranked):
             ConfigurationError: the launcher needs a function, and none was given.
             RankFailedError: another rank failed; shows its traceback.
         """
+        open_standard_streams()
         if this_rank.is_launched and self.plan.runs_elsewhere and function is not None:
             # This process is a rank already: of a launch that this call is a part of.
             return run_as_rank(self._run_on_rank, function, self, *args, **kwargs)

@@ -16,6 +16,7 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.module import LiteModule
 from stratagem.lite.optimizer import LiteOptimizer
+from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.shards import read_whole
 
 STRATEGY_STATE = "stratagem.strategy_state"
@@ -51,7 +52,7 @@ def _state_of(strategy: Strategy, value: Any) -> Any:
     if isinstance(value, LiteOptimizer):
         return strategy.optimizer_state(value.prepared, value.optimizer)
     if isinstance(value, LiteDataLoader):
-        return strategy.ranks.gather_plain(value.state_dict())
+        return gather_states(strategy.ranks, value.state_dict())
     if hasattr(value, "state_dict"):
         return value.state_dict()
     return value
@@ -91,7 +92,7 @@ def restore(
             with naming(path):
                 strategy.load_optimizer_state(target.prepared, target.optimizer, value)
         elif isinstance(target, LiteDataLoader):
-            target.resume(value)
+            target.resume(RankStates(value))
         elif hasattr(target, "load_state_dict"):
             target.load_state_dict(read_whole(value))
         else:

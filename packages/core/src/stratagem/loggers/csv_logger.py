@@ -8,12 +8,15 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, Literal
 
+from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
 
 _PIECE = 2**20
 """Bytes of a file that are read at once."""
+_OTHER_BYTES = "surrogateescape"
+"""What is no UTF-8 stays what it is."""
 
 
 class CSVLogger(Logger):
@@ -45,21 +48,32 @@ class CSVLogger(Logger):
         name: str = "stratagem_logs",
         version: int | str | None = None,
     ) -> None:
-        self._root = Path(save_dir) / name
+        self.save_dir = Path(save_dir)
+        self._root = self.save_dir / name
         self._version = version
         self._columns: list[str] = []
         self._written = False
 
     @property
     def log_dir(self) -> str:
-        """The folder of this run; choosing a free one makes it."""
+        """The folder of this run; choosing a free one makes it.
+
+        Raises:
+            ConfigurationError: it cannot be made.
+        """
         if self._version is None:
             self._version = self._claim_version()
         name = f"version_{self._version}" if isinstance(self._version, int) else self._version
         return str(self._root / name)
 
     def _claim_version(self) -> int:
-        self._root.mkdir(parents=True, exist_ok=True)
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"CSVLogger: the folder {str(self._root)!r} cannot be made "
+                f"({type(error).__name__}: {error}): pass a save_dir that can be written to"
+            ) from error
         version = 0
         while True:
             # Making the folder claims the number: two runs at once get two of them.
@@ -86,7 +100,7 @@ class CSVLogger(Logger):
         """Write hparams.json."""
         folder = Path(self.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(dict(params), indent=2, default=str)
+        text = json.dumps(_with_text_keys(params), indent=2, default=str)
         (folder / "hparams.json").write_text(text + "\n")
 
     def finalize(self, status: str) -> None:
@@ -109,7 +123,7 @@ class CSVLogger(Logger):
             self._add_columns(new)
         self._columns += new
         # Opened for each call: nothing is held back that the end of the process could lose.
-        with file.open("a" if self._written else "w", newline="", encoding="utf-8") as opened:
+        with _open(file, "a" if self._written else "w") as opened:
             writer = csv.writer(opened)
             if not self._written:
                 writer.writerow(self._columns)
@@ -119,7 +133,7 @@ class CSVLogger(Logger):
     def _continue_file(self) -> None:
         """Take over the columns of a file that is there: a named version may have been used."""
         if self._file.exists():
-            with self._file.open(newline="", encoding="utf-8") as file:
+            with _open(self._file) as file:
                 self._columns = next(csv.reader(file), [])
             self._written = bool(self._columns)
 
@@ -128,8 +142,8 @@ class CSVLogger(Logger):
         temporary = self._file.with_suffix(".tmp")
         with self._file.open("rb") as old, temporary.open("wb") as file:
             header = io.StringIO(newline="")
-            csv.writer(header).writerow(next(csv.reader(map(bytes.decode, old))) + new)
-            file.write(header.getvalue().encode())
+            csv.writer(header).writerow(next(csv.reader(map(_decoded, old))) + new)
+            file.write(header.getvalue().encode(errors=_OTHER_BYTES))
             file.writelines(_with_more_fields(old, len(new)))
             file.flush()
             os.fsync(file.fileno())
@@ -152,3 +166,21 @@ def _with_more_fields(rows: BinaryIO, more: int) -> Iterator[bytes]:
             if not is_quoted:  # within quotes, a line's end is a part of the value
                 parts[number] = part.replace(b"\r\n", b"\n").replace(b"\n", end)
         yield b'"'.join(parts)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return nested data whose keys JSON takes: of any other one its text."""
+    if isinstance(value, Mapping):
+        taken = (str, int, float, type(None))
+        pairs = ((key if isinstance(key, taken) else str(key), value[key]) for key in value)
+        return {key: _with_text_keys(held) for key, held in pairs}
+    return [_with_text_keys(held) for held in value] if isinstance(value, (list, tuple)) else value
+
+
+def _open(file: Path, mode: Literal["r", "w", "a"] = "r") -> IO[str]:
+    """Open a CSV file: UTF-8, whatever the locale."""
+    return file.open(mode, encoding="utf-8", errors=_OTHER_BYTES, newline="")
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode(errors=_OTHER_BYTES)

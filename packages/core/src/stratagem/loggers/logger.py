@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -27,6 +28,10 @@ class Logger(ABC):
         >>> Lite(accelerator="cpu", loggers=Printing()).log("loss", 0.5, step=3)
         3 {'loss': 0.5}
     """
+
+    save_dir: str | Path | None = None
+    """The local folder that it writes into, which a Trainer tries before it starts processes; None:
+    there is none to try."""
 
     @property
     @abstractmethod

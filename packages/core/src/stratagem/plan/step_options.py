@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from stratagem.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,9 @@ class GradientClip:
         norm_type: which norm; 2.0: Euclidean.
         error_if_nonfinite: raise if the norm is NaN or infinite.
 
+    Raises:
+        ConfigurationError: `value` is NaN, which would make every gradient NaN.
+
     Example:
         >>> from stratagem.strategies import GradientClip
         >>> GradientClip(0.5).algorithm
@@ -27,6 +33,15 @@ class GradientClip:
     algorithm: Literal["norm", "value"] = "norm"
     norm_type: float = 2.0
     error_if_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number."""
+        # Only of a float: a tensor would have to be waited for.
+        if isinstance(self.value, float) and math.isnan(self.value):
+            raise ConfigurationError(
+                f"gradients cannot be clipped to a {self.algorithm} of nan: expected a number of "
+                "at least 0"
+            )
 
 
 @dataclass(frozen=True)

@@ -110,10 +110,14 @@ def encode(data: Any) -> torch.Tensor:
 
 def decode(encoded: torch.Tensor) -> Any:
     """Return the plain data that `encode` made, tensors on the CPU; nothing in it is executed."""
-    encoded = encoded.cpu().contiguous()
+    return torch.load(io.BytesIO(bytes_of(encoded)), map_location="cpu", weights_only=True)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's elements, in row-major order."""
+    tensor = tensor.cpu().contiguous()
     # Not by way of numpy, without which torch may be installed.
-    data = ctypes.string_at(encoded.data_ptr(), encoded.numel())
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def why_refused(contents: Any) -> str:

@@ -8,6 +8,7 @@ a hidden step to initialize the state.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -96,8 +97,12 @@ def matching_groups(
 ) -> list[Mapping[str, Any]]:
     """Return the saved parameter group of each own group, matched by parameter names.
 
+    Each saved group has to be there too: schedulers keep a value for each group in their order, so
+    that with one left out others would be trained with its learning rate. For the same reason
+    another order is said.
+
     Raises:
-        CheckpointMismatchError: the groups hold other parameters; says which.
+        CheckpointMismatchError: the groups hold other parameters, or some are missing; says which.
     """
     found = []
     for names in own:
@@ -112,6 +117,26 @@ def matching_groups(
                 f"groups are {'; '.join(there) or 'none'}: use the optimizer and the parameter "
                 "groups that it was saved with"
             )
+    used = {id(group) for group in found}
+    if left_out := [
+        group["params"] for group in saved if group["params"] and id(group) not in used
+    ]:
+        raise CheckpointMismatchError(
+            "the checkpoint's optimizer has parameter groups that this one lacks: "
+            f"{'; '.join(map(_some, left_out))}. Their state would be lost: use the groups that it "
+            "was saved with (requires_grad_(False) lets one stay and not train), or load the "
+            "weights alone and begin with a new optimizer"
+        )
+    places = [
+        next(i for i, group in enumerate(saved) if group is one) for one in found if one["params"]
+    ]
+    if places != sorted(places):
+        warnings.warn(
+            "the optimizer's parameter groups stand in another order than in the checkpoint. Their "
+            "own state follows their names, but a scheduler's learning rates follow the order: "
+            "with a scheduler, keep the order that it was saved with",
+            stacklevel=2,
+        )
     return found
 
 

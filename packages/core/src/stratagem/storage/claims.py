@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from stratagem.storage import paths
-
-# A claim at a URL that its owner did not give back counts for so long, in seconds.
-_FORGOTTEN_AFTER = 24 * 3600
+from stratagem.storage.owner import FORGOTTEN_AFTER, Owner, has_ended
 
 _held: set[int] = set()
 """Descriptors of locked markers. A child of this process would keep the locks when it is dead."""
@@ -28,8 +29,9 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 class Claim:
     """A name that is this process's own until `release`.
 
-    Locally a locked file beside it says so: the kernel drops the lock of a process that dies. At a
-    URL it is an object in `.claims`, which nobody else has when its owner looks.
+    Locally a marker beside it says so, which only one can make and which names its owner: that of a
+    process that was killed is void. At a URL it is an object in `.claims`, which nobody else has
+    when its owner looks.
 
     Make one by `claim`.
 
@@ -39,29 +41,38 @@ class Claim:
     """
 
     def __init__(
-        self, path: paths.Location, marker: paths.Location, descriptor: int | None
+        self,
+        path: paths.Location,
+        markers: Mapping[paths.Location, str],
+        descriptor: int | None = None,
     ) -> None:
         self.path = path
-        self._marker = marker
+        self._markers = markers
         self._descriptor = descriptor
         self.ends_with_process = isinstance(path, Path)
 
     def release(self) -> None:
         """Give the name back: by now something is there, or nothing shall be."""
-        # Before the lock is let go of, so that nobody locks a file that is not there any more.
-        paths.remove(self._marker)
+        # Those of dead owners first: see `_take`.
+        for marker, mark in self._markers.items():
+            if _is_there(marker, mark):
+                paths.remove(marker)
         if self._descriptor is not None and self._descriptor in _held:
             _held.discard(self._descriptor)
             os.close(self._descriptor)
         self._descriptor = None
 
 
-def claim(path: str | os.PathLike[str], *, may_exist: bool = False) -> Claim | None:
+def claim(
+    path: str | os.PathLike[str], *, may_exist: bool = False, from_unseen: bool = False
+) -> Claim | None:
     """Return a claim on a name, or None: something is there, or another process has claimed it.
 
     Args:
         path: the name.
         may_exist: something may be there, which is this process's own.
+        from_unseen: take over what a process of another machine has claimed, unless its lock is
+            seen here; otherwise such a claim counts for a day.
 
     Example:
         >>> import tempfile
@@ -74,50 +85,109 @@ def claim(path: str | os.PathLike[str], *, may_exist: bool = False) -> Claim | N
     """
     path = paths.at(path)
     if isinstance(path, Path):
-        return _claim_local(path, may_exist)
+        return _claim_local(path, may_exist, from_unseen)
     return _claim_remote(path, may_exist)
 
 
-def _claim_local(path: Path, may_exist: bool) -> Claim | None:
+def _claim_local(path: Path, may_exist: bool, from_unseen: bool) -> Claim | None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path.parent)
-    marker = path.with_name(f".{path.name}.claim")
-    while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(marker, flags, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except OSError:
-            pass  # a file system without locks: two runs at once need folders of their own
-        if os.fstat(descriptor).st_nlink:
-            break
-        # Its owner released it between the two.
-        os.close(descriptor)
-    _held.add(descriptor)
-    claimed = Claim(path, marker, descriptor)
-    if not may_exist and os.path.lexists(path):
+    for marker in path.parent.glob(".*.claim"):
+        # That of a process that was killed goes as it would if somebody wanted its name.
+        void = marker != _marker_of(path) and (_look(marker) or ("", False))[1]
+        if void and (taken := _take(_path_of(marker))):
+            taken.release()
+    claimed = _take(path, from_unseen)
+    if claimed is not None and not may_exist and os.path.lexists(path):
         claimed.release()
         return None
     return claimed
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove the markers of processes that were killed."""
-    for marker in folder.glob(".*.claim"):
-        try:
-            descriptor = os.open(marker, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue  # it was released just now, or is somebody else's
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            marker.unlink(missing_ok=True)
-        except OSError:
-            pass  # its owner lives, or nobody can tell
-        finally:
-            os.close(descriptor)
+def _marker_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.claim")
+
+
+def _path_of(marker: Path) -> Path:
+    return marker.with_name(marker.name[1:].removesuffix(".claim"))
+
+
+def _take(path: Path, from_unseen: bool = False) -> Claim | None:
+    """Make the marker of a name, or the one that inherits it from an owner that is dead.
+
+    A dead owner's marker is not replaced: several could do so, each thinking that it replaces the
+    dead one's. It stays, and the name is who makes the heir's, a file named after what the dead
+    one's says and no other does. Who gives a name back removes the first marker first. So whoever
+    has made an heir's, and still sees all before it, is alone.
+    """
+    while True:
+        inherited: dict[paths.Location, str] = {}
+        marker = _marker_of(path)
+        while (made := _make(marker)) is None:
+            found = _look(marker, from_unseen)
+            if found is None:
+                break  # it was given back just now
+            mark, is_void = found
+            if not is_void:
+                return None
+            inherited[marker] = mark
+            marker = path.with_name(f".{path.name}.{mark}.heir")
+        if made is None:
+            continue
+        descriptor, own_mark = made
+        if all(_is_there(each, mark) for each, mark in inherited.items()):
+            return Claim(path, {**inherited, marker: own_mark}, descriptor)
+        Claim(path, {marker: own_mark}, descriptor).release()
+
+
+def _make(marker: Path) -> tuple[int, str] | None:
+    """Make a marker of this process; return its descriptor and mark, or None: there is one."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(marker, flags, 0o666)
+    except FileExistsError:
+        return None
+    _held.add(descriptor)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    said = f"{Owner.this()} {secrets.token_hex(8)}".encode()
+    try:
+        os.write(descriptor, said)
+    except OSError:
+        marker.unlink()
+        _held.discard(descriptor)
+        os.close(descriptor)
+        raise
+    return descriptor, _mark(said)
+
+
+def _look(marker: Path, from_unseen: bool = False) -> tuple[str, bool] | None:
+    """Return a marker's mark, which no other has, and whether it is void; None: there is none."""
+    try:
+        descriptor = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return "", False  # another user's, perhaps
+    try:
+        said, modified = os.read(descriptor, 256), os.fstat(descriptor)
+        owner = Owner.parse(said.decode(errors="replace").partition(" ")[0])
+        # Between its making and its writing it names no owner, also after a kill.
+        age = 0 if from_unseen and owner is not None else FORGOTTEN_AFTER
+        is_void = has_ended(owner, descriptor, modified.st_mtime, forgotten_after=age)
+        return _mark(said or str(modified.st_mtime_ns).encode()), is_void
+    except OSError:
+        return "", False
+    finally:
+        os.close(descriptor)
+
+
+def _is_there(marker: paths.Location, mark: str) -> bool:
+    """Whether a marker is still the one that had this mark; at a URL nobody else has its name."""
+    return not isinstance(marker, Path) or (_look(marker) or ("",))[0] == mark
+
+
+def _mark(said: bytes) -> str:
+    return hashlib.sha256(said).hexdigest()[:16]
 
 
 def _claim_remote(url: str, may_exist: bool) -> Claim | None:
@@ -127,14 +197,14 @@ def _claim_remote(url: str, may_exist: bool) -> Claim | None:
     folder = paths.join(paths.parent(url), ".claims")
     marker = paths.join(folder, f"{name}.{secrets.token_hex(8)}")
     paths.write(marker, b"claimed")
-    claimed = Claim(url, marker, None)
+    claimed = Claim(url, {marker: ""})
     # Each writes, then looks: of two at once, at least the later one sees the other.
     others = [
         entry
         for entry in paths.entries(folder)
         if paths.name_of(entry.path).rpartition(".")[0] == name
         and entry.path != marker
-        and time.time() - entry.modified < _FORGOTTEN_AFTER
+        and time.time() - entry.modified < FORGOTTEN_AFTER
     ]
     if others or (not may_exist and paths.exists(url)):
         claimed.release()

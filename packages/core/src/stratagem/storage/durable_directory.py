@@ -26,8 +26,8 @@ _RENAME_EXCHANGE = 2
 class DurableDirectory:
     """A temporary directory beside a path; `commit` puts it in its place.
 
-    As with a `DurableFile`, its writer holds a lock on it until then, so that the next writer there
-    removes what a dead one left.
+    As with a `DurableFile`, it says whose it is, and its writer holds a lock on it until then, so
+    that the next writer there removes what a dead one left.
 
     Args:
         path: where it shall appear; the directory above it is made if there is none.
@@ -61,7 +61,7 @@ class DurableDirectory:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             except OSError:
-                break  # a file system without locks: nobody else can lock it either
+                break  # a file system without locks
             if self.temporary.exists():
                 break
             os.close(self._lock)

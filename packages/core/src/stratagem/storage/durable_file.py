@@ -23,9 +23,9 @@ class DurableFile:
     over the path, fsync of the directory. A kill or a power cut at any moment leaves at the path
     what was there before, or all of what was written.
 
-    A writer holds a lock (flock) on its temporary file until that has its name. The kernel lets go
-    of it when the process dies, however it dies; so a temporary file that is not locked has no
-    writer, and the next one to write in the directory removes it.
+    The temporary file's name says whose it is, so that the next one to write in the directory
+    removes what a process that was killed has left. Where that cannot see the writer (in another
+    container), it sees that the writer holds a lock (flock), which the kernel drops with a process.
 
     Leaving the `with` block without `commit` removes the temporary file.
 
@@ -91,8 +91,7 @@ def _create_locked(directory: Path) -> tuple[Path, int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
-            # A file system without locks. Nobody else can lock it either, so nobody removes it.
-            return path, descriptor
+            return path, descriptor  # a file system without locks
         if os.fstat(descriptor).st_nlink:
             return path, descriptor
         # In the moment between the two, another writer took it for a leftover.

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import functools
 import os
 import secrets
 import shutil
-import time
-import zlib
 from pathlib import Path
 
+from stratagem.storage.owner import Owner, has_ended
+
 _PREFIX, _SUFFIX = ".stratagem-", ".saving"
-# Whether locks of another host are seen depends on the network file system. What came from another
-# host is therefore a leftover only if it has not changed for so long, in seconds.
-_FOREIGN_AGE = 24 * 3600
 
 
 def sync_directory(directory: os.PathLike[str]) -> None:
@@ -37,7 +32,7 @@ def make_directory(directory: Path) -> None:
 
 def temporary_path(directory: Path) -> Path:
     """Return a path in `directory` that nobody has, for what is being written or removed."""
-    return directory / f"{_PREFIX}{_host()}-{secrets.token_hex(8)}{_SUFFIX}"
+    return directory / f"{_PREFIX}{Owner.this()}-{secrets.token_hex(8)}{_SUFFIX}"
 
 
 def remove(path: Path) -> None:
@@ -68,21 +63,14 @@ def remove_leftovers(directory: Path) -> None:
         except OSError:
             continue  # it has its name by now, or it is somebody else's
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if leftover.name.startswith(_PREFIX + _host()) or (
-                time.time() - os.fstat(descriptor).st_mtime > _FOREIGN_AGE
-            ):
+            owner = Owner.parse(leftover.name.removeprefix(_PREFIX).partition("-")[0])
+            if has_ended(owner, descriptor, os.fstat(descriptor).st_mtime):
                 remove(leftover)
         except OSError:
-            pass  # its writer lives, or nobody can tell
+            pass  # somebody else's, perhaps
         finally:
             os.close(descriptor)
 
 
 def _is_temporary(path: Path) -> bool:
     return path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)
-
-
-@functools.cache
-def _host() -> str:
-    return f"{zlib.crc32(os.uname().nodename.encode()):08x}"

@@ -10,19 +10,23 @@ from __future__ import annotations
 import errno
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, BinaryIO, TypeGuard, cast
 
 from stratagem.errors import CheckpointSaveError, ConfigurationError
 from stratagem.storage import local
+from stratagem.storage.durable_file import DurableFile
 from stratagem.storage.remote import RemoteFile, fetch, file_system, is_object_store, protocols
 
 Location = Path | str
 """A local path, or a URL."""
 
+# Bytes of a name that Linux's file systems take.
+_LONGEST_NAME = 255
 _COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 # What a file system says that has no symbolic links.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -89,6 +93,27 @@ def relative(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> st
     return whole[len(beginning) :] if whole.startswith(beginning) else whole
 
 
+def is_name(text: object) -> TypeGuard[str]:
+    r"""Return whether a text names something in a folder, and can lead nowhere else.
+
+    The rule for every name that was read from a checkpoint: one part of a path that can be
+    printed, no "." or "..", no separator of any system, and not the "::" by which fsspec chains
+    file systems.
+
+    Example:
+        >>> from stratagem.storage.paths import is_name
+        >>> [is_name(text) for text in ("a.ckpt", "../a", "/a", "b\\a", "s3://b/a", "", None)]
+        [True, False, False, False, False, False, False]
+    """
+    return (
+        isinstance(text, str)
+        and text not in ("", ".", "..")
+        and text.isprintable()
+        and len(text.encode()) <= _LONGEST_NAME
+        and not any(part in text for part in ("/", "\\", "::"))
+    )
+
+
 # -- looking
 
 
@@ -131,6 +156,18 @@ def target_of(path: str | os.PathLike[str]) -> Location:
     if isinstance(path, Path) and path.is_symlink():
         return path.parent / path.readlink()
     return path
+
+
+def names(folder: str | os.PathLike[str]) -> set[str]:
+    """Return the names of all that is in a folder, also hidden ones and links that lead nowhere."""
+    folder = at(folder)
+    if isinstance(folder, Path):
+        return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    with file_system(folder) as (files, there):
+        try:
+            return {name_of(path) for path in files.ls(there, detail=False)}
+        except FileNotFoundError:
+            return set()
 
 
 def entries(folder: str | os.PathLike[str]) -> list[Entry]:
@@ -223,17 +260,22 @@ def read(path: str | os.PathLike[str]) -> bytes:
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Put a small file in its place in one step, so that a reader sees all of it or the old one."""
+    """Put a small file in its place in one step: whole and on the disk, or the old one is there."""
     path = at(path)
-    if isinstance(path, Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(data)
-        temporary.replace(path)
-        return
-    with RemoteFile(path) as file:
+    with DurableFile(path) if isinstance(path, Path) else RemoteFile(path) as file:
         file.write(memoryview(data))
         file.commit()
+
+
+def try_folder(folder: str | os.PathLike[str]) -> None:
+    """Make a local folder, if there is none, and try to write into it; nothing is left there.
+
+    Raises:
+        OSError: one of the two cannot be done.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"tried")
 
 
 def remove(path: str | os.PathLike[str]) -> None:

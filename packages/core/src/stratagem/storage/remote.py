@@ -7,9 +7,11 @@ import fcntl
 import hashlib
 import os
 import secrets
+import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,33 +69,105 @@ def is_object_store(files: Any) -> bool:
 
 
 def fetch(url: str) -> int:
-    """Copy what a URL leads to into a local file without a name; return its descriptor."""
+    """Copy what a URL leads to into a local file without a name; return its descriptor.
+
+    Processes of one user that ask at the same time share the copy, in a folder that nobody else
+    may enter.
+
+    Raises:
+        PermissionError: the folder is not this user's alone.
+        OSError: the URL cannot be read, or there is no room.
+    """
     with file_system(url) as (files, there):
         size = files.info(there)["size"]
         key = hashlib.sha256(f"{url} {files.ukey(there)}".encode()).hexdigest()[:32]
-        copy = Path(tempfile.gettempdir(), f"stratagem-{os.getuid()}-{key}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(copy, flags, 0o600)
-        try:
-            # Whoever has the lock fetches; the others wait, and find it whole.
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if size is None or os.fstat(descriptor).st_size != size:
-                os.ftruncate(descriptor, 0)
-                files.get_file(there, f"/proc/self/fd/{descriptor}")
-        except BaseException as error:
-            os.close(descriptor)
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise OSError(
-                    errno.ENOSPC,
-                    f"no room in {str(copy.parent)!r} for the {size} bytes of {url!r}: set TMPDIR "
-                    "to a directory that has it",
-                ) from error
+        with _private_folder() as folder:
+            _remove_leftovers(folder, but=key)
+            descriptor = _open_own(key, os.O_RDWR | os.O_CREAT, stat.S_IFREG, folder)
+            try:
+                _fill(descriptor, size, partial(files.get_file, there), key, folder)
+            except BaseException as error:
+                os.ftruncate(descriptor, 0)  # those who wait see that it is not whole
+                os.close(descriptor)
+                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                    raise OSError(
+                        errno.ENOSPC,
+                        f"no room in {tempfile.gettempdir()!r} for the {size} bytes of {url!r}: "
+                        "set TMPDIR to a directory that has it",
+                    ) from error
+                raise
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return descriptor
+
+
+def _fill(
+    descriptor: int, size: int | None, get_file: Callable[[str], None], name: str, folder: int
+) -> None:
+    """Let a copy be whole: whoever has the lock fetches it, and takes its name away."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    found = os.fstat(descriptor)
+    if not found.st_nlink and found.st_size == size:
+        return  # another process has fetched it; what a killed one has left has a name still
+    try:
+        os.ftruncate(descriptor, 0)
+        get_file(f"/proc/self/fd/{descriptor}")
+    finally:
+        if found.st_nlink:
+            with suppress(FileNotFoundError):  # who cleans up temporary files was quicker
+                os.unlink(name, dir_fd=folder)
+
+
+@contextmanager
+def _private_folder() -> Iterator[int]:
+    """Yield the descriptor of this user's folder in the directory for temporary files."""
+    path = Path(tempfile.gettempdir(), f"stratagem-{os.geteuid()}")
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+    descriptor = _open_own(str(path), os.O_RDONLY | os.O_DIRECTORY, stat.S_IFDIR)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_own(path: str, flags: int, kind: int, folder: int | None = None) -> int:
+    """Open what is this user's alone, and no link; a name in `folder`, or a path.
+
+    Raises:
+        PermissionError: it is not.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EACCES):
             raise
-        finally:
-            # Those who have it open keep it.
-            copy.unlink(missing_ok=True)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        return descriptor
+        why = "a link, another user's, or of another kind"
+    else:
+        found, user = os.fstat(descriptor), os.geteuid()
+        linked = kind == stat.S_IFREG and found.st_nlink > 1
+        alone = not stat.S_IMODE(found.st_mode) & 0o077
+        if (stat.S_IFMT(found.st_mode), found.st_uid) == (kind, user) and alone and not linked:
+            return descriptor
+        os.close(descriptor)
+        why = f"user {found.st_uid}'s, with the mode {stat.S_IMODE(found.st_mode):o}"
+    raise PermissionError(
+        errno.EPERM,
+        f"{path!r}, where copies of what is at URLs are kept, is {why}; expected one that user "
+        f"{os.geteuid()} alone may enter: remove it, or set TMPDIR to a directory of your own",
+    )
+
+
+def _remove_leftovers(folder: int, *, but: str) -> None:
+    """Remove the copies of processes that were killed."""
+    for name in os.listdir(folder):
+        if name == but:
+            continue  # whoever fetches it now begins it anew
+        with suppress(OSError):  # it lost its name just now, or its owner lives
+            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            with os.fdopen(descriptor, "rb", buffering=0):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_nlink:
+                    os.unlink(name, dir_fd=folder)
 
 
 class RemoteFile:

@@ -49,6 +49,6 @@ def take_over(
     states = outcome["callbacks"]
     for callback in callbacks:
         if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
+            callback.take_over(states[callback.state_key])
     progress.load_state_dict(outcome["progress"])
     return outcome["result"]

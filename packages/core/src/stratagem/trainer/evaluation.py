@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.errors import UserCodeError
-from stratagem.trainer.metrics import LatestValues, Metrics
+from stratagem.trainer.metrics import EpochValues, LatestValues, Metrics
 from stratagem.trainer.rows import Rows
 from stratagem.trainer.step import takes_batch_idx
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from torch import Tensor
 
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.loaders import EvaluationLoader
@@ -32,7 +30,7 @@ def evaluate(
     what: str,
     *,
     is_sanity_check: bool = False,
-) -> dict[str, Tensor]:
+) -> EpochValues:
     """Run validation or testing over all loaders; return the values of the epoch.
 
     Args:
@@ -44,30 +42,31 @@ def evaluate(
     """
     hooks, module = run.hooks, run.module
     if is_sanity_check:
-        metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())
+        metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     else:
-        metrics = Metrics(run.strategy.ranks, run.rows, run.latest)
+        metrics = Metrics(run.strategy, run.rows, run.latest)
     with module.logging_to(metrics):
         hooks.call(f"on_{what}_start")
         with _Evaluating(run, prepared):
             hooks.call(f"on_{what}_epoch_start")
             for _ in _run_batches(run, prepared, loaders, what, metrics):
                 pass
+            metrics.reduce_epoch()
             hooks.call(f"on_{what}_epoch_end")
-        values, for_loggers = metrics.end_epoch()
+        epoch = metrics.end_epoch()
         if run.stage == "fit" and not is_sanity_check:
-            run.schedulers.step_after_validation(values)
+            run.schedulers.step_after_validation(epoch.values)
         # At the last optimizer step, as the values of a training epoch.
         last_step = max(0, run.progress.global_step - 1)
-        metrics.rows.write({"epoch": run.progress.epoch, **for_loggers}, last_step)
+        metrics.rows.write({"epoch": run.progress.epoch, **epoch.for_loggers}, last_step)
         hooks.call(f"on_{what}_end")
-    return values
+    return epoch
 
 
 def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader; empty if none is kept."""
     hooks = run.hooks
-    metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())
+    metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
     hooks.call("on_predict_start")
     with _Evaluating(run, prepared):
@@ -137,7 +136,7 @@ class _Evaluating(AbstractContextManager[None]):
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         self._modes = [(part, part.training) for part in run.module.modules()]
         self._module = run.module
-        inference = run.trainer.inference_mode
+        inference = run.trainer.inference_mode and run.strategy.accelerator.inference_mode
         self._context: Any = torch.inference_mode() if inference else torch.no_grad()
         self._strategys = run.strategy.evaluation(prepared)
 

@@ -15,6 +15,7 @@ import torch
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import Ranks
 from stratagem.launch.rank import this_rank
+from stratagem.launch.streams import printable
 
 _EVERY = 0.5
 """Seconds between two looks at the other ranks, as far as steps allow."""
@@ -122,6 +123,6 @@ class Interruption(AbstractContextManager["Interruption"]):
                 text += f", saved as {saved}"
             if environment.requeues_upon(self.signal) and environment.requeue():
                 text += "; the job is queued again"
-            print(text, flush=True)
+            print(printable(text), flush=True)
         this_rank.interrupted = True
         raise SystemExit(128 + self.signal)

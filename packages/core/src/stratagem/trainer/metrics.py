@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.ranks import Ranks, ReduceOp
+from stratagem.interfaces.ranks import ReduceOp
+from stratagem.interfaces.strategy import Strategy
 from stratagem.module import LogOptions
-from stratagem.trainer.epoch_value import REDUCTIONS, EpochValue, Summary, first_of_each, merged
+from stratagem.trainer.epoch_value import REDUCTIONS, EpochValue, Summary, merged, over_ranks
 from stratagem.trainer.rows import Rows
 
 
@@ -34,10 +35,15 @@ class LatestValues:
 
 
 class EpochValues(NamedTuple):
-    """The reduced values of an epoch: all of them, and those for the loggers."""
+    """The reduced values of an epoch: all of them, those for the loggers, and of which loaders.
+
+    `loaders` has the indices of the evaluation loaders that a value was logged for; a value that is
+    not in it is of all of them.
+    """
 
     values: dict[str, Tensor]
     for_loggers: dict[str, Tensor]
+    loaders: dict[str, set[int]]
 
 
 class Metrics:
@@ -47,14 +53,14 @@ class Metrics:
     is reduced over batches as it comes, and over ranks at the end of the epoch.
 
     Args:
-        ranks: those that values are reduced over.
+        strategy: a launched one; values are reduced over its ranks.
         rows: for the loggers.
         latest: where the latest values are kept.
         every_n_steps: the values of every n-th step go to `rows`; 0: none.
     """
 
     def __init__(
-        self, ranks: Ranks, rows: Rows, latest: LatestValues, *, every_n_steps: int = 1
+        self, strategy: Strategy, rows: Rows, latest: LatestValues, *, every_n_steps: int = 1
     ) -> None:
         self.rows = rows
         self.in_step = False
@@ -65,10 +71,15 @@ class Metrics:
         """Whether what is logged counts for the epoch; a batch that is repeated does not."""
         self.row: dict[str, Any] = {}
         """The present step's values for the loggers."""
-        self._ranks = ranks
+        self._ranks = strategy.ranks
+        self._compiles_steps = strategy.accelerator.compiles_steps
         self._latest = latest
         self._every = every_n_steps
         self._loader: int | None = None
+        self._epoch = EpochValues({}, {}, {})
+        """What is reduced of this epoch by now."""
+        self._metrics: list[Any] = []
+        """Metric objects to be reset at its end."""
         self._of_loader: dict[int | None, dict[str, EpochValue]] = {}
         self._entries = self._of_loader.setdefault(None, {})
 
@@ -104,28 +115,45 @@ class Metrics:
         if self._every and not (step + 1) % self._every:
             self.rows.add(row, step)
 
-    def end_epoch(self) -> EpochValues:
-        """Return the epoch's values, which are the latest ones now; begin a new epoch.
+    def reduce_epoch(self) -> None:
+        """Make the epoch's values the latest ones, as hooks at the end of the epoch read them.
 
         Values are reduced over ranks here, all of them with one exchange. A value that only some
         ranks have logged is reduced over those, and known to all.
         """
         entries = [entry for by_name in self._of_loader.values() for entry in by_name.values()]
-        epoch = EpochValues({}, {})
+        epoch = self._epoch
         for name, summary in self._summaries(entries).items():
-            self._keep(epoch, name, summary.value(), summary)
+            self._keep(name, summary.value(), summary)
         for entry in entries:
             if entry.metric is None:
                 continue
             if entry.on_epoch:
                 shown = Summary("mean", 0.0, 0.0, entry.epoch_name, entry.logger, entry.prog_bar)
-                self._keep(epoch, entry.name, entry.metric.compute(), shown)
+                self._keep(entry.name, entry.metric.compute(), shown)
             # Also one that is logged at steps only: what it holds is of this epoch.
-            entry.metric.reset()
+            self._metrics.append(entry.metric)
+        for index, by_name in self._of_loader.items():
+            if index is not None:
+                for entry in by_name.values():
+                    epoch.loaders.setdefault(entry.name, set()).add(index)
+                    epoch.loaders.setdefault(entry.epoch_name, set()).add(index)
         self._of_loader.clear()
         self.begin_loader(self._loader)
         self._latest.values.update(epoch.values)
         self._latest.of_epochs.update(epoch.values)
+
+    def end_epoch(self) -> EpochValues:
+        """Return the epoch's values, with those that hooks at its end have logged; begin a new one.
+
+        A name that is logged again there has the value that it got there.
+        """
+        self.reduce_epoch()
+        # Not before: those hooks may compute with them.
+        for metric in self._metrics:
+            metric.reset()
+        self._metrics.clear()
+        epoch, self._epoch = self._epoch, EpochValues({}, {}, {})
         return epoch
 
     def _summaries(self, entries: list[EpochValue]) -> dict[str, Summary]:
@@ -135,12 +163,12 @@ class Metrics:
         summaries = merged({e.name: e.summary()} for e in reduced if e.metric is None)
         if self._ranks.world_size > 1:
             shared = {e.name for e in reduced if e.options.sync_dist is not False}
-            own = {name: tuple(s) for name, s in summaries.items() if name in shared}
-            groups = self._ranks.by_data_group(self._ranks.gather_plain(own))
-            summaries.update(merged(first_of_each(group) for group in groups))
+            own = {name: summaries[name] for name in sorted(shared & summaries.keys())}
+            summaries.update(over_ranks(own, self._ranks))
         return summaries
 
-    def _keep(self, epoch: EpochValues, name: str, value: Tensor, shown: Summary) -> None:
+    def _keep(self, name: str, value: Tensor, shown: Summary) -> None:
+        epoch = self._epoch
         epoch.values[shown.name] = epoch.values[name] = value
         if shown.logger:
             epoch.for_loggers[shown.name] = value
@@ -177,7 +205,13 @@ class Metrics:
             name = f"{name}/dataloader_idx_{self._loader}"
         on_step = self.in_step if options.on_step is None else options.on_step
         on_epoch = not self.in_step if options.on_epoch is None else options.on_epoch
-        entry = EpochValue(name, options, on_step=on_step, on_epoch=on_epoch)
+        entry = EpochValue(
+            name,
+            options,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            compiles_steps=self._compiles_steps,
+        )
         self._entries[key] = entry
         return entry
 

@@ -109,7 +109,6 @@ class TrainerOptions:
             raise ConfigurationError(
                 "val_check_interval=0: expected at least one batch (int) or a fraction above 0"
             )
-        root = given["default_root_dir"]
         return cls(
             fast_dev_run=check_fast_dev_run(given["fast_dev_run"]),
             max_time=max_time,
@@ -125,7 +124,7 @@ class TrainerOptions:
             ),
             deterministic=check_deterministic(given["deterministic"]),
             detect_divergence=check_divergence(given["detect_divergence"]),
-            default_root_dir=paths.at(Path.cwd() if root is None else root),
+            default_root_dir=root_folder(given["default_root_dir"]),
             **{name: given[name] for name in (*_WHOLE, *_AS_THEY_ARE)},
         )
 
@@ -226,7 +225,7 @@ def gradient_clip(value: float | None, algorithm: str) -> GradientClip | None:
         )
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise ConfigurationError(f"gradient_clip_val={value!r}: expected a number above 0, or None")
     return (
         GradientClip(float(value), "value" if algorithm == "value" else "norm") if value else None
@@ -239,18 +238,35 @@ def seconds(value: Any) -> float | None:
         return None
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, Mapping):
-        return timedelta(**value).total_seconds()
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return float(value)
     parts = value.split(":") if isinstance(value, str) else []
-    if len(parts) == 4 and all(part.isdigit() for part in parts):
-        days, hours, minutes, seconds = map(int, parts)
-        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+    try:
+        if isinstance(value, Mapping):
+            return timedelta(**value).total_seconds()
+        if len(parts) == 4 and all(part.isdigit() for part in parts):
+            days, hours, minutes, seconds = map(int, parts)
+            time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+            return time.total_seconds()
+    except (TypeError, ValueError, OverflowError):
+        pass  # other keys or values, or more days than a timedelta holds
     raise ConfigurationError(
         f"max_time={value!r}: expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or "
         "seconds"
     )
+
+
+def root_folder(given: str | Path | None) -> paths.Location:
+    """Return the folder for logs and checkpoints; by default the current one."""
+    if given is not None:
+        return paths.at(given)
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise ConfigurationError(
+            f"default_root_dir=None means the current folder, which is gone ({error}): change to "
+            "one that is there, or pass default_root_dir"
+        ) from error
 
 
 def check_deterministic(value: bool | str) -> bool | str:

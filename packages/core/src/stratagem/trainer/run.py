@@ -17,14 +17,16 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare, release
 from stratagem.storage import paths
-from stratagem.trainer import checks, evaluation, fit_loop, options
+from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
 from stratagem.trainer.metrics import Metrics
 from stratagem.trainer.optimizers import configure, count_steps
 from stratagem.trainer.resume.checkpoint import (
+    Weights,
     collect_checkpoint,
+    collect_weights,
     read_checkpoint,
     restore_model,
     restore_training,
@@ -83,10 +85,10 @@ class Run:
         self.latest = latest
         self.latest.bar.clear()
         self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks)
-        self.rows = Rows(trainer.loggers if trainer.is_global_zero else ())
-        self.metrics: Metrics = Metrics(
-            self.strategy.ranks, self.rows, self.latest, every_n_steps=trainer.log_every_n_steps
-        )
+        loggers = trainer.loggers if trainer.is_global_zero else ()
+        self.rows = Rows(loggers, self.strategy.accelerator)
+        every = trainer.log_every_n_steps
+        self.metrics: Metrics = Metrics(self.strategy, self.rows, latest, every_n_steps=every)
         """What training logs to."""
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
@@ -103,6 +105,8 @@ class Run:
         """In a fit: its validation."""
         self.run_id = ""
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
+        self.resumed_from: paths.Location | None = None
+        """In a fit that was resumed: from what, which the user named and no checkpoint did."""
         self.evaluated_batches = 0
         """Batches of validation or testing in this run; the step of what is logged for each."""
         self.restarts: Restarts | None = None
@@ -128,6 +132,7 @@ class Run:
         status = "failed"
         ranks = self.strategy.ranks
         ranks.report_status(self._position)
+        folders.check_on_ranks(trainer, stage)
         with ExitStack() as until_end:
             until_end.callback(
                 options.set_determinism(
@@ -186,7 +191,7 @@ class Run:
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
         self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
         self.restarts = Restarts(strategy, trainer.default_root_dir)
-        path = self._find(self.restarts.begin(self.job.ckpt_path))
+        path = self.resumed_from = self._find(self.restarts.begin(self.job.ckpt_path))
         loader = self._open_data()
         strategy.take_batch_size(loader.batch_size)
         prepared = self._prepare_to_train()
@@ -245,14 +250,15 @@ class Run:
         checks.check_parameters(optimizers, self.module)
         return optimizers
 
-    def _evaluate(self, until_end: ExitStack) -> tuple[dict[str, float], int]:
-        """Return the values, and the number of loaders that they are of."""
+    def _evaluate(self, until_end: ExitStack) -> tuple[dict[str, float], list[dict[str, float]]]:
+        """Return the values, and those of each loader."""
         what = "validation" if self.stage == "validate" else "test"
         method = "val_dataloader" if what == "validation" else "test_dataloader"
         source = source_of(method, self.job, self.job.loaders, needed=True)
         loaders = self._evaluation_loaders(source, what)
-        values = evaluation.evaluate(self, self._prepare_to_evaluate(), loaders, what)
-        return {name: float(value) for name, value in values.items()}, len(loaders)
+        epoch = evaluation.evaluate(self, self._prepare_to_evaluate(), loaders, what)
+        values = {name: float(value) for name, value in epoch.values.items()}
+        return values, results.by_loader(values, epoch.loaders, len(loaders))
 
     def _predict(self, until_end: ExitStack) -> list[list[Any]]:
         source = source_of("predict_dataloader", self.job, self.job.loaders, needed=True)
@@ -289,12 +295,18 @@ class Run:
         restore_model(self, prepared, checkpoint, path)
         restore_training(self, prepared, checkpoint, path)
 
-    def save(self, path: paths.Location, *, weights_only: bool) -> None:
-        """Save this run as it is, or once the optimizer step that is under way is taken."""
+    def weights(self) -> Weights:
+        """Return the model's state as it is saved; called on every rank."""
+        return collect_weights(self)
+
+    def save(
+        self, path: paths.Location, *, weights_only: bool, weights: Weights | None = None
+    ) -> None:
+        """Save this run as it is, or once the step under way is taken; `weights`: where at hand."""
         if self.is_within_step and not weights_only:
             self.saves_due.append(path)
             return
-        checkpoint = collect_checkpoint(self, self.require_prepared(), weights_only=weights_only)
+        checkpoint = collect_checkpoint(self, weights or self.weights(), weights_only=weights_only)
         self.launched.checkpoint_writer.save(checkpoint, path)
         restarts = self.restarts
         if restarts is not None and not weights_only:
@@ -353,6 +365,7 @@ class Run:
         """Call the hooks of the epoch's end, and reduce what was logged in it."""
         metrics, progress = self.metrics, self.progress
         metrics.in_step = False
+        metrics.reduce_epoch()
         self.hooks.call_all_but_monitors("on_train_epoch_end")
         epoch = metrics.end_epoch()
         # The epoch's values stand at its last step, with the epoch's number.
@@ -393,10 +406,6 @@ class Run:
         """The folder in which checkpoints get one of their own: that of the logs, or a URL."""
         root = self.trainer.default_root_dir
         return root if paths.is_url(root) else Path(self.trainer.log_dir)
-
-    def agreed_time(self) -> float:
-        """Return the seconds since the run began, the same on every rank; see `Interruption`."""
-        return self.interruption.agreed_time()
 
     def metric(self, name: str, who: str) -> Tensor:
         """Return the latest logged value that somebody (`who`) waits for.

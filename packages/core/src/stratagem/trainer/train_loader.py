@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
 
 NAME = "the training data loader"
+
+_ENDLESS = 2**62
+"""Stands for a number of batches that is not known, where ranks compare theirs."""
 
 
 class TrainLoader:
@@ -79,18 +82,21 @@ class TrainLoader:
         known = length_of(self.loader) != UNKNOWN
         dataset = getattr(self.loader, "dataset", None)
         relied_on = known and not isinstance(dataset, IterableDataset)
-        of_ranks = ranks.gather_plain((self.batches, known, relied_on))
-        batches = [of_rank[0] for of_rank in of_ranks]
-        alike = min(batches) == max(batches)
+        own = _ENDLESS if self.batches == UNKNOWN else int(self.batches)
+        most, fewest, all_known, all_relied_on = (
+            abs(number)
+            for number in ranks.reduce_numbers([own, -own, -int(known), -int(relied_on)], "max")
+        )
         joins, kind = strategy.join_uneven_inputs, type(strategy).__name__
-        if not alike and not joins and all(of_rank[1] for of_rank in of_ranks):
-            listed = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(batches))
+        if most != fewest and not joins and all_known:
+            batches = ranks.gather_plain(own)
+            listed = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(batches))
             raise UserCodeError(
                 f"{NAME} has different numbers of batches on the ranks ({listed}), and every "
-                f"optimizer step needs one from each: {remedy_for(int(min(batches)), kind)}"
+                f"optimizer step needs one from each: {remedy_for(fewest, kind)}"
             )
-        if not alike or not all(of_rank[2] for of_rank in of_ranks):
-            self.batches = max(batches)
+        if most != fewest or not all_relied_on:
+            self.batches = UNKNOWN if most == _ENDLESS else most
             self._uneven = UnevenInputs(NAME, ranks, strategy=kind, joins=joins)
 
     @property
@@ -181,7 +187,7 @@ class TrainLoader:
         """Return where this rank is in its data; plain data."""
         return self._data.state()
 
-    def resume(self, states: list[dict[str, Any]], done: int) -> int:
+    def resume(self, states: Sequence[dict[str, Any]], done: int) -> int:
         """Restore what `state` returned on each rank that saved; return how many batches are done.
 
         Args:

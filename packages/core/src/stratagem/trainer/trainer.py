@@ -26,7 +26,7 @@ from stratagem.loggers import Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths
-from stratagem.trainer import elsewhere
+from stratagem.trainer import elsewhere, folders
 from stratagem.trainer.checks import check_divergence_detection, check_module, check_not_running
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
@@ -34,7 +34,7 @@ from stratagem.trainer.metrics import LatestValues
 from stratagem.trainer.optimizers import SchedulerConfig
 from stratagem.trainer.options import OptionAttributes, TrainerOptions
 from stratagem.trainer.progress import Progress, RunState
-from stratagem.trainer.results import by_loader, print_values
+from stratagem.trainer.results import print_values
 from stratagem.trainer.run import Run
 
 
@@ -372,10 +372,10 @@ class Trainer(Ranked, OptionAttributes):
         return model
 
     def _evaluate(self, job: Job, verbose: bool) -> list[dict[str, float]]:
-        values, count = self._execute(job)
+        values, of_loaders = self._execute(job)
         if verbose and self.is_global_zero:
             print_values(job.stage, values)
-        return by_loader(values, count)
+        return list(of_loaders)
 
     def _execute(self, job: Job) -> Any:
         """Launch, and run on every rank."""
@@ -383,6 +383,7 @@ class Trainer(Ranked, OptionAttributes):
         check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
         self.state = RunState(job.stage, "running")
         try:
+            folders.check_before_launch(self, self._launched, job.stage)
             if self.plan.runs_elsewhere and not self._launched.is_launched:
                 result = self._execute_elsewhere(job)
             else:

@@ -16,6 +16,9 @@ from stratagem.checkpoint.archive import ArchiveWriter, Manifest, Sink, names_of
 from stratagem.errors import CheckpointCorruptError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 
+# A manifest has to fit in the archive's comment.
+_LONGEST_TEXT = 200
+
 
 def manifest_of(checkpoint: dict[str, Any], saver: CheckpointIO) -> Manifest:
     """Return the manifest of a checkpoint; epoch, step and run are those of a Trainer's."""
@@ -24,6 +27,10 @@ def manifest_of(checkpoint: dict[str, Any], saver: CheckpointIO) -> Manifest:
         value = checkpoint.get(name)
         return value if type(value) is int else None
 
+    def text(name: str) -> str | None:
+        value = checkpoint.get(name)
+        return value[:_LONGEST_TEXT] if isinstance(value, str) else None
+
     return Manifest(
         stratagem=__version__,
         torch=str(torch.__version__),
@@ -31,7 +38,8 @@ def manifest_of(checkpoint: dict[str, Any], saver: CheckpointIO) -> Manifest:
         world_size=None if saver.ranks is None else saver.ranks.world_size,
         epoch=number("epoch"),
         global_step=number("global_step"),
-        run=run if isinstance(run := checkpoint.get("run"), str) else None,
+        run=text("run"),
+        nonfinite=text("nonfinite"),
         contents=names_of(checkpoint),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stratagem.checkpoint.archive import Manifest
@@ -23,16 +25,22 @@ from stratagem.checkpoint.directory import (
 )
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.ranks import Ranks
 from stratagem.native.checkpoint.archive_io import manifest_of, write_archive
-from stratagem.native.checkpoint.exchange import Exchange, Record, StoreExchange, exchange_alone
+from stratagem.native.checkpoint.exchange import Exchange, StoreExchange
+from stratagem.native.checkpoint.layout import encode_layout
 from stratagem.native.checkpoint.reader import CheckpointReader
-from stratagem.native.checkpoint.shard_writer import ShardWriter
+from stratagem.native.checkpoint.save_plan import Held, SavePlan, make_plan
+from stratagem.native.checkpoint.shard_writer import file_of, write_share
 from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO
 from stratagem.state.plain_data import why_refused
 from stratagem.state.shards import Shards, has_shards, read_whole
 from stratagem.storage import paths
 from stratagem.storage.durable_directory import DurableDirectory
 from stratagem.storage.streamed_file import StreamedFile
+
+Record = dict[str, Any]
+"""What a rank tells of its part of a save, or rank 0 of all of it; "error" says why it failed."""
 
 
 class DirectoryCheckpointIO(CheckpointIO):
@@ -64,21 +72,23 @@ class DirectoryCheckpointIO(CheckpointIO):
         self.verify = verify
         self._reader = CheckpointReader(verify=verify)
         self._exchange: StoreExchange | None = None
+        self.last_plan: SavePlan | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write `checkpoint` to the directory `path`; see `CheckpointIO.save_checkpoint`.
 
         Every rank calls it; all return once the checkpoint is durable, or raise.
         """
-        gather = exchange_alone if self.ranks is None else self.ranks.gather_plain
-        _Save(self, checkpoint, _local(path)).write(gather)
+        save = _Save(self, checkpoint, _local(path))
+        save.write(save.ranks)
 
     def prepare_save(self, checkpoint: dict[str, Any], path: str | Path) -> Callable[[], None]:
         """Agree on who writes what; return what writes it; see `CheckpointIO.prepare_save`."""
-        exchange: Exchange = exchange_alone
-        if self.ranks is not None and self.ranks.world_size > 1:
-            exchange = self._exchange = self._exchange or StoreExchange(self.ranks)
-        return partial(_Save(self, checkpoint, _local(path)).write, exchange)
+        save = _Save(self, checkpoint, _local(path))
+        exchange: Exchange = save.ranks
+        if save.ranks.world_size > 1:
+            exchange = self._exchange = self._exchange or StoreExchange(save.ranks)
+        return partial(save.write, exchange)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`, whole; see `CheckpointIO.load_checkpoint`."""
@@ -107,6 +117,7 @@ class DirectoryCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """Wait for no other rank any more."""
         self._reader.forget()
+        self.last_plan = None
         if self._exchange is not None:
             self._exchange.stop()
             self._exchange = None
@@ -116,87 +127,126 @@ class _Save:
     """One save of one rank. Making it communicates; `write` does so only by its argument."""
 
     def __init__(self, io: DirectoryCheckpointIO, checkpoint: dict[str, Any], path: Path) -> None:
-        ranks = io.ranks
+        self.ranks = Ranks() if io.ranks is None else io.ranks
+        self._io = io
         self._path = path
-        self._rank = 0 if ranks is None else ranks.global_rank
-        self._rest, chunks, self._paths = _split(checkpoint)
-        self._writer = ShardWriter(chunks)
+        self._rest, self._tensors, self._paths = _split(checkpoint)
         self._manifest: Manifest = manifest_of(checkpoint, io)
         self._directory: DurableDirectory | None = None
-        # A rank that fails says so in its record, so that none of the others waits for it.
-        own = {"chunks": self._writer.describe(), **self._begin()}
-        records = [own] if ranks is None else ranks.gather_plain(own)
-        self._temporary = Path(records[0]["temporary"])
+        self._held = Held([], [])
+        # A rank that fails says so, so that none of the others waits for it.
         try:
-            _raise_first(records, path)
-            self._agree([record["chunks"] for record in records])
+            self._temporary = self._agree(self._begin())
         except BaseException:
             self._close()
             raise
 
     def _begin(self) -> Record:
-        record: Record = {"temporary": "", "error": "", "errno": None, "is_content": False}
+        """Return why this rank cannot save; {} if it can."""
+        try:
+            self._held = Held.of(self._tensors)
+        except ValueError as error:
+            return {"error": str(error), "errno": None, "is_content": True}
         if why := why_refused(self._rest):
-            return {**record, "error": why, "is_content": True}
-        if self._rank == 0:
+            return {"error": why, "errno": None, "is_content": True}
+        if self.ranks.is_global_zero:
             try:
                 self._directory = DurableDirectory(self._path, may_replace=is_directory_checkpoint)
             except OSError as error:
-                return {**record, **_failure(error)}
-            record["temporary"] = str(self._directory.temporary)
-        return record
+                return _failure(error)
+        return {}
 
-    def _agree(self, chunks: list[Any]) -> None:
-        try:
-            self._writer.agree(chunks, self._rank)
-        except ValueError as error:
-            raise CheckpointContentError(
-                f"cannot save {str(self._path)!r}: the ranks' shards do not make whole tensors: "
-                f"{error}"
-            ) from error
+    def _agree(self, failure: Record) -> Path:
+        """Plan the save, or keep the plan of the last one; return the temporary directory."""
+        ranks, held, last = self.ranks, self._held, self._io.last_plan
+        signature = held.signature()
+        changed = last is None or last.held != held
+        own = [bool(failure), changed, held.dims, signature, -signature]
+        failed, changed, dims, largest, smallest = ranks.all_reduce(
+            torch.tensor(own, dtype=torch.int64), "max"
+        ).tolist()
+        if failed:
+            self._settle(ranks, failure)
+        temporary = ranks.broadcast(str(self._directory.temporary if self._directory else ""))
+        if changed:
+            self._io.last_plan = None
+            try:
+                last = make_plan(held, ranks, dims=dims, alike=largest == -smallest)
+            except ValueError as error:
+                raise CheckpointContentError(
+                    f"cannot save {str(self._path)!r}: the ranks' shards do not make whole "
+                    f"tensors: {error}"
+                ) from error
+        assert last is not None
+        self._io.last_plan = self._plan = last
+        return Path(temporary)
 
     def write(self, exchange: Exchange) -> None:
         """Write this rank's chunks; on rank 0, put the checkpoint in its place when all have."""
         try:
-            written = exchange(self._write_share())
-            _raise_first(written, self._path)
-            done: Record = {"error": "", "errno": None}
-            if self._directory is not None:
-                done = self._commit(self._directory, written)
-            _raise_first(exchange(done), self._path)
+            places, record = self._write_share()
+            self._settle(exchange, record)
+            self._plan.places = places
+        except BaseException:
+            # Rank 0 may not know what this rank believes that it does.
+            self._io.last_plan = None
+            raise
         finally:
             self._close()
 
-    def _write_share(self) -> Record:
+    def _settle(self, exchange: Exchange, record: Record) -> None:
+        """Tell rank 0 how it went; there, commit if it went well everywhere.
+
+        Raises:
+            CheckpointContentError, CheckpointSaveError: the first rank's that failed; the same one
+                on every rank.
+        """
+        records = [json.loads(data) for data in exchange.gather_bytes(json.dumps(record).encode())]
+        outcome = _first_failure(records)
+        if self._directory is not None and not outcome:
+            outcome = self._commit(self._directory, records)
+        _raise(exchange.broadcast(outcome), self._path)
+
+    def _write_share(self) -> tuple[list[list[int]], Record]:
+        rank = self.ranks.global_rank
         files: dict[str, SavedFile] = {}
+        create = partial(_HashedFile, files)
         try:
-            create = partial(_HashedFile, files)
-            places = self._writer.write(self._temporary, create)
-            if self._rank == 0:
+            places = write_share(self._tensors, self._plan, rank, self._temporary, create)
+            if rank == 0:
                 with closing(create(self._temporary / STATE)) as file:
                     write_archive(self._rest, self._manifest, file)
-        except (OSError, RuntimeError) as error:
-            return _failure(error)
+        except Exception as error:
+            return [], _failure(error)
         written = {name: (file.size, file.xxh3_128) for name, file in files.items()}
-        return {"error": "", "errno": None, "places": places, "files": written}
+        # They seldom change from save to save.
+        known = places == self._plan.places
+        return places, {"files": written, "places": None if known else places}
 
     def _commit(self, directory: DurableDirectory, written: list[Record]) -> Record:
+        """Return why the checkpoint is not in its place; {} if it is."""
         files = {
             name: SavedFile(size, checksum)
             for record in written
             for name, (size, checksum) in record["files"].items()
         }
+        everyone = self._plan.everyone
+        assert everyone is not None
         try:
-            layout = self._writer.layout([record["places"] for record in written], self._paths)
+            for rank, record in enumerate(written):
+                if record["places"] is not None:
+                    everyone.places[rank] = torch.tensor(record["places"], dtype=torch.int64)
+            names = [file_of(rank) for rank in range(len(written))]
             with closing(_HashedFile(files, directory.temporary / LAYOUT)) as file:
-                file.write(layout)
+                for piece in encode_layout(everyone, names, everyone.all_places(), self._paths):
+                    file.write(piece)
             manifest = encode_manifest(self._manifest, files)
             with closing(_HashedFile({}, directory.temporary / MANIFEST)) as file:
                 file.write(manifest)
             directory.commit()
-        except OSError as error:
+        except Exception as error:
             return _failure(error)
-        return {"error": "", "errno": None}
+        return {}
 
     def _close(self) -> None:
         if self._directory is not None:
@@ -251,17 +301,24 @@ def _failure(error: Exception) -> Record:
     }
 
 
-def _raise_first(records: list[Record], path: Path) -> None:
-    """Raise the error of the first rank that has one; the same one on every rank."""
+def _first_failure(records: list[Record]) -> Record:
+    """Return the record of the first rank that failed, with its number; {} if none did."""
     for rank, record in enumerate(records):
-        if not record["error"]:
-            continue
-        where = f"rank {rank}: " if len(records) > 1 else ""
-        message = f"cannot save {str(path)!r}: {where}{record['error']}"
-        if record.get("is_content"):
-            raise CheckpointContentError(message)
-        state = "what was there before is unchanged" if path.exists() else "nothing is there"
-        raise CheckpointSaveError(f"{message}; {state}", errno=record["errno"])
+        if "error" in record:
+            where = f"rank {rank}: " if len(records) > 1 else ""
+            return {**record, "error": where + record["error"]}
+    return {}
+
+
+def _raise(outcome: Record, path: Path) -> None:
+    """Raise the error that rank 0 tells of, if it does."""
+    if not outcome:
+        return
+    message = f"cannot save {str(path)!r}: {outcome['error']}"
+    if outcome.get("is_content"):
+        raise CheckpointContentError(message)
+    state = "what was there before is unchanged" if path.exists() else "nothing is there"
+    raise CheckpointSaveError(f"{message}; {state}", errno=outcome["errno"])
 
 
 class _HashedFile:

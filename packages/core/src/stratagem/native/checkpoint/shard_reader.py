@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from stratagem.errors import CheckpointCorruptError
 from stratagem.state.shards import LazyTensor, Shards
+from stratagem.storage.paths import is_name
 
 
 class ShardReader:
@@ -116,7 +117,7 @@ class ShardReader:
         places: Mapping[Any, Any] = self._metadata.storage_data
         for index, info in places.items():
             file = info.relative_path
-            if not isinstance(file, str) or "/" in file or file in ("", ".", ".."):
+            if not is_name(file):
                 raise self._refusal(f"{index.fqn!r} lies in {file!r}, out of the directory")
             if file not in sizes:
                 path = self.folder / file

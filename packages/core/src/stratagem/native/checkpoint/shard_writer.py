@@ -1,127 +1,87 @@
-"""ShardWriter: this rank's share of tensors, in the format of torch.distributed.checkpoint (DCP).
+"""Writes this rank's share of tensors, in the format of torch.distributed.checkpoint (DCP).
 
-DCP's planner decides who writes what, and its writer how it lies in a file. Two things differ from
-`dcp.save`: ranks exchange their plans as plain data (DCP pickles them), and every byte goes through
-a file of the caller's, which hashes it and brings it to the disk.
+DCP's writer says how it lies in a file. Two things differ from `dcp.save`: who writes what is
+planned without DCP (`save_plan.py`), and every byte goes through a file of the caller's, which
+hashes it and brings it to the disk.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemWriter,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
-from stratagem.state.shards import Shards
-
-HeldTensors = Mapping[str, Tensor | Shards]
-"""By name, whole tensors (alike on every rank) or the chunks that this rank holds."""
+from stratagem.native.checkpoint.save_plan import HeldTensors, SavePlan, chunks_of
 
 
-class ShardWriter:
-    """Writes this rank's share of tensors.
+def file_of(rank: int) -> str:
+    """Return the name of the file that a rank writes, as DCP's writer makes it."""
+    return f"__{rank}_0.distcp"
 
-    Call `describe` on every rank, exchange what it returns, call `agree` with all of it, then
-    `write`; on one rank `layout`, with what all `write` calls have returned.
+
+def write_share(
+    tensors: HeldTensors, plan: SavePlan, rank: int, folder: Path, create: Callable[[Path], Any]
+) -> list[list[int]]:
+    """Write a rank's file, if it has anything to write.
 
     Args:
-        tensors: what this rank holds of each.
+        tensors: what the rank holds.
+        plan: which of it the rank writes.
+        rank: which.
+        folder: where to.
+        create: opens a file, which has `write`, `tell` and `close`.
+
+    Returns:
+        Where each chunk that it writes begins in its file, and how long each is.
     """
-
-    def __init__(self, tensors: HeldTensors) -> None:
-        self._planner = _SavePlanner()
-        self._planner.set_up_planner(dict(tensors), is_coordinator=True)
-
-    def describe(self) -> list[Any]:
-        """Return which chunks this rank holds, as plain data."""
-        plan = self._planner.create_local_plan()
-        return [_describe(item) for item in plan.items]
-
-    def agree(self, descriptions: Sequence[list[Any]], rank: int) -> None:
-        """Decide from all ranks' chunks who writes what; every rank comes to the same end.
-
-        Raises:
-            ValueError: the chunks overlap, or do not cover a tensor.
-        """
-        plans = [SavePlan([_item(one) for one in of_rank]) for of_rank in descriptions]
-        plans, self._metadata = self._planner.create_global_plan(plans)
-        self._plan = self._planner.finish_plan(plans[rank])
-        self._rank = rank
-
-    def write(self, folder: Path, create: Callable[[Path], Any]) -> list[Any]:
-        """Write this rank's file, if it has anything to write.
-
-        Args:
-            folder: where to.
-            create: opens a file, which has `write`, `tell` and `close`.
-
-        Returns:
-            Where each chunk lies, as plain data.
-        """
-        if not self._plan.items:
-            return []
-        writer = FileSystemWriter(folder, sync_files=False)
-        writer.fs = _Files(create)
-        plan = writer.prepare_global_plan([self._plan])[0]
-        plan.storage_data.prefix = f"__{self._rank}_"
-        results = writer.write_data(plan, self._planner).wait()
-        return [(r.index.fqn, list(r.index.offset or ()), *_place(r.storage_data)) for r in results]
-
-    def layout(self, places: Sequence[list[Any]], paths: Mapping[str, Any]) -> bytes:
-        """Return the contents of DCP's `.metadata`.
-
-        Args:
-            places: what `write` has returned on each rank.
-            paths: where each tensor stands in the checkpoint: keys and indices.
-        """
-        metadata = self._metadata
-        metadata.planner_data = dict(paths)
-        metadata.storage_data = {
-            MetadataIndex(name, offset): _StorageInfo(file, start, length)
-            for of_rank in places
-            for name, offset, file, start, length in of_rank
-        }
-        metadata.storage_meta = StorageMeta()
-        metadata.version = "1.0.0"  # of DCP's format
-        return pickle.dumps(metadata)
+    if not plan.writes:
+        return [[], []]
+    every = [
+        (name, tuple(held.shape), offsets, chunk)
+        for name, held in tensors.items()
+        for offsets, chunk in chunks_of(held)
+    ]
+    items, chunks = [], {}
+    for number in plan.writes:
+        name, shape, offsets, chunk = every[number]
+        index = MetadataIndex(name, offsets)
+        items.append(_item(index, shape, chunk))
+        chunks[index] = chunk
+    writer = FileSystemWriter(folder, sync_files=False)
+    writer.fs = _Files(create)
+    dcp_plan = writer.prepare_global_plan([planner.SavePlan(items)])[0]
+    dcp_plan.storage_data.prefix = file_of(rank).removesuffix("0.distcp")
+    results = writer.write_data(dcp_plan, _Chunks(chunks)).wait()
+    places = {result.index: result.storage_data for result in results}
+    return [
+        [places[item.index].offset for item in items],
+        [places[item.index].length for item in items],
+    ]
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner, for `Shards` as well as tensors; whole tensors are written by rank 0."""
+class _Chunks(DefaultSavePlanner):
+    """Answers DCP's writer."""
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+    def __init__(self, chunks: dict[MetadataIndex, Tensor]) -> None:
+        super().__init__()
+        self._chunks = chunks
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return _chunk(self.state_dict[index.fqn], index)
-
-
-def _chunk(held: Tensor | Shards, index: MetadataIndex) -> Tensor:
-    return held.__get_tensor_shard__(index) if isinstance(held, Shards) else held
+        return self._chunks[index]
 
 
 class _Files(FileSystem):
@@ -139,33 +99,13 @@ class _Files(FileSystem):
             stream.close()
 
 
-def _describe(item: WriteItem) -> tuple[Any, ...]:
-    data = item.tensor_data
-    assert data is not None
-    assert data.chunk is not None
-    assert item.index.offset is not None
-    return (
-        item.index.fqn,
-        item.type is WriteItemType.SHARD,
-        list(data.chunk.offsets),
-        list(data.chunk.sizes),
-        list(data.size),
-        data.properties.dtype,
-    )
-
-
-def _item(description: tuple[Any, ...]) -> WriteItem:
-    name, is_shard, offsets, sizes, whole, dtype = description
-    return WriteItem(
-        index=MetadataIndex(name, offsets),
-        type=WriteItemType.SHARD if is_shard else WriteItemType.TENSOR,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-            properties=TensorProperties(dtype=dtype),
-            size=torch.Size(whole),
+def _item(index: MetadataIndex, shape: tuple[int, ...], chunk: Tensor) -> planner.WriteItem:
+    return planner.WriteItem(
+        index=index,
+        type=planner.WriteItemType.SHARD,
+        tensor_data=planner.TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(index.offset or ()), chunk.shape),
+            properties=TensorProperties(dtype=chunk.dtype),
+            size=torch.Size(shape),
         ),
     )
-
-
-def _place(info: _StorageInfo) -> tuple[str, int, int]:
-    return info.relative_path, info.offset, info.length

@@ -78,7 +78,8 @@ class LSFEnvironment(AnnouncedPortEnvironment):
 
     def _token(self) -> str:
         # Several jsruns of one job have namespaces of their own.
-        return f"lsf {os.environ['LSB_JOBID']} {os.environ.get('PMIX_NAMESPACE', '')}"
+        job = f"{os.environ['LSB_JOBID']}[{os.environ.get('LSB_JOBINDEX', '')}]"
+        return f"lsf {job} {os.environ.get('PMIX_NAMESPACE', '')}"
 
     def world_size(self) -> int:
         return self._number("JSM_NAMESPACE_SIZE")

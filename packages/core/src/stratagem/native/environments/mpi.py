@@ -7,10 +7,7 @@ import socket
 
 from stratagem.errors import ConfigurationError
 from stratagem.launch import network
-from stratagem.native.environments.rendezvous import (
-    AnnouncedPortEnvironment,
-    listen_on_any_interface,
-)
+from stratagem.native.environments.rendezvous import AnnouncedPortEnvironment
 
 
 class MPIEnvironment(AnnouncedPortEnvironment):
@@ -46,8 +43,8 @@ class MPIEnvironment(AnnouncedPortEnvironment):
         """Where rank 0 runs; every rank must ask, since rank 0 broadcasts it."""
         if "MASTER_ADDR" in os.environ:
             return os.environ["MASTER_ADDR"]
-        if self.world_size() == self.local_world_size():
-            return "127.0.0.1"
+        if self._one_node:
+            return network.LOOPBACK
         if self._address is None:
             self._address = self._meet()
         return self._address
@@ -64,14 +61,16 @@ class MPIEnvironment(AnnouncedPortEnvironment):
             ) from error
         where = None
         if self.global_rank() == 0:
-            self._listener = listen_on_any_interface()
-            where = network.own_address(), self._listener.getsockname()[1]
+            address = network.address_to_listen_on(socket.gethostname())
+            self._listener = network.listen(address)
+            where = address or socket.gethostname(), self._listener.getsockname()[1]
         address, self._main_port = MPI.COMM_WORLD.bcast(where, root=0)
         return str(address)
 
     def _token(self) -> str:
         # Several jobs of mpirun on one node have namespaces of their own.
-        return f"mpi {os.environ.get('PMIX_NAMESPACE', '')} {socket.gethostname()}"
+        host = socket.gethostname() if self._one_node else self.main_address
+        return f"mpi {os.environ.get('PMIX_NAMESPACE', '')} {host}"
 
     def world_size(self) -> int:
         return self._number("OMPI_COMM_WORLD_SIZE")

@@ -128,7 +128,9 @@ class SLURMEnvironment(AnnouncedPortEnvironment):
         return given or first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
 
     def _token(self) -> str:
-        return f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+        cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+        return f"slurm {cluster} {step} {self.restart_count()}"
 
     def world_size(self) -> int:
         return self._number("SLURM_NTASKS")

@@ -39,7 +39,7 @@ class TorchElasticEnvironment(ClusterEnvironment):
     @property
     def holds_store(self) -> bool:
         """Whether torchrun's agent does; only torch's own rendezvous knows how to reach it."""
-        return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @property
     def creates_processes_externally(self) -> bool:

@@ -23,8 +23,9 @@ import torch
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.launcher import Launcher, Result
-from stratagem.launch import rank, supervisor
+from stratagem.launch import network, rank, supervisor
 from stratagem.launch.environment import rank_environment
+from stratagem.launch.open_files import allow_connections
 from stratagem.launch.packed import Call, become_rank, pack, run_call, run_packed
 from stratagem.launch.supervisor import Failure, Output, RankProcesses
 from stratagem.launch.watch import forget_parents_ranks, run_as_rank
@@ -78,8 +79,15 @@ class ProcessesLauncher(Launcher):
         # any of them starts.
         store = None
         if plan.num_nodes == 1:
+            allow_connections(plan.world_size)
+            listener = network.listen()
             store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False
+                network.LOOPBACK,
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                # By itself the store listens on every interface, whatever host it is given.
+                master_listen_fd=listener.detach(),
             )
             for environment in environments.values():
                 environment["MASTER_PORT"] = str(store.port)
@@ -259,7 +267,7 @@ def _environments(plan: RunPlan) -> dict[int, dict[str, str]]:
             local_world_size=count,
             node_rank=node_rank,
             num_nodes=plan.num_nodes,
-            main_address=environ["MASTER_ADDR"] if several else "127.0.0.1",
+            main_address=environ["MASTER_ADDR"] if several else network.LOOPBACK,
             main_port=int(environ["MASTER_PORT"]) if several else 0,
         )
         for local_rank in range(count)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
-from stratagem.launch import rank, supervisor
+from stratagem.launch import network, rank
 from stratagem.launch.environment import STARTED_IN, rank_environment
 from stratagem.launch.supervisor import Command
 from stratagem.launch.watch import Watch, run_as_rank
@@ -54,7 +54,7 @@ class ScriptLauncher(Launcher):
         if "MASTER_PORT" in environ and plan.num_nodes > 1:
             main_port = int(environ["MASTER_PORT"])
         else:
-            listener = supervisor.listening_socket()
+            listener = network.listen()
             main_port = listener.getsockname()[1]
 
         environments = {
@@ -72,6 +72,7 @@ class ScriptLauncher(Launcher):
         }
         own = environments.pop(node_rank * count)
         os.environ.update({k: v for k, v in own.items() if k != "OMP_NUM_THREADS"})
+        rank.own_variables()
         if environments:
             command = Command(command=[sys.executable, *sys.orig_argv[1:]], cwd=STARTED_IN)
             Watch.start(command, environments, plan.world_size)

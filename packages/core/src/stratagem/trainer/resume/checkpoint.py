@@ -8,13 +8,14 @@ stratagem_version       that saved it
 run                     which one saved it; a run that resumes from it keeps the name
 strategy, world_size    under which it was saved; it loads under any other
 state_dict              weights and buffers by name
+nonfinite               the name of one of them that holds NaN or an infinity; where there is one
 optimizer_states        one for each optimizer, by parameter names
 lr_schedulers           one for each scheduler
 precision               such as a loss scale
 strategy_state          what the strategy keeps for itself, by its class's name; where it has any
 epoch, global_step      as users read them: epochs begun, optimizer steps taken
 progress                where the loop is
-ranks                   of each rank, RNG states and its place in the data
+ranks                   of each rank, RNG states and its place in the data (`RankStates`)
 callbacks, datamodule   their states
 hyper_parameters        what save_hyperparameters kept
 ======================  ==========================================================================
@@ -24,18 +25,20 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratagem._version import __version__
 from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
 from stratagem.distributed.checkpoint_writer import (
     load_strategy_state,
     model_state,
+    nonfinite_weights,
     strategy_state,
 )
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
 from stratagem.state.hyperparameters import savable
 from stratagem.state.plain_data import find_offending_value
+from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.trainer.resume.rank_state import state_of_rank
 
 if TYPE_CHECKING:
@@ -44,15 +47,40 @@ if TYPE_CHECKING:
     from stratagem.trainer.run import Run
 
 
-def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool) -> dict[str, Any]:
+class Weights(NamedTuple):
+    """A model's state as it is saved.
+
+    Attributes:
+        state: weights and buffers by name, which alias the live ones.
+        nonfinite: the name of one that is not finite on some rank; "": all are.
+    """
+
+    state: dict[str, Any]
+    nonfinite: str
+
+
+def collect_weights(run: Run) -> Weights:
+    """Return the model's state; called on every rank."""
+    prepared = run.require_prepared()
+    state = model_state(run.strategy, prepared)
+    return Weights(state, nonfinite_weights(run.strategy, prepared, state))
+
+
+def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dict[str, Any]:
     """Return a checkpoint of the run as it is; called on every rank.
 
     Tensors in it alias the live ones.
+
+    Args:
+        run: what is saved.
+        weights: the model's state.
+        weights_only: leave optimizer and loop state out.
 
     Raises:
         CheckpointContentError: something that the user stores is not plain data; says whose.
     """
     trainer, module, strategy = run.trainer, run.module, run.strategy
+    prepared = run.require_prepared()
     checkpoint: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "stratagem_version": __version__,
@@ -61,8 +89,9 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
         "world_size": strategy.ranks.world_size,
         "epoch": run.progress.epoch,
         "global_step": run.progress.global_step,
-        "state_dict": model_state(strategy, prepared),
+        "state_dict": weights.state,
         "hyper_parameters": savable(module.hyper_parameters)[0],
+        **({"nonfinite": weights.nonfinite} if weights.nonfinite else {}),
     }
     if not weights_only:
         if run.step is not None and run.step.is_under_way and strategy.ranks.is_global_zero:
@@ -82,7 +111,7 @@ def collect_checkpoint(run: Run, prepared: PreparedModel, *, weights_only: bool)
             ],
             lr_schedulers=run.schedulers.state(),
             precision=strategy.precision.state_dict(),
-            ranks=strategy.ranks.gather_plain(state_of_rank(run)),
+            ranks=gather_states(strategy.ranks, state_of_rank(run)),
             callbacks={key: state for key, state in callbacks.items() if state},
         )
         if own := strategy_state(strategy, prepared, prepared.optimizers):
@@ -159,7 +188,7 @@ def restore_training(
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
     if "ranks" in checkpoint and run.rank_state is not None:
-        run.rank_state.resume(checkpoint["ranks"])
+        run.rank_state.resume(RankStates(checkpoint["ranks"]))
     # Last: it may go by everything else.
     own = checkpoint.get("strategy_state", {})
     load_strategy_state(strategy, prepared, prepared.optimizers, own)

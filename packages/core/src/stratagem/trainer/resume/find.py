@@ -19,7 +19,8 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
     """Return the path that "best", "last" or a path means; the same on every rank.
 
     "last" is the newest checkpoint that is whole: one of this Trainer's run if there is any, else
-    one of whoever saved in the same folders. Rank 0 looks, and says what it has passed over.
+    one of whoever saved in the same folders; one whose weights are not finite only where there is
+    no other. Rank 0 looks, and says what it has passed over.
 
     Raises:
         CheckpointNotFoundError: there is none.

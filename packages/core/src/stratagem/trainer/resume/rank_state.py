@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from stratagem.interfaces.accelerator import Accelerator
     from stratagem.interfaces.ranks import Ranks
+    from stratagem.state.rank_states import RankStates
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
     from stratagem.trainer.train_loader import TrainLoader
@@ -73,7 +74,7 @@ class RankState:
             ],
         }
 
-    def resume(self, states: list[dict[str, Any]]) -> None:
+    def resume(self, states: RankStates) -> None:
         """Restore what `state` returned on each rank; the progress is that of the checkpoint.
 
         Of more ranks than saved, the further ones keep their own RNG states.
@@ -81,11 +82,12 @@ class RankState:
         progress, rank = self._progress, self._ranks.global_rank
         self._random = None
         if rank < len(states):
-            self._random = states[rank]["random"]
-            self._resume_validation(states[rank].get("validation", []))
+            own = states[rank]
+            self._random = own["random"]
+            self._resume_validation(own.get("validation", []))
         self._within_epoch = progress.batches > 0
         before = progress.batches
-        progress.batches = self._loader.resume([state["loader"] for state in states], before)
+        progress.batches = self._loader.resume(states.of("loader"), before)
         if before:
             progress.validated = progress.validated * progress.batches // before
 

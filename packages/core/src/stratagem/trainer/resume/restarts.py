@@ -49,8 +49,10 @@ class Restarts:
     def __init__(self, strategy: Strategy, folder: paths.Location) -> None:
         self._strategy = strategy
         self._run_id = strategy.cluster_environment.run_id()
-        # The script's arguments as well: torchrun calls every run "none" by default.
-        key = zlib.crc32("\0".join([str(self._run_id), *sys.argv]).encode())
+        # The script's arguments as well: torchrun calls every run "none" by default. They are bytes
+        # of any kind, which Python keeps as surrogates where they are no UTF-8.
+        arguments = "\0".join([str(self._run_id), *sys.argv])
+        key = zlib.crc32(arguments.encode(errors="surrogatepass"))
         name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', str(self._run_id))}-{key:08x}-{next(_fits)}.json"
         self._file = paths.join(paths.join(paths.absolute(folder), ".stratagem"), name)
         self._agents: list[str] = []
@@ -98,13 +100,13 @@ class Restarts:
 
     def _find(self, restart_count: int, asked: str | Path | None) -> str:
         """On rank 0, return the checkpoint to resume from, or "", and say why."""
-        record = self._read()
+        agents, checkpoints = self._read()
         if self._agents:
             # Nodes that join or leave count as no restart, and another run may have had this id.
-            restarted = not set(self._agents).isdisjoint(record["agents"])
+            restarted = not set(self._agents).isdisjoint(agents)
         else:
             restarted = restart_count > 0
-        there = [path for path in record["checkpoints"] if paths.exists(path)]
+        there = [path for path in checkpoints if paths.exists(path)]
         if not restarted:
             if there:
                 self._say(
@@ -113,7 +115,7 @@ class Restarts:
                 )
             return ""
         self._checkpoints = there
-        for gone in itertools.takewhile(lambda path: path not in there, record["checkpoints"]):
+        for gone in itertools.takewhile(lambda path: path not in there, checkpoints):
             self._say(f"has saved {gone!r}, which is gone")
         check = self._strategy.checkpoint_io.verify_checkpoint
         whole, passed_over = first_whole(map(paths.at, there), check)
@@ -132,13 +134,30 @@ class Restarts:
     def _say(self, what: str) -> None:
         print(f"stratagem: the run {self._run_id!r} {what}", file=sys.stderr, flush=True)
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> tuple[list[str], list[str]]:
+        """Return the agents and the checkpoints that the file names; none if it cannot be read."""
         if not paths.exists(self._file):
-            return {"agents": [], "checkpoints": []}
-        record: dict[str, Any] = json.loads(paths.read(self._file))
-        return record
+            return [], []
+        data = paths.read(self._file)
+        try:
+            record = json.loads(data)
+            agents, checkpoints = _names(record["agents"]), _names(record["checkpoints"])
+        # It may hold anything: broken JSON, another shape, nesting without end.
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            self._say(
+                f"has kept where its checkpoints are in {str(self._file)!r}, which cannot be read "
+                f"({type(error).__name__}: {error}) and is taken as empty"
+            )
+            return [], []
+        return agents, checkpoints
 
     def _write(self) -> None:
         record = {"run": self._run_id, "agents": self._agents, "checkpoints": self._checkpoints}
         # In one step: the run may be killed at any time.
         paths.write(self._file, json.dumps(record, indent=1).encode())
+
+
+def _names(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"expected a list of strings, received {value!r:.80}")
+    return value

@@ -1,0 +1,149 @@
+"""What every rank saves for itself, in a checkpoint that rank 0 writes: RNG states, place in data.
+
+Rank 0 gets each rank's state encoded and saves it so; whoever resumes decodes the ones it needs.
+Thousands of ranks have states that mostly are alike, such as the RNGs of the host where only
+devices draw: each sends what differs from rank 0's.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from stratagem.checkpoint.archive import check_entries, read_archive
+from stratagem.errors import CheckpointCorruptError
+from stratagem.state import plain_data
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.ranks import Ranks
+
+State = dict[str, Any]
+Change = tuple[tuple[Any, ...], Any]
+"""The keys that lead to an entry, and its value."""
+
+
+def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
+    """Return the states of all ranks, as a checkpoint holds them, on rank 0; {} on the others.
+
+    Args:
+        ranks: those that save together; all make the call.
+        state: this rank's; plain data.
+
+    Returns:
+        `first`, rank 0's state; `changes`, of each rank the encoded list of what is different in
+        its own, one after the other, a tensor of bytes; and `ends`, where each of them ends. Of
+        one process alone a list, as 0.1.0 saved them of all ranks.
+
+    Raises:
+        TypeError: the state is no plain data; says where.
+
+    Example:
+        >>> from stratagem.strategies import Ranks
+        >>> saved = gather_states(Ranks(), {"batches": 3})
+        >>> RankStates(saved)[0]
+        {'batches': 3}
+    """
+    if ranks.world_size == 1:
+        return [state]
+    plain_data.encode(state)  # what is no plain data is refused before any rank waits for another
+    first: State = ranks.broadcast(state)
+    changes = plain_data.encode(_changes(state, first))
+    encoded = ranks.gather_bytes(plain_data.bytes_of(changes))
+    if not ranks.is_global_zero:
+        return {}
+    return {
+        "first": first,
+        "changes": torch.frombuffer(bytearray().join(encoded), dtype=torch.uint8),
+        "ends": torch.tensor([len(of_rank) for of_rank in encoded]).cumsum(0),
+    }
+
+
+class RankStates(Sequence[State]):
+    """The states of the ranks that saved, in their order; each is decoded when it is asked for.
+
+    Args:
+        saved: as `gather_states` returned it on rank 0.
+        key: of the entry of each state that is meant; None: all of it.
+    """
+
+    def __init__(self, saved: dict[str, Any] | list[State], key: str | None = None) -> None:
+        self._saved = saved
+        self._key = key
+
+    def of(self, key: str) -> RankStates:
+        """Return one entry of each state."""
+        return RankStates(self._saved, key)
+
+    def __len__(self) -> int:
+        return len(self._saved["ends"] if isinstance(self._saved, dict) else self._saved)
+
+    @overload
+    def __getitem__(self, rank: int) -> State: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[State]: ...
+    def __getitem__(self, rank: int | slice) -> State | Sequence[State]:
+        """Return the state of a rank.
+
+        Raises:
+            CheckpointCorruptError: it cannot be read.
+        """
+        if isinstance(rank, slice):
+            return [self[each] for each in range(*rank.indices(len(self)))]
+        if not 0 <= rank < len(self):
+            raise IndexError(f"there are the states of {len(self)} ranks, not of rank {rank}")
+        state = self._state(rank)
+        return state if self._key is None else state[self._key]
+
+    def _state(self, rank: int) -> State:
+        if not isinstance(self._saved, dict):
+            return self._saved[rank]
+        first, ends = self._saved["first"], self._saved["ends"]
+        begin = int(ends[rank - 1]) if rank else 0
+        return _changed(first, self._saved["changes"][begin : int(ends[rank])], rank)
+
+
+def _changes(own: Any, first: Any, path: tuple[Any, ...] = ()) -> list[Change]:
+    """Return the entries of nested dicts that are different in `first`."""
+    if type(own) is dict and type(first) is dict and own.keys() == first.keys():
+        return [change for key in own for change in _changes(own[key], first[key], (*path, key))]
+    return [] if _alike(own, first) else [(path, own)]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.cpu().equal(other.cpu())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other)
+
+
+def _changed(state: Any, encoded: torch.Tensor, rank: int) -> State:
+    """Return `state` with changes that `gather_states` has encoded; they come from a file."""
+    file, name = io.BytesIO(plain_data.bytes_of(encoded)), f"the state of rank {rank}"
+    check_entries(file, read_archive(file, name), name)
+    try:
+        for path, value in plain_data.decode(encoded):
+            state = _with(state, path, value)
+    # What torch.load raises for damaged contents is not documented.
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{name} in the checkpoint is damaged: {type(error).__name__}: {error}"
+        ) from error
+    if oversized := plain_data.find_oversized(state, name):
+        raise CheckpointCorruptError(f"the checkpoint was refused: {oversized}")
+    changed: State = state
+    return changed
+
+
+def _with(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Return `state` with another value at the end of `path`; nothing is changed in place."""
+    if not path:
+        return value
+    return {**state, path[0]: _with(state[path[0]], path[1:], value)}

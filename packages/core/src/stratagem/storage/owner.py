@@ -1,0 +1,128 @@
+"""Owner: the process that a temporary file or a claim belongs to, and whether it still runs.
+
+A lock (flock) alone does not say so: some file systems have none, on others one node does not see
+another's. So an owner is named: by the boot of its machine, its namespace of process ids (that of a
+container), its id there, and the time of its start, since ids are used again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_FORM = re.compile(r"([0-9a-f]{16})\.(\d+)\.([1-9]\d*)\.(\d+)")
+FORGOTTEN_AFTER = 24 * 3600
+"""Seconds without a change after which what an owner elsewhere has left is a leftover."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process.
+
+    Attributes:
+        boot: its machine, since that was started.
+        namespace: where its process id counts; 0 where there is one for the whole machine.
+        pid: its process id.
+        started: when, in ticks since the machine was started; 0 where the system does not say.
+
+    Example:
+        >>> owner = Owner.this()
+        >>> Owner.parse(str(owner)) == owner, owner.runs()
+        (True, True)
+    """
+
+    boot: str
+    namespace: int
+    pid: int
+    started: int
+
+    def __str__(self) -> str:
+        return f"{self.boot}.{self.namespace}.{self.pid}.{self.started}"
+
+    @classmethod
+    def this(cls) -> Owner:
+        """Return this process."""
+        pid = os.getpid()
+        return cls(*_here(), pid, _started(pid) or 0)
+
+    @classmethod
+    def parse(cls, text: str) -> Owner | None:
+        """Return the owner that a text names; None: it names none."""
+        found = _FORM.fullmatch(text)
+        return found and cls(found[1], int(found[2]), int(found[3]), int(found[4]))
+
+    def runs(self) -> bool | None:
+        """Return whether the process runs; None: that cannot be seen from this one."""
+        if (self.boot, self.namespace) != _here():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:
+            pass  # it is another user's
+        started = _started(self.pid)
+        return started is None or started == self.started
+
+
+def has_ended(
+    owner: Owner | None,
+    descriptor: int,
+    modified: float,
+    *,
+    forgotten_after: float = FORGOTTEN_AFTER,
+) -> bool:
+    """Return whether what is left of an owner is a leftover, as far as anybody can tell from here.
+
+    Where that cannot be told, it is none while it is young.
+
+    Args:
+        owner: whose it is; None: it does not say.
+        descriptor: of the file or directory, which its owner holds a lock on where there are locks.
+        modified: when it was changed last, in seconds since the epoch.
+        forgotten_after: how old it must be, in seconds, where nobody can tell.
+    """
+    runs = None if owner is None else owner.runs()
+    if runs is not None:
+        return not runs
+    try:
+        # Shared: two that look do not take one another for the owner.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # there are no locks here
+    else:
+        # In another container under this kernel, which would know of its lock. From another machine
+        # locks may or may not be seen.
+        if owner is not None and owner.boot == _here()[0]:
+            return True
+    return time.time() - modified > forgotten_after
+
+
+@functools.cache
+def _here() -> tuple[str, int]:
+    """Return this process's machine and namespace, which its forks share."""
+    boot, namespace = os.uname().nodename, 0
+    if sys.platform.startswith("linux"):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - it is a link to no path
+    return hashlib.sha256(boot.encode()).hexdigest()[:16], namespace
+
+
+def _started(pid: int) -> int | None:
+    """Return when a process was started; -1: it has ended; None: the system does not say."""
+    try:
+        # PID (NAME) STATE ..., where the name may be anything. See proc(5).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return -1 if fields[0] in "ZX" else int(fields[19])
