@@ -1,4 +1,4 @@
-"""hpu_single and hpu_parallel on the simulated device, by a stub of the SDK that enforces its states.
+"""hpu_single and hpu_parallel on the simulated device, by a stub of the SDK that enforces states.
 
 Each script runs in processes of its own: a process has one kind of device, under one name.
 """
@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stratagem import Trainer
 from stratagem.errors import ConfigurationError
+from stratagem_hpu_ipu import hpu_probe
 from stratagem_hpu_ipu.hpu_accelerator import HPUAccelerator
 from stratagem_hpu_ipu.hpu_library import load_sdk
 
@@ -31,7 +33,7 @@ def run(script: str, folder: Path, mode: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     path = os.pathsep.join(map(str, (HERE / "stubs", DEVICES)))
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / script), str(folder), mode],
+        [sys.executable, "-W", "error", str(HERE / "scripts" / script), str(folder), mode],
         env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -184,27 +186,18 @@ def test_an_sdk_that_cannot_be_imported_is_said() -> None:
 
 
 def test_a_strategy_that_knows_nothing_of_gaudi_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(str(HERE / "stubs"))
-    monkeypatch.syspath_prepend(str(HERE))
-    from gaudi import two_devices
-
-    from stratagem_hpu_ipu import hpu_probe
-
-    for name in ("ACCELERATORS", "DEVICES"):
-        monkeypatch.setattr(hpu_probe, name, getattr(hpu_probe, name))  # undone at the end
-    two_devices(tmp_path)
+    monkeypatch.setattr(hpu_probe, "has_sdk", lambda: True)
+    monkeypatch.setattr(hpu_probe, "count_devices", lambda *_: 2)
     with pytest.raises(ConfigurationError) as refused:
         Trainer(accelerator="hpu", strategy="fsdp", devices=2, logger=False)
     assert str(refused.value) == (
-        "the strategy 'fsdp' runs on devices that need no strategy of their own, received "
-        "accelerator='hpu': pass strategy='hpu_parallel' or 'hpu_single', or another accelerator"
+        "accelerator='hpu' takes strategies that were made for it alone, 'hpu_parallel' or "
+        "'hpu_single'; received 'fsdp': change one of the two"
     )
 
 
 def test_a_device_of_another_type_is_refused() -> None:
-    import torch
-
     with pytest.raises(ConfigurationError, match="expected the device hpu, received cpu"):
         HPUAccelerator().setup_device(torch.device("cpu"))

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Lite, Module, Trainer
 from stratagem.callbacks import Callback
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.strategies import IPUStrategy
 from stratagem_hpu_ipu import ipu_probe
+from stratagem_hpu_ipu.ipu_strategy import IPUStrategy
 
 HERE = Path(__file__).parent
 
@@ -103,7 +103,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(dict(one.state_dict()), dict(other.state_dict()))
 
 
-CPU = {"accelerator": "cpu", "strategy": "single_device"}
+CPU: dict[str, Any] = {"accelerator": "cpu", "strategy": "single_device"}
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -163,7 +163,8 @@ def test_a_program_is_told_of_a_new_learning_rate(tmp_path: Path, poptorch: Any)
 
 def test_a_checkpoint_goes_to_the_cpu_and_comes_from_it(tmp_path: Path, poptorch: Any) -> None:
     reference, _ = fit(tmp_path, **CPU)
-    for name, first, second in (("to", {}, CPU), ("from", CPU, {})):
+    ways: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("to", {}, CPU), ("from", CPU, {})]
+    for name, first, second in ways:
         one = trainer(tmp_path, **{"max_epochs": 1, **first})
         one.fit(Net(), loader())
         path = tmp_path / f"{name}.ckpt"
@@ -272,8 +273,8 @@ def test_options_are_set_before_a_model_freezes_them(tmp_path: Path, poptorch: A
         ),
         (
             {"strategy": "ddp", "devices": 2},
-            "the strategy 'ddp' runs on devices that need no strategy of their own, received "
-            "accelerator='ipu': pass strategy='ipu_strategy', or another accelerator",
+            "accelerator='ipu' takes strategies that were made for it alone, 'ipu_strategy'; "
+            "received 'ddp': change one of the two",
         ),
         (
             {"precision": "bf16-mixed"},

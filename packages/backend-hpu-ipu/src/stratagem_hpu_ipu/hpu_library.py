@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -30,9 +31,9 @@ def load_sdk(lazy_mode: bool | None = None) -> Any:
         os.environ[LAZY_VARIABLE] = str(int(lazy_mode))
     # The boundary at which whatever a broken SDK raises becomes an error that names it.
     try:
-        import habana_frameworks.torch as sdk
-        import habana_frameworks.torch.core
-        import habana_frameworks.torch.hpu
+        sdk = importlib.import_module("habana_frameworks.torch")
+        for part in ("core", "hpu"):
+            importlib.import_module(f"habana_frameworks.torch.{part}")
     except Exception as error:
         raise ConfigurationError(
             "accelerator='hpu' needs the Gaudi SDK, which cannot be imported "

@@ -1,7 +1,7 @@
 """Which IPUs this process can use, or why none: without torch and without poptorch.
 
-Cards in this machine have device nodes. Those of a Pod are reached over a network, and are described
-by a file or by the address of a V-IPU server; how many a partition has is known to poptorch alone.
+Cards in this machine have device nodes. Those of a Pod are reached over a network, and described by
+a file or by the address of a V-IPU server; how many a partition has is known to poptorch alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A method of a model as a program takes it: tensors in, tensors out, everything else compiled in."""
+"""A method of a model as a program takes it: tensors in, tensors out, all else compiled in."""
 
 from __future__ import annotations
 

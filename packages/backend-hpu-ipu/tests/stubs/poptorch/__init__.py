@@ -3,9 +3,9 @@
 Options freeze once a model or a loader has taken them; a model that is wrapped for training must be
 destroyed before it is wrapped again; a device holds one program, which is compiled before it is
 attached, detached before another one is, and nothing after it is destroyed. The model's Python code
-runs once, while it is compiled (`torch.jit.trace`); then the graph does, on weights of its own, which
-change nothing on the host before `copyWeightsToHost`, and are lost with the device. Stricter than
-poptorch where that copies weights by itself (recent versions, at `detachFromDevice`).
+runs once, while it is compiled (`torch.jit.trace`); then the graph does, on weights of its own,
+which change nothing on the host before `copyWeightsToHost`, and are lost with the device. Stricter
+than poptorch where that copies weights and attaches by itself.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class PoplarExecutor:
         if self._program is None:
             self.compile(*inputs)
         if not self._is_attached:
-            raise Error("the caller is to attach the program, which this stub does not do by itself")
+            raise Error("the program is not attached, which this stub leaves to the caller")
         if [tensor.shape for tensor in inputs] != self._shapes:
             raise Error("the shapes of the inputs differ from those that it was compiled for")
         self._note("called")

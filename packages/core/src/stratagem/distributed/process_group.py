@@ -133,7 +133,7 @@ class ProcessGroupRanks(Ranks):
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes on rank 0; see `Ranks.gather_bytes`."""
-        size = int(self.all_reduce(torch.tensor(len(data)), "max"))
+        size = int(self.all_reduce(torch.tensor(len(data), dtype=self.size_dtype), "max"))
         message = _padded(data, size).to(self._device())
         received = None
         if self.is_global_zero:
@@ -144,7 +144,8 @@ class ProcessGroupRanks(Ranks):
     def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
         """Return this rank's part of what rank 0 has; see `Ranks.scatter_bytes`."""
         device = self._device()
-        size = torch.tensor(max(map(len, parts), default=0), device=device)
+        longest = max(map(len, parts), default=0)
+        size = torch.tensor(longest, dtype=self.size_dtype, device=device)
         dist.broadcast(size, 0)
         messages = None
         if self.is_global_zero:

@@ -180,12 +180,17 @@ def _check_strategy(
     devices: tuple[int, ...],
     num_nodes: int,
 ) -> None:
-    if not uses(capabilities, accelerator):
+    if not takes(capabilities.accelerators, accelerator):
         raise ConfigurationError(
             f"the strategy {strategy.name!r} runs on "
-            f"{either(capabilities.accelerators) or 'devices that need no strategy of their own'}, "
-            f"received accelerator={accelerator.name!r}: "
-            f"{_strategies_of(question, accelerator) or 'change one of the two'}"
+            f"{either(capabilities.accelerators)}, received accelerator={accelerator.name!r}: "
+            "change one of the two"
+        )
+    if not uses(capabilities, accelerator):
+        raise ConfigurationError(
+            f"accelerator={accelerator.name!r} takes strategies that were made for it alone, "
+            f"{either(_strategies_of(question, accelerator))}; received {strategy.name!r}: change "
+            "one of the two"
         )
     steps = question.request.step_options
     if not capabilities.gradient_clipping and steps is not None and steps.clip is not None:
@@ -206,16 +211,15 @@ def _check_strategy(
         )
 
 
-def _strategies_of(question: Question, accelerator: Selection) -> str:
-    """Return advice that names the strategies made for an accelerator; "": there are none."""
-    names = tuple(
+def _strategies_of(question: Question, accelerator: Selection) -> tuple[str, ...]:
+    """Return the names of the strategies that were made for an accelerator."""
+    return tuple(
         candidate.spec.name
         for candidate in question.registry.candidates("strategy")
         if isinstance(candidate.spec, StrategySpec)
         and candidate.spec.capabilities.accelerators is not None
         and takes(candidate.spec.capabilities.accelerators, accelerator)
     )
-    return f"pass strategy={either(names)}, or another accelerator" if names else ""
 
 
 def _check_world(

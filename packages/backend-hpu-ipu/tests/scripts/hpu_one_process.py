@@ -100,9 +100,7 @@ out["resumed on the CPU"] = distance(
 back = trainer(folder, max_epochs=1, **cpu)
 back.fit(Net(), loader())
 back.save_checkpoint(folder / "cpu.ckpt")
-out["resumed from the CPU"] = distance(
-    reference, fit(folder, ckpt_path=folder / "cpu.ckpt", **hpu)
-)
+out["resumed from the CPU"] = distance(reference, fit(folder, ckpt_path=folder / "cpu.ckpt", **hpu))
 
 # -- what the accelerator says
 accelerator = HPUAccelerator()
