@@ -1,12 +1,15 @@
 """The plugins of stratagem-backend-hpu-ipu: light, and promising only what they have."""
 
+import doctest
 import importlib
+import pkgutil
 import subprocess
 import sys
 from importlib.metadata import distribution
 
 import pytest
 
+import stratagem_hpu_ipu
 from stratagem.discovery import StrategySpec
 
 # entry point: plugin module
@@ -46,3 +49,12 @@ def test_the_plugin_registers_what_the_readme_lists(name: str) -> None:
 def test_other_devices_strategies_are_left_to_others(name: str) -> None:
     choose = importlib.import_module(PLUGINS[name]).stratagem_choose_strategy
     assert choose(candidates=("single_device", "ddp")) is None
+
+
+MODULES = sorted(module.name for module in pkgutil.iter_modules(stratagem_hpu_ipu.__path__))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings_show_what_happens(module: str) -> None:
+    imported = importlib.import_module(f"stratagem_hpu_ipu.{module}")
+    assert doctest.testmod(imported).failed == 0
