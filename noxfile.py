@@ -27,6 +27,7 @@ PACKAGES = [
 BUILD_TOOLS = ["build==1.6.1", "editables==0.6", "hatchling==1.33.0"]
 # Pinned, so that CI does not break by itself.
 TEST_TOOLS = [
+    "hypothesis==6.170.15",
     "import-linter==2.16",
     "ipykernel==7.4.0",
     "mypy==2.4.1",
@@ -237,3 +238,14 @@ def durability(session: nox.Session) -> None:
     session.run(
         "stratagem", "checkpoint", "durability", directory, "--kills", "200", *session.posargs
     )
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """10,000 checkpoints made to harm, others each time; not in CI, where 500 are."""
+    session.install(TORCH)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith(("hypothesis==", "pytest=="))]
+    session.install("./packages/core", *tools)
+    file = "packages/core/tests/test_fuzz_checkpoints.py"
+    cases = {"STRATAGEM_FUZZ_CASES": "10000"}
+    session.run("pytest", "-s", file, *session.posargs, env=cases)

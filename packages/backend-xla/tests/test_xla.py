@@ -192,8 +192,9 @@ def test_tied_weights_stay_tied_and_are_saved_once(folder: Path) -> None:
 
 
 def test_a_model_can_be_trained_by_one_strategy_after_another(folder: Path) -> None:
-    losses, _ = run("one_case.py", "model used before", folder, devices=4)
-    assert losses == sorted(losses, reverse=True)
+    (found, expected), _ = run("one_case.py", "model used before", folder, devices=4)
+    assert len(found) == 24
+    assert near(found, expected, by=5e-6)
 
 
 def test_debug_reports_what_is_compiled(folder: Path) -> None:

@@ -16,13 +16,14 @@ Files that plain `torch.save` made have no comment; they are read without these 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
-import zipfile
 from dataclasses import asdict, dataclass, fields
 from typing import Any, BinaryIO, Protocol
 
 from stratagem.checkpoint.checksum import PIECE_SIZE, Checksum, checksum_of_file
+from stratagem.checkpoint.entries import read_entries
 from stratagem.errors import CheckpointCorruptError
 
 FORMAT_VERSION = 2
@@ -38,14 +39,12 @@ _END_SIZE = 22
 _LONGEST_COMMENT = 0xFFFF
 # The manifest has to fit in the comment, at any number and length of names.
 _ROOM_FOR_NAMES, _NAME_LENGTH = 16_000, 200
-# Read by `zipfile` in one piece, into some 500 bytes for each of 60; enough for a million tensors.
-_LARGEST_DIRECTORY = 64 << 20
 # So much is hashed and then written: it is still in the processor's cache.
 _AT_ONCE = 1 << 20
 # What is shorter is collected first.
 _SMALL = 64 << 10
 # Of a manifest that is not ours: smaller pieces would only make the check slow.
-_SMALLEST_PIECE = 1 << 20
+_SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +76,32 @@ class Manifest:
     contents: tuple[str, ...] = ()
 
 
+_REQUIRED = ("piece_size", "stratagem", "torch")
+_KINDS: dict[str, type] = {
+    "piece_size": int,
+    "stratagem": str,
+    "torch": str,
+    "strategy": str,
+    "world_size": int,
+    "epoch": int,
+    "global_step": int,
+    "run": str,
+}
+
+
 @dataclass(frozen=True)
 class Archive:
     """What the end of a file says of it.
 
     Attributes:
         size: of the file, in bytes.
+        comment: length of the archive's comment, in bytes.
         manifest: None: made by `torch.save` alone.
         checksum: 32 hexadecimal digits; None as well.
     """
 
     size: int
+    comment: int
     manifest: Manifest | None
     checksum: str | None
 
@@ -213,14 +227,12 @@ def read_archive(file: BinaryIO, path: str) -> Archive:
     expected = int.from_bytes(tail[at + 20 : at + 22], "little")
     if expected != len(comment):
         raise not_whole(path, size, f"it ends with {len(comment)} bytes, expected {expected}")
-    if _directory_size(tail, at) > _LARGEST_DIRECTORY:
-        raise not_whole(path, size, f"its directory is larger than {_LARGEST_DIRECTORY} bytes")
     if not comment:
-        return Archive(size, None, None)
+        return Archive(size, 0, None, None)
     match = _COMMENT.fullmatch(comment)
     if match is None:
         raise not_whole(path, size, "its manifest cannot be read")
-    return Archive(size, _parse(match[1], path, size), match[2].decode("ascii"))
+    return Archive(size, expected, _parse(match[1], path, size), match[2].decode("ascii"))
 
 
 def verify_checksum(file: BinaryIO, archive: Archive, path: str) -> None:
@@ -242,35 +254,14 @@ def verify_checksum(file: BinaryIO, archive: Archive, path: str) -> None:
 
 
 def check_entries(file: BinaryIO, archive: Archive, path: str) -> None:
-    """Refuse an archive that would grow when it is read, or that names files elsewhere.
+    """Refuse an archive that `torch.save` does not write.
 
     Raises:
-        CheckpointCorruptError: says which entry.
+        CheckpointCorruptError: says where it differs.
     """
-    try:
-        entries = zipfile.ZipFile(file).infolist()
-    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-        raise not_whole(path, archive.size, f"{type(error).__name__}: {error}") from error
-    names: set[str] = set()
-    total = 0
-    for entry in entries:
-        name = entry.orig_filename
-        total += entry.file_size
-        why = ""
-        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            why = f"is compressed, from {entry.file_size} bytes to {entry.compress_size}"
-        elif total > archive.size:
-            why = f"ends after {total} bytes of contents in a file of {archive.size} bytes"
-        elif name.startswith("/") or "\\" in name or ".." in name.split("/"):
-            why = "leads out of the archive"
-        elif name in names:
-            why = "is there twice"
-        if why:
-            raise CheckpointCorruptError(
-                f"{path!r} was refused: its entry {name!r} {why}. torch.save writes no such file: "
-                "do not use it unless you know who made it"
-            )
-        names.add(name)
+    # Let go of, and not closed: an error's traceback may have views of it.
+    mapped = mmap.mmap(file.fileno(), archive.size, prot=mmap.PROT_READ)
+    read_entries(memoryview(mapped), path, comment=archive.comment)
 
 
 def not_whole(path: str, size: int, what: str) -> CheckpointCorruptError:
@@ -281,14 +272,27 @@ def not_whole(path: str, size: int, what: str) -> CheckpointCorruptError:
     )
 
 
-def _directory_size(tail: bytes, at: int) -> int:
-    """Return how long the list of entries says it is, in the old or the 64-bit end record."""
-    size = int.from_bytes(tail[at + 12 : at + 16], "little")
-    # `zipfile` takes the 64-bit record wherever there is one.
-    wide = tail[at - 76 : at - 20] if at >= 76 else b""
-    if wide[:4] == b"PK\x06\x06":
-        size = max(size, int.from_bytes(wide[40:48], "little"))
-    return size
+def load_json(text: bytes) -> dict[str, Any]:
+    """Return the object that a JSON text holds.
+
+    Raises:
+        ValueError: it holds something else, names a key twice, or a number that is none.
+        RecursionError: it is nested too deeply.
+    """
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(items)
+        if len(values) < len(items):
+            raise ValueError("a key is there twice")
+        return values
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is no number")
+
+    values = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    if not isinstance(values, dict):
+        raise ValueError(f"it is a {type(values).__name__}")
+    return values
 
 
 def parse_manifest(values: dict[str, Any], path: str) -> Manifest:
@@ -296,25 +300,35 @@ def parse_manifest(values: dict[str, Any], path: str) -> Manifest:
 
     Raises:
         CheckpointCorruptError: it is of a newer format.
-        ValueError, KeyError, TypeError: it is no manifest.
+        ValueError, KeyError: it is no manifest.
     """
-    version = int(values["format_version"])
+    version = values["format_version"]
+    if type(version) is not int or version < 1:
+        raise ValueError(f"format_version={version!r}: expected a number from 1 on")
     if version > FORMAT_VERSION:
         raise CheckpointCorruptError(
             f"{path!r} has the file format {version}, made by stratagem "
             f"{values.get('stratagem')}; this version reads up to {FORMAT_VERSION}: upgrade "
             "stratagem-core"
         )
-    piece_size = int(values["piece_size"]) if version > 1 else 0
-    if version > 1 and piece_size < _SMALLEST_PIECE:
-        raise ValueError(f"piece_size={piece_size}: expected at least {_SMALLEST_PIECE}")
+    piece_size = values["piece_size"] if version > 1 else 0
+    contents = values["contents"]
+    if type(contents) is not list or not all(type(name) is str for name in contents):
+        raise ValueError("contents: expected names")
     known = {field.name for field in fields(Manifest)}
     given = {name: value for name, value in values.items() if name in known}
-    return Manifest(**{**given, "piece_size": piece_size, "contents": tuple(values["contents"])})
+    given |= {"piece_size": piece_size, "contents": tuple(contents)}
+    for name, kind in _KINDS.items():
+        value = given.get(name)
+        if type(value) is not kind and (value is not None or name in _REQUIRED):
+            raise ValueError(f"{name}={value!r:.100}: expected a {kind.__name__}")
+    if version > 1 and not _SMALLEST_PIECE <= piece_size <= _LARGEST_PIECE:
+        raise ValueError(f"piece_size={piece_size}: expected at least {_SMALLEST_PIECE}")
+    return Manifest(**given)
 
 
 def _parse(text: bytes, path: str, size: int) -> Manifest:
     try:
-        return parse_manifest(json.loads(text), path)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return parse_manifest(load_json(text), path)
+    except (ValueError, KeyError, RecursionError) as error:
         raise not_whole(path, size, "its manifest cannot be read") from error

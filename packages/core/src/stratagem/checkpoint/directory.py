@@ -16,16 +16,18 @@ reads the tensors too.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import xxhash
 
-from stratagem.checkpoint.archive import Manifest, parse_manifest
+from stratagem.checkpoint.archive import Manifest, load_json, parse_manifest
 from stratagem.checkpoint.checksum import checksum_of_file
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
+from stratagem.storage.local import open_regular
 from stratagem.storage.paths import is_name
 
 MANIFEST = "manifest.json"
@@ -98,30 +100,34 @@ def read_directory(path: Path) -> Directory:
         CheckpointCorruptError: its manifest is damaged, or of a newer format.
     """
     file = path / MANIFEST
-    if not file.is_file():
-        if (path / LAYOUT).is_file():
+    if not os.path.lexists(file):
+        if os.path.lexists(path / LAYOUT):
             return Directory(path, None, None, {})
         there = sorted(p.name for p in path.glob("*.ckpt"))
         raise CheckpointNotFoundError(
             f"{str(path)!r} is a directory without {MANIFEST!r}, so it is no checkpoint; expected "
             f"one, or a file such as one of these in it: {', '.join(there) or 'none'}"
         )
-    if file.stat().st_size > _LARGEST_MANIFEST:
-        raise CheckpointCorruptError(f"{str(file)!r} is larger than {_LARGEST_MANIFEST} bytes")
-    text = file.read_bytes()
+    with open_member(path, MANIFEST) as opened:
+        if os.fstat(opened.fileno()).st_size > _LARGEST_MANIFEST:
+            raise CheckpointCorruptError(f"{str(file)!r} is larger than {_LARGEST_MANIFEST} bytes")
+        text = opened.read()
     try:
-        contents = json.loads(text)
+        contents = load_json(text)
         checksum = contents.pop("xxh3_128")
-        files = {
-            str(name): SavedFile(int(entry["size"]), str(entry["xxh3_128"]))
-            for name, entry in contents["files"].items()
-        }
-        manifest = parse_manifest(contents, str(path))
+        files = {name: _saved_file(entry) for name, entry in contents["files"].items()}
+        manifest = parse_manifest(contents, str(file))
+        # Compared as a whole, so that a changed byte is found wherever it is.
+        is_whole = checksum == _checksum_of(contents) and text == _dump(
+            {**contents, "xxh3_128": checksum}
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(file, f"it cannot be read ({type(error).__name__}: {error})") from error
-    # Compared as a whole, so that a changed byte is found wherever it is.
-    if checksum != _checksum_of(contents) or text != _dump({**contents, "xxh3_128": checksum}):
+    if not is_whole:
         raise _damaged(file, "its contents do not have the checksum that was written")
+    for name in (STATE, LAYOUT):
+        if name not in files:
+            raise _damaged(file, f"it does not name the file {name!r}")
     for name in files:
         if not is_name(name):
             raise CheckpointCorruptError(
@@ -144,20 +150,50 @@ def verify_files(directory: Directory, names: Iterable[str] | None = None) -> No
     for name in directory.files if names is None else names:
         expected = directory.files[name]
         path = directory.path / name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise _damaged(path, f"it is missing ({error})") from error
-        if size != expected.size:
-            raise _damaged(path, f"it has {size} bytes, but {expected.size} were written")
-        with path.open("rb", buffering=0) as file:
-            found = checksum_of_file(cast("BinaryIO", file), size, directory.piece_size)
+        with open_member(directory.path, name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.size:
+                raise _damaged(path, f"it has {size} bytes, but {expected.size} were written")
+            found = checksum_of_file(file, size, directory.piece_size)
         if found != expected.xxh3_128:
             raise _damaged(
                 path,
                 f"its contents have the checksum xxh3_128 {found}, but {expected.xxh3_128} was "
                 "written",
             )
+
+
+def open_member(folder: Path, name: str) -> BinaryIO:
+    """Open a file of a directory checkpoint, unbuffered.
+
+    Raises:
+        CheckpointCorruptError: it is missing, is a link, which may lead anywhere, or no regular
+            file.
+        OSError: it cannot be opened.
+    """
+    try:
+        return open_regular(folder / name, follow=False)
+    except FileNotFoundError as error:
+        raise _damaged(folder / name, "it is missing") from error
+
+
+def size_of_member(folder: Path, name: str) -> int:
+    """Return the size of a file of a directory checkpoint, in bytes; -1: there is none.
+
+    Raises:
+        CheckpointCorruptError: as `open_member`.
+    """
+    if not os.path.lexists(folder / name):
+        return -1
+    with open_member(folder, name) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def _saved_file(entry: Any) -> SavedFile:
+    size, checksum = entry["size"], entry["xxh3_128"]
+    if type(size) is not int or type(checksum) is not str or size < 0:
+        raise ValueError(f"a file has the size {size!r:.100} and the checksum {checksum!r:.100}")
+    return SavedFile(size, checksum)
 
 
 def _checksum_of(contents: dict[str, Any]) -> str:

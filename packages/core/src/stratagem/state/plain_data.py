@@ -19,6 +19,10 @@ from stratagem.errors import CheckpointContentError
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
 # An expanded tensor of up to so many bytes does no harm when it is copied.
 _FREE_SIZE = 64 << 20
+_FREE_VALUES = 10_000_000
+# So often may tensors and lists be shared: a model's layers may all have the same weights.
+_MOST_SHARED = 64
+_DEEPEST = 256
 _TORCH = (torch.Size, torch.dtype, torch.device)
 # A subclass is saved under its own name, which `weights_only` does not read; an nn.Buffer is a
 # torch.Tensor.
@@ -68,28 +72,80 @@ def _find_offending_value(data: Any, path: str) -> str | None:
 
 
 def find_oversized(data: Any, path: str = "") -> str | None:
-    """Return which tensor in plain data is far larger than its storage; None if there is none.
+    """Return what in plain data would grow far beyond what is stored; None if nothing would.
 
-    Such a tensor (`torch.zeros(1).expand(2**40)`) is small in a file and in memory, until the first
-    copy of it.
+    Such data are small in a file and in memory, until somebody copies them or goes through them: a
+    tensor that was expanded (`torch.zeros(1).expand(2**40)`), tensors that share all of their
+    elements, lists that hold the same list many times over. Data that contain themselves, or are
+    nested more than 256 deep, count among them.
     """
-    if isinstance(data, torch.Tensor):
-        # Only a plain tensor's elements are what its storage holds.
-        if data.layout is not torch.strided or type(data) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        size = data.numel() * data.element_size()
-        if size <= _FREE_SIZE or size <= (stored := data.untyped_storage().nbytes()):
-            return None
-        return f"{path or 'it'} is a tensor of {size} bytes, of which only {stored} are stored"
-    if isinstance(data, dict):
-        for key, value in data.items():
-            if found := find_oversized(value, f"{path}[{key!r}]"):
-                return found
-    elif isinstance(data, (list, tuple)) and not isinstance(data, torch.Size):
-        for index, value in enumerate(data):
-            if found := find_oversized(value, f"{path}[{index}]"):
-                return found
+    extent = _Extent()
+    try:
+        values, size = extent.of(data, _DEEPEST)
+        stored = sum(extent.storages.values())
+        if size > _FREE_SIZE + _MOST_SHARED * stored:
+            return f"{path or 'it'} has tensors of {size} bytes, of which only {stored} are stored"
+        if values > _FREE_VALUES + _MOST_SHARED * extent.values:
+            return f"{path or 'it'} repeats its {extent.values} values {values} times in all"
+    except _Oversized as error:
+        return f"{path or 'it'}{''.join(reversed(error.place))} {error.what}"
     return None
+
+
+class _Oversized(Exception):
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.place: list[str] = []
+
+
+class _Extent:
+    """How large data are when each thing is counted as often as it is in them.
+
+    Attributes:
+        values: how many there are, each counted once.
+        storages: bytes that are stored, by address.
+    """
+
+    def __init__(self) -> None:
+        self.values = 0
+        self.storages: dict[int, int] = {}
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def of(self, data: Any, levels: int) -> tuple[int, int]:
+        """Return how many values `data` are, and how many bytes its tensors have."""
+        kind = type(data)
+        if kind in _TENSORS:
+            return 1, self._of_tensor(data)
+        if not isinstance(data, (dict, list, tuple)) or kind is torch.Size:
+            return 1, 0
+        if (known := self._known.get(id(data))) is not None:
+            return known
+        if not levels:
+            raise _Oversized("contains itself or is nested too deeply")
+        values = size = 0
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            try:
+                more_values, more_size = self.of(value, levels - 1)
+            except _Oversized as error:
+                error.place.append(f"[{key!r:.100}]" if levels > _DEEPEST - 8 else "")
+                raise
+            values += more_values
+            size += more_size
+        self.values += len(data) + 1
+        self._known[id(data)] = extent = values + 1, size
+        return extent
+
+    def _of_tensor(self, tensor: torch.Tensor) -> int:
+        # Only a plain tensor's elements are what its storage holds.
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
+            return 0
+        size = tensor.numel() * tensor.element_size()
+        storage = tensor.untyped_storage()
+        stored = storage.nbytes()
+        if size > _FREE_SIZE and size > stored:
+            raise _Oversized(f"is a tensor of {size} bytes, of which only {stored} are stored")
+        self.storages[storage.data_ptr()] = stored
+        return size
 
 
 def encode(data: Any) -> torch.Tensor:

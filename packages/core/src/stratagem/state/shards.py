@@ -143,18 +143,22 @@ Data = TypeVar("Data")
 
 
 def read_whole(data: Data) -> Data:
-    """Return plain data with every `LazyTensor` in it read whole."""
-    return cast("Data", _read_whole(data))
+    """Return plain data with every `LazyTensor` in it read whole; what is shared stays so."""
+    return cast("Data", _read_whole(data, {}))
 
 
-def _read_whole(data: Any) -> Any:
+def _read_whole(data: Any, done: dict[int, Any]) -> Any:
     if isinstance(data, LazyTensor):
         return data.whole()
-    if isinstance(data, dict):
-        return {name: _read_whole(value) for name, value in data.items()}
-    if type(data) in (list, tuple):
-        return type(data)(_read_whole(value) for value in data)
-    return data
+    if not isinstance(data, dict) and type(data) not in (list, tuple):
+        return data
+    if id(data) not in done:
+        if isinstance(data, dict):
+            whole: Any = {name: _read_whole(value, done) for name, value in data.items()}
+        else:
+            whole = type(data)(_read_whole(value, done) for value in data)
+        done[id(data)] = whole
+    return done[id(data)]
 
 
 def has_shards(data: Any) -> bool:

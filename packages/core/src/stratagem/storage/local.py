@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
+from typing import BinaryIO, cast
 
+from stratagem.errors import CheckpointCorruptError
 from stratagem.storage.owner import Owner, has_ended
 
 _PREFIX, _SUFFIX = ".stratagem-", ".saving"
+_NOT_OPENED = {errno.ELOOP: "a link", errno.ENXIO: "a socket"}
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
 
 
 def sync_directory(directory: os.PathLike[str]) -> None:
@@ -19,6 +30,38 @@ def sync_directory(directory: os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+    """Open a file to read it, unbuffered; never wait for whoever may write to it.
+
+    Args:
+        path: where.
+        follow: what a symbolic link leads to may be opened.
+
+    Raises:
+        CheckpointCorruptError: it is no regular file, but a FIFO, a device or a directory, or a
+            link that is not followed.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno not in _NOT_OPENED:
+            raise
+        raise _is_no_file(path, _NOT_OPENED[error.errno]) from error
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return cast("BinaryIO", os.fdopen(descriptor, "rb", buffering=0))
+    os.close(descriptor)
+    raise _is_no_file(path, _KINDS.get(stat.S_IFMT(mode), "something else"))
+
+
+def _is_no_file(path: Path, kind: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{str(path)!r} was refused: it is {kind}, expected a regular file"
+    )
 
 
 def make_directory(directory: Path) -> None:

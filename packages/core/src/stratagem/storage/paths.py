@@ -182,8 +182,10 @@ def entries(folder: str | os.PathLike[str]) -> list[Entry]:
         target = Path(target_of(path))
         try:
             found.append(Entry(target, target.stat().st_mtime, target.is_dir()))
-        except FileNotFoundError:
+        except OSError as error:
             # Of a link, that it is broken is worth saying; a file was removed just now.
+            if not path.is_symlink() and not isinstance(error, FileNotFoundError):
+                raise
             if path.is_symlink():
                 found.append(Entry(target, path.lstat().st_mtime, False))
     return found
@@ -226,8 +228,8 @@ def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     path = at(path)
     # Unbuffered: who reads checkpoints does so in large pieces.
     if isinstance(path, Path):
-        with path.open("rb", buffering=0) as file:
-            yield cast("BinaryIO", file)
+        with local.open_regular(path) as file:
+            yield file
     else:
         with os.fdopen(fetch(path), "rb", buffering=0) as file:
             yield cast("BinaryIO", file)
@@ -238,7 +240,7 @@ def open_in_place(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a file to read a small part of it, without fetching the rest."""
     path = at(path)
     if isinstance(path, Path):
-        with path.open("rb") as file:
+        with local.open_regular(path) as file:
             yield file
         return
     with file_system(path) as (files, there):

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from types import FunctionType
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from stratagem._version import __version__
 from stratagem.checkpoint.archive import ArchiveWriter, Manifest, Sink, names_of, not_whole
+from stratagem.checkpoint.entries import Entry, read_entries
 from stratagem.errors import CheckpointCorruptError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.native.checkpoint.rebuild import ArchiveUnpickler, Stored
+from stratagem.native.checkpoint.unpickler import Refused
+from stratagem.state.plain_data import find_oversized
 
 # A manifest has to fit in the archive's comment.
 _LONGEST_TEXT = 200
@@ -61,41 +69,114 @@ def write_archive(contents: dict[str, Any], manifest: Manifest, sink: Sink) -> N
     writer.finish(manifest)
 
 
-def load_archive(source: str, path: str, size: int) -> Any:
-    """Return what an archive holds, weights-only and mapped into memory.
+class MappedFile:
+    """An open file, mapped into memory: its bytes, and its ranges as storages of tensors.
+
+    The mapping is private: to change a storage changes no file. It outlives the file's descriptor.
 
     Args:
-        source: what to open; `path` stands for it in errors.
-        path, size: of the checkpoint, size in bytes.
+        file: a local file, opened for reading.
+        path: what errors call it.
 
     Raises:
-        CheckpointCorruptError: it cannot be loaded without executing code, or is damaged.
+        CheckpointCorruptError: it is empty.
     """
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        descriptor = file.fileno()
+        self._size = os.fstat(descriptor).st_size
+        if not self._size:
+            raise not_whole(path, 0, "it is empty")
+        # By the descriptor: the file that was verified, though another may have its name by now.
+        self._storage = torch.UntypedStorage.from_file(
+            f"/proc/self/fd/{descriptor}", False, self._size
+        )
+        # The same memory: what is checked is what is loaded, and no descriptor stays open.
+        memory = (ctypes.c_uint8 * self._size).from_address(self._storage.data_ptr())
+        memory.owner = self._storage  # type: ignore[attr-defined]
+        self._bytes = memoryview(memory).cast("B")
+
+    def load(self, path: str, *, start: int = 0, size: int | None = None, comment: int = 0) -> Any:
+        """Return what an archive in the file holds, without executing anything.
+
+        Args:
+            path: what errors call it.
+            start, size: where the archive lies, in bytes; all of the file by default.
+            comment: how many bytes follow the archive's end record.
+
+        Raises:
+            CheckpointCorruptError: it is no whole archive of plain data.
+        """
+        size = self._size if size is None else size
+        contents = self._bytes[start : start + size]
+        entries = read_entries(contents, path, comment=comment)
+        if "data.pkl" not in entries:
+            raise not_whole(path, size, "it has no entry 'data.pkl'")
+        data, order = (
+            bytes(contents[entry.offset : entry.offset + entry.size])
+            for entry in (entries["data.pkl"], entries.get("byteorder", Entry(0, 0)))
+        )
+        swaps = (order or b"little") != sys.byteorder.encode()
+
+        def read_storage(key: str, wanted: int, dtype: torch.dtype) -> torch.UntypedStorage:
+            entry = entries.get(f"data/{key}", Entry(0, 0))
+            if wanted > entry.size:
+                raise Refused(f"its storage {key!r} has {entry.size} bytes, expected {wanted}")
+            begin = start + entry.offset
+            storage: torch.UntypedStorage = self._storage[begin : begin + wanted]
+            if storage.data_ptr() % max(1, dtype.itemsize):
+                # As its elements want it.
+                storage = storage.clone()  # type: ignore[no-untyped-call]
+            if swaps:
+                storage.byteswap(dtype)  # type: ignore[no-untyped-call]
+            return storage
+
+        return _unpickle(ArchiveUnpickler(data, read_storage), path, size)
+
+
+def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        loaded = unpickler.load()
+        oversized = find_oversized(loaded, "checkpoint")
     except pickle.UnpicklingError as error:
         raise CheckpointCorruptError(
             f"{path!r} holds something that loading would have to execute, so it was "
-            f"refused: {str(error).partition('. ')[0]}. Only load checkpoints of plain data"
+            f"refused: {error}. Only load checkpoints of plain data"
+        ) from error
+    except Refused as error:
+        raise CheckpointCorruptError(
+            f"{path!r} was refused: {error}. torch.save writes no such file: do not use it unless "
+            "you know who made it"
         ) from error
     except MemoryError as error:
         raise CheckpointCorruptError(
             f"{path!r} was refused: loading its {size} bytes would take more memory than there is"
         ) from error
-    # What torch.load and the unpickler raise for a damaged file is not documented; all of these
-    # were seen.
-    except (
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-    ) as error:
+    # What an unpickler and torch raise for damaged contents is not documented.
+    except Exception as error:
         raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
+    if oversized:
+        raise CheckpointCorruptError(f"{path!r} was refused: {oversized}")
+    if _holds_makers(loaded, set()):
+        raise CheckpointCorruptError(
+            f"{path!r} was refused: it holds what tensors are made of, in place of tensors. Save "
+            "the tensors"
+        )
+    return loaded
+
+
+def _holds_makers(data: Any, seen: set[int]) -> bool:
+    """Whether a storage, or what makes a value, is there for itself; nested no deeper than may be.
+
+    Both are ours, and are not what the pickle names.
+    """
+    if isinstance(data, (dict, list, tuple)):
+        if id(data) in seen:
+            return False
+        seen.add(id(data))
+        values = data.values() if isinstance(data, dict) else data
+        return any(_holds_makers(value, seen) for value in values)
+    return type(data) in (FunctionType, Stored)
 
 
 _crc32_lock = threading.Lock()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from stratagem.checkpoint import catalog
-from stratagem.checkpoint.archive import check_entries, read_archive, verify_checksum
-from stratagem.checkpoint.directory import LAYOUT, STATE, read_directory, verify_files
+from stratagem.checkpoint.archive import read_archive, verify_checksum
+from stratagem.checkpoint.directory import (
+    LAYOUT,
+    STATE,
+    open_member,
+    read_directory,
+    verify_files,
+)
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 from stratagem.interfaces.ranks import Ranks
-from stratagem.native.checkpoint.archive_io import load_archive
-from stratagem.state.plain_data import find_oversized
+from stratagem.native.checkpoint.archive_io import MappedFile
 from stratagem.storage import paths
 
 
@@ -40,8 +44,8 @@ def open_checkpoint(
 class CheckpointReader:
     """Opens checkpoints, and remembers the file that it has verified last.
 
-    That file stays open, so that `open` right after `verify` reads it once, and reads what was
-    verified even if another file has got its name.
+    So `open` right after `verify` reads it once, and returns what was verified even if another file
+    has got its name.
 
     Args:
         verify: compare with the checksums before anything is loaded.
@@ -49,15 +53,15 @@ class CheckpointReader:
 
     def __init__(self, *, verify: bool = True) -> None:
         self._verify = verify
-        self._verified: BinaryIO | None = None
-        self._verified_state: os.stat_result | None = None
+        self._verified: dict[str, Any] | None = None
+        self._identity: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # To another process goes no open file.
+        # To another process goes nothing that was read.
         return _make_reader, (self._verify,)
 
     def verify(self, path: str | os.PathLike[str]) -> None:
-        """Read a checkpoint whole and compare it with its checksums.
+        """Return if `open` would open it: what is whole loads.
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
@@ -65,17 +69,15 @@ class CheckpointReader:
         """
         self.forget()
         path = paths.at(path)
-        if not isinstance(path, Path) or not path.is_file():
-            catalog.verify(path)
+        if isinstance(path, Path) and path.is_dir():
+            _open_directory(path, verify=True, ranks=None, check_parts=True)
             return
-        file = cast("BinaryIO", path.open("rb", buffering=0))
-        try:
-            before = os.fstat(file.fileno())
-            _verify_file(file, str(path))
-        except BaseException:
-            file.close()
-            raise
-        self._verified, self._verified_state = file, before
+        _check_exists(path)
+        with paths.open_local(path) as file:
+            identity = _identity(os.fstat(file.fileno()))
+            contents = _open_file(file, str(path), verify=True)
+        if isinstance(path, Path):
+            self._verified, self._identity = contents, identity
 
     def open(self, path: str | os.PathLike[str], *, ranks: Ranks | None = None) -> dict[str, Any]:
         """Return a checkpoint; see `open_checkpoint`."""
@@ -85,36 +87,24 @@ class CheckpointReader:
             return _open_directory(path, verify=self._verify, ranks=ranks)
         _check_exists(path)
         verified = self._take_verified(path)
-        opened: AbstractContextManager[BinaryIO] = (
-            paths.open_local(path) if verified is None else nullcontext(verified)
-        )
-        try:
-            with opened as file:
-                return _open_file(file, str(path), verify=self._verify and verified is None)
-        finally:
-            if verified is not None:
-                verified.close()
+        if verified is not None:
+            return verified
+        with paths.open_local(path) as file:
+            return _open_file(file, str(path), verify=self._verify)
 
     def forget(self) -> None:
-        """Close the file that was verified last."""
-        if self._verified is not None:
-            self._verified.close()
-        self._verified = self._verified_state = None
+        """Let go of the file that was verified last."""
+        self._verified, self._identity = None, ()
 
-    def _take_verified(self, path: paths.Location) -> BinaryIO | None:
-        """Return the file that was verified last, if it is at `path` and has not changed since."""
-        file, before = self._verified, self._verified_state
-        if file is None or before is None:
-            return None
+    def _take_verified(self, path: paths.Location) -> dict[str, Any] | None:
+        """Return what was verified last, if it is at `path` and has not changed since."""
+        verified, identity = self._verified, self._identity
+        self.forget()
         try:
             at_path = Path(path).stat()
         except (OSError, ValueError):
-            at_path = None  # a URL
-        if at_path is not None and _identity(at_path) == _identity(before):
-            self._verified = self._verified_state = None
-            return file
-        self.forget()
-        return None
+            return None  # a URL
+        return verified if _identity(at_path) == identity else None
 
 
 def _make_reader(verify: bool) -> CheckpointReader:
@@ -140,32 +130,24 @@ def _check_exists(path: paths.Location) -> None:
 # -- one file
 
 
-def _verify_file(file: BinaryIO, path: str) -> None:
-    archive = read_archive(file, path)
-    verify_checksum(file, archive, path)
-    check_entries(file, archive, path)
-
-
 def _open_file(file: BinaryIO, path: str, *, verify: bool) -> dict[str, Any]:
     archive = read_archive(file, path)
     if verify:
         verify_checksum(file, archive, path)
-    check_entries(file, archive, path)
-    # By the descriptor: the file that was verified, though another may have its name by now.
-    loaded = load_archive(f"/proc/self/fd/{file.fileno()}", path, archive.size)
+    loaded = MappedFile(file, path).load(path, comment=archive.comment)
     if not isinstance(loaded, dict):
         raise CheckpointCorruptError(
             f"{path!r} holds a {type(loaded).__name__}; expected a dict of state"
         )
-    if oversized := find_oversized(loaded, "checkpoint"):
-        raise CheckpointCorruptError(f"{path!r} was refused: {oversized}")
     return loaded
 
 
 # -- a directory
 
 
-def _open_directory(path: Path, *, verify: bool, ranks: Ranks | None) -> dict[str, Any]:
+def _open_directory(
+    path: Path, *, verify: bool, ranks: Ranks | None, check_parts: bool = False
+) -> dict[str, Any]:
     # Here for its cost: torch.distributed.checkpoint takes 0.5 s to import, and most checkpoints
     # are files.
     from stratagem.native.checkpoint.shard_reader import ShardReader
@@ -182,18 +164,26 @@ def _open_directory(path: Path, *, verify: bool, ranks: Ranks | None) -> dict[st
         for damage in [found] if ranks is None else ranks.gather_plain(found):
             if damage:
                 raise CheckpointCorruptError(damage)
-    reader = ShardReader(path, (path / LAYOUT).read_bytes())
+    with open_member(path, LAYOUT) as file:
+        reader = ShardReader(path, file.read())
     checkpoint: dict[str, Any] = {}
     if directory.manifest is not None:
+        if unnamed := sorted(reader.files - directory.files.keys()):
+            raise CheckpointCorruptError(
+                f"{str(path)!r} was refused: its layout names {unnamed[0]!r}, which its manifest "
+                "does not"
+            )
         # Verified with the other files.
-        with (path / STATE).open("rb", buffering=0) as file:
-            checkpoint = _open_file(cast("BinaryIO", file), str(path / STATE), verify=False)
+        with open_member(path, STATE) as file:
+            checkpoint = _open_file(file, str(path / STATE), verify=False)
     elif reader.objects:
         raise CheckpointCorruptError(
             f"{str(path)!r} was saved by torch.distributed.checkpoint with objects that are no "
             f"tensors: {', '.join(reader.objects[:5])}; loading them would execute code. Save the "
             "tensors alone"
         )
+    if check_parts:
+        reader.check_parts()
     for name, tensor in reader.tensors.items():
         _insert(checkpoint, reader.paths[name], tensor, path)
     return checkpoint

@@ -1,0 +1,321 @@
+"""The unpickler of checkpoints: it makes what it is told of, and calls nothing else.
+
+`torch.load(weights_only=True)` does not execute what it reads, but it may be told to fill the
+memory: by `bytearray(2**40)`, or by one long list that is copied in each of a hundred thousand
+calls. Python's own may be told so by one index of its memo, and changes classes that it has only
+looked up. Here each call is paid for by the bytes of the pickle, of which a pickler has written at
+least one for each value; and tuples of tuples are not hashed before they have been counted.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+
+# A call takes three bytes at least, and what it returns one more where it is remembered.
+_CALL = 4
+# Keys may share their parts: so many more values may be looked at than the pickle has bytes.
+_FREE_KEYS = 100_000
+_SIZED = (list, tuple, torch.Size, dict, OrderedDict, Counter, set, str, bytes, bytearray)
+
+
+class Refused(ValueError):
+    """What is read is nothing that is saved, or would take more memory than its size allows."""
+
+
+class PlainUnpickler:
+    """Reads one pickle, of the protocols that torch and Python write.
+
+    Args:
+        data: the pickle.
+        makers: what may be called, by its full name.
+        classes: what may be made by `__new__` and filled by its state, by its full name; it may
+            be called as well.
+        values: what may only be named.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        makers: Mapping[str, Callable[..., Any]],
+        classes: Mapping[str, Any],
+        values: Mapping[str, Any],
+    ) -> None:
+        self._data = data
+        self._at = 0
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._left, self._keys_left = len(data), len(data) + _FREE_KEYS
+        self._named = {**values, **classes, **makers}
+        self._callable = {id(made) for made in (*makers.values(), *classes.values())}
+        self._classes = {id(made) for made in classes.values()}
+
+    def load(self) -> Any:
+        """Return what the pickle holds.
+
+        Raises:
+            pickle.UnpicklingError: it asks for something that is not among what may be made.
+            Refused: see there.
+            Exception: it is damaged; of any kind.
+        """
+        data, stop = self._data, pickle.STOP[0]
+        while (code := data[self._at]) != stop:
+            self._at += 1
+            operation = _OPERATIONS.get(code)
+            if operation is None:
+                raise pickle.UnpicklingError(f"the operation {code:#x}")
+            operation(self)
+        return self._stack.pop()
+
+    def call(self, maker: Any, args: Any) -> Any:
+        """Call what may be called.
+
+        Raises:
+            pickle.UnpicklingError: it may not.
+            Refused: the arguments are larger than what is left of the pickle's size.
+        """
+        if id(maker) not in self._callable or type(args) is not tuple:
+            raise pickle.UnpicklingError(f"a call of a {type(maker).__name__}")
+        self._left -= _CALL + sum(len(arg) for arg in args if type(arg) in _SIZED)
+        if self._left < 0:
+            raise Refused("its pickle repeats its contents")
+        return maker(*args)
+
+    def hashed(self, key: Any) -> Any:
+        """Return a key of a dict or a member of a set, which can be hashed in a bounded time."""
+        if type(key) is tuple:
+            self._keys_left -= len(key) + 1
+            if self._keys_left < 0:
+                raise Refused("its pickle repeats its keys")
+            for part in key:
+                self.hashed(part)
+        elif type(key) is FunctionType:
+            raise Refused("a key is what makes a value, and no value")
+        return key
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return what the pickle names by a key of its own; there is none."""
+        raise pickle.UnpicklingError("a value outside of the pickle")
+
+    # -- what the operations have in common
+
+    def _take(self, count: int) -> bytes:
+        begin = self._at
+        self._at = end = begin + count
+        if end > len(self._data):
+            raise EOFError
+        return self._data[begin:end]
+
+    def _line(self) -> str:
+        end = self._data.index(b"\n", self._at)
+        line = self._data[self._at : end].decode("utf-8")
+        self._at = end + 1
+        return line
+
+    def _to_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marks.pop()
+        return items
+
+    def _find(self, module: Any, name: Any) -> None:
+        # So Python 2 called it, and so protocol 2 still does.
+        module = "builtins" if module == "__builtin__" else module
+        found = self._named.get(f"{module}.{name}")
+        if found is None:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        self._stack.append(found)
+
+    def _target(self, *kinds: type) -> Any:
+        target = self._stack[-1]
+        if type(target) not in kinds:
+            raise pickle.UnpicklingError(f"a change of a {type(target).__name__}")
+        return target
+
+    # -- operations
+
+    def _pass_frame(self) -> None:
+        self._take(8)
+
+    def _pass_protocol(self) -> None:
+        self._take(1)
+
+    def _pop(self) -> None:
+        self._stack.pop()
+
+    def _mark(self) -> None:
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def _float(self) -> None:
+        self._stack.append(struct.unpack(">d", self._take(8))[0])
+
+    def _long(self) -> None:
+        size = self._take(1)[0]
+        self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
+
+    def _tuple(self) -> None:
+        items = self._to_mark()
+        self._stack.append(tuple(items))
+
+    def _append(self) -> None:
+        value = self._stack.pop()
+        self._target(list).append(value)
+
+    def _appends(self) -> None:
+        values = self._to_mark()
+        self._target(list).extend(values)
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._target(dict, OrderedDict, Counter)[self.hashed(key)] = value
+
+    def _set_items(self) -> None:
+        items = self._to_mark()
+        target = self._target(dict, OrderedDict, Counter)
+        for at in range(0, len(items), 2):
+            target[self.hashed(items[at])] = items[at + 1]
+
+    def _memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def _global(self) -> None:
+        module = self._line()
+        self._find(module, self._line())
+
+    def _stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise pickle.UnpicklingError("a name that is no text")
+        self._find(module, name)
+
+    def _persistent(self) -> None:
+        self._stack.append(self.persistent_load(self._stack.pop()))
+
+    def _reduce(self) -> None:
+        args = self._stack.pop()
+        self._stack[-1] = self.call(self._stack[-1], args)
+
+    def _new(self) -> None:
+        args, made = self._stack.pop(), self._stack.pop()
+        if id(made) not in self._classes or type(args) is not tuple:
+            raise pickle.UnpicklingError(f"a new {type(made).__name__}")
+        self._stack.append(made.__new__(made, *args))
+
+    def _build(self) -> None:
+        state, made = self._stack.pop(), self._stack[-1]
+        if type(made) is not OrderedDict and id(type(made)) not in self._classes:
+            raise pickle.UnpicklingError(f"a state of a {type(made).__name__}")
+        if hasattr(made, "__setstate__"):
+            made.__setstate__(state)
+            return
+        slots: dict[str, Any] | None = None
+        if type(state) is tuple and len(state) == 2:
+            state, slots = state
+        vars(made).update(state or {})
+        for name, value in (slots or {}).items():
+            setattr(made, name, value)
+
+
+_Operation = Callable[[PlainUnpickler], None]
+
+
+def _constant(value: Any) -> _Operation:
+    return lambda reader: reader._stack.append(value)
+
+
+def _empty(kind: type) -> _Operation:
+    return lambda reader: reader._stack.append(kind())
+
+
+def _number(size: int, *, signed: bool = False) -> _Operation:
+    def read(reader: PlainUnpickler) -> None:
+        reader._stack.append(int.from_bytes(reader._take(size), "little", signed=signed))
+
+    return read
+
+
+def _sized(size: int, decode: Callable[[bytes], Any]) -> _Operation:
+    def read(reader: PlainUnpickler) -> None:
+        length = int.from_bytes(reader._take(size), "little")
+        reader._stack.append(decode(reader._take(length)))
+
+    return read
+
+
+def _text(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+def _tuple_of(count: int) -> _Operation:
+    def make(reader: PlainUnpickler) -> None:
+        if len(reader._stack) < count:
+            raise EOFError
+        reader._stack[-count:] = [tuple(reader._stack[-count:])]
+
+    return make
+
+
+def _get(size: int) -> _Operation:
+    def read(reader: PlainUnpickler) -> None:
+        reader._stack.append(reader._memo[int.from_bytes(reader._take(size), "little")])
+
+    return read
+
+
+def _put(size: int) -> _Operation:
+    def read(reader: PlainUnpickler) -> None:
+        reader._memo[int.from_bytes(reader._take(size), "little")] = reader._stack[-1]
+
+    return read
+
+
+_OPERATIONS: dict[int, _Operation] = {
+    code[0]: operation
+    for code, operation in {
+        pickle.PROTO: PlainUnpickler._pass_protocol,
+        pickle.FRAME: PlainUnpickler._pass_frame,
+        pickle.MARK: PlainUnpickler._mark,
+        pickle.POP: PlainUnpickler._pop,
+        pickle.NONE: _constant(None),
+        pickle.NEWTRUE: _constant(True),
+        pickle.NEWFALSE: _constant(False),
+        pickle.BININT: _number(4, signed=True),
+        pickle.BININT1: _number(1),
+        pickle.BININT2: _number(2),
+        pickle.LONG1: PlainUnpickler._long,
+        pickle.BINFLOAT: PlainUnpickler._float,
+        pickle.BINUNICODE: _sized(4, _text),
+        pickle.SHORT_BINUNICODE: _sized(1, _text),
+        pickle.SHORT_BINSTRING: _sized(1, _text),
+        pickle.BINBYTES: _sized(4, bytes),
+        pickle.SHORT_BINBYTES: _sized(1, bytes),
+        pickle.EMPTY_LIST: _empty(list),
+        pickle.EMPTY_DICT: _empty(dict),
+        pickle.EMPTY_TUPLE: _constant(()),
+        pickle.TUPLE: PlainUnpickler._tuple,
+        pickle.TUPLE1: _tuple_of(1),
+        pickle.TUPLE2: _tuple_of(2),
+        pickle.TUPLE3: _tuple_of(3),
+        pickle.APPEND: PlainUnpickler._append,
+        pickle.APPENDS: PlainUnpickler._appends,
+        pickle.SETITEM: PlainUnpickler._set_item,
+        pickle.SETITEMS: PlainUnpickler._set_items,
+        pickle.MEMOIZE: PlainUnpickler._memoize,
+        pickle.BINPUT: _put(1),
+        pickle.LONG_BINPUT: _put(4),
+        pickle.BINGET: _get(1),
+        pickle.LONG_BINGET: _get(4),
+        pickle.GLOBAL: PlainUnpickler._global,
+        pickle.STACK_GLOBAL: PlainUnpickler._stack_global,
+        pickle.BINPERSID: PlainUnpickler._persistent,
+        pickle.REDUCE: PlainUnpickler._reduce,
+        pickle.NEWOBJ: PlainUnpickler._new,
+        pickle.BUILD: PlainUnpickler._build,
+    }.items()
+}
