@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from stratagem.checkpoint.archive import check_entries, read_archive
+from stratagem.checkpoint.archive import read_archive
+from stratagem.checkpoint.entries import read_entries
 from stratagem.errors import CheckpointCorruptError
 from stratagem.state import plain_data
 
@@ -126,8 +127,9 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _changed(state: Any, encoded: torch.Tensor, rank: int) -> State:
     """Return `state` with changes that `gather_states` has encoded; they come from a file."""
-    file, name = io.BytesIO(plain_data.bytes_of(encoded)), f"the state of rank {rank}"
-    check_entries(file, read_archive(file, name), name)
+    data, name = plain_data.bytes_of(encoded), f"the state of rank {rank}"
+    comment = read_archive(io.BytesIO(data), name).comment
+    read_entries(memoryview(data), name, comment=comment)
     try:
         for path, value in plain_data.decode(encoded):
             state = _with(state, path, value)
