@@ -122,7 +122,7 @@ def deflated(encoded: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda data: data[:-30], "is not a whole checkpoint"),
+        (lambda data: data[:-30], "does not end as an archive"),
         (lambda data: deflated(data), "is compressed"),
         (lambda data: encoded([(("a",), torch.zeros(1).expand(1 << 30))]), "of which only 4"),
         (lambda data: encoded([(("nowhere", "b"), 1)]), "is damaged: KeyError"),
