@@ -90,9 +90,9 @@ def test_a_rank_decodes_its_own_state_alone(monkeypatch: pytest.MonkeyPatch) -> 
     decoded: list[torch.Tensor] = []
     decode = plain_data.decode
 
-    def counted(data: torch.Tensor) -> Any:
+    def counted(data: torch.Tensor, name: str) -> Any:
         decoded.append(data)
-        return decode(data)
+        return decode(data, name)
 
     monkeypatch.setattr(plain_data, "decode", counted)
     assert RankStates(checkpoint)[3]["loader"]["first"] == 1003
