@@ -47,6 +47,8 @@ TEST_TOOLS = [
 ]
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
+# A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
+XLA = ["torch==2.9.0", "torch_xla==2.9.0"]
 # What the session `cluster` brings clusters up with.
 DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
@@ -95,7 +97,7 @@ def tests(session: nox.Session) -> None:
     check_lint(session)
     check_types(session)
     check_contracts(session)
-    run_pytest(session, "not gpu and not cluster and not ops")
+    run_pytest(session, "not gpu and not cluster and not ops and not xla")
 
 
 @nox.session
@@ -123,7 +125,7 @@ def contracts(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """The tests without the wheels; what follows `--` goes to pytest."""
     install_everything(session)
-    run_pytest(session, "not gpu and not wheels and not cluster and not ops")
+    run_pytest(session, "not gpu and not wheels and not cluster and not ops and not xla")
 
 
 @nox.session
@@ -145,6 +147,16 @@ def deepspeed_ops(session: nox.Session) -> None:
     """DeepSpeedCPUAdam and NVMe offload; building their ops takes minutes the first time."""
     install_everything(session)
     run_pytest(session, "ops")
+
+
+@nox.session
+def xla(session: nox.Session) -> None:
+    """PyTorch/XLA on PJRT's CPU client, in an environment with its own torch."""
+    session.install(*XLA)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith(("numpy==", "pytest=="))]
+    session.install(*BUILD_TOOLS, *tools)
+    session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/backend-xla")
+    session.run("pytest", "-m", "xla", "packages/backend-xla/tests", *session.posargs)
 
 
 @nox.session

@@ -11,8 +11,9 @@ import simulated
 import torch
 from device_models import Net, error_of, fit, loader, model, on_host, same, steps, trainer
 from simulated.accelerator import SimulatedAccelerator
+from torch.utils.data import DataLoader, TensorDataset
 
-from stratagem import Lite
+from stratagem import Lite, Trainer
 from stratagem.callbacks import Callback
 from stratagem.loggers import CSVLogger
 from stratagem.precision import MixedPrecision
@@ -147,6 +148,38 @@ set_rng_state(before, accelerator, second)
 from_list = torch.rand(3, device=second)
 set_rng_state({**state, "device": ["other", torch.zeros(3)]}, accelerator, second)
 out["rng"] = [drawn.equal(again), drawn.cpu().equal(elsewhere.cpu()), drawn.equal(from_list)]
+
+# -- what is logged: in all of an epoch's steps, and read for the loggers with the epoch's own
+
+
+class Logging(Net):
+    """Logs its loss, for steps and for the epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+net = Logging()
+logs = CSVLogger(folder / "logs")
+logging = Trainer(
+    accelerator="sim",
+    devices=1,
+    max_epochs=3,
+    logger=logs,
+    log_every_n_steps=1,
+    default_root_dir=folder,
+    enable_progress_bar=False,
+    enable_checkpointing=False,
+)
+inputs = torch.randn(200, 4)
+logging.fit(net, DataLoader(TensorDataset(inputs, inputs), batch_size=2))
+losses = [loss.item() for loss in net.losses[-100:]]
+out["logged long"] = [
+    abs(float(logging.callback_metrics["loss_epoch"]) - sum(losses) / len(losses)),
+    len((Path(logs.log_dir) / "metrics.csv").read_text().splitlines()),
+]
 
 
 # -- what a step waits for: each of 40, with values logged and shown, clipping and a scheduler

@@ -102,6 +102,13 @@ def test_rng_states_serve_any_index_and_come_from_checkpoints_of_before(one: Any
     assert one["rng"] == [True, True, True]
 
 
+def test_values_of_all_steps_are_logged_and_read_with_the_epochs(one: Any) -> None:
+    """100 steps: more than are kept before they are reduced on the device."""
+    differ_by, lines = one["logged long"]
+    assert differ_by < 1e-5
+    assert lines >= 300
+
+
 def test_no_step_waits_for_the_device(one: Any) -> None:
     """Values are logged at each step and shown, gradients clipped, a scheduler stepped."""
     waits = one["waits"]

@@ -532,12 +532,19 @@ def test_rank_0_says_when_all_the_ports_are_taken(monkeypatch: pytest.MonkeyPatc
             beacon.Beacon(KEY, "127.0.0.1", 4711)
 
 
+class _RankOne(SLURMEnvironment):
+    """In a thread beside rank 0, whose variables are those of the process."""
+
+    def global_rank(self) -> int:
+        return 1
+
+
 def test_ranks_of_one_node_find_rank_0_by_a_file_that_is_gone_at_the_end(
     home: Path, set_environ: Any
 ) -> None:
     alone = {"SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_STEP_NODELIST": "a"}
-    set_environ({**STEP, **alone, "SLURM_PROCID": "1"})
-    others = [SLURMEnvironment() for _ in range(2)]
+    set_environ({**STEP, **alone, "SLURM_PROCID": "0"})
+    others = [_RankOne() for _ in range(2)]
     ports: list[int] = []
     threads = [
         threading.Thread(target=lambda each=each: ports.append(each.main_port)) for each in others
@@ -547,7 +554,6 @@ def test_ranks_of_one_node_find_rank_0_by_a_file_that_is_gone_at_the_end(
     # Of a job step of this name that was killed: rank 0's replaces it.
     stale = run_secret.RunSecret("slurm  31.0 0", one_node=True)
     stale.share()
-    set_environ({"SLURM_PROCID": "0"})
     rank_0 = SLURMEnvironment()
     port, began = rank_0.main_port, time.monotonic()
     for thread in threads:

@@ -195,10 +195,10 @@ def test_last_is_moved_only_under_a_name_that_a_run_gives_it(tmp_path: Path) -> 
 
 def test_a_state_that_is_loaded_by_hand_names_nothing_outside(tmp_path: Path) -> None:
     state = {
-        "dirpath": "/home/somebody",
+        "dirpath": "/srv/somebody",
         "best_k_models": {"/etc/passwd": 3.0, "../a.ckpt": 2.0, "a.ckpt": 1.0},
         "latest": ["s3://bucket/a.ckpt"],
-        "last_model_path": "/home/somebody/last.ckpt",
+        "last_model_path": "/srv/somebody/last.ckpt",
     }
     saver = ModelCheckpoint(tmp_path)
     saver.load_state_dict(state)

@@ -901,3 +901,32 @@ def test_a_strategys_barrier_is_that_of_its_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lite.strategy.ranks, "barrier", waited.append)
     lite.strategy.barrier("before the download")
     assert waited == ["before the download"]
+
+
+class EvaluatesElsewhere(SingleDeviceStrategy):
+    """Has something else called where no gradient is wanted."""
+
+    def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:
+        prepared = super().prepare(module, optimizers, move_to_device=move_to_device)
+        prepared.evaluation_module = Doubled(prepared.evaluation_module)
+        return prepared
+
+
+class Doubled(nn.Module):
+    """Returns twice what a module does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return 2 * self.module(*args)
+
+
+def test_without_gradients_the_strategys_evaluation_module_is_called() -> None:
+    lite = Lite(accelerator="cpu", strategy=EvaluatesElsewhere())
+    lite.launch()
+    module = lite.setup(nn.Linear(2, 1))
+    trained = module(torch.ones(2))
+    with torch.no_grad():
+        assert module(torch.ones(2)).item() == 2 * trained.item()

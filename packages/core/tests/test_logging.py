@@ -20,14 +20,17 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
 from stratagem import Callback, Module, Trainer
+from stratagem.accelerators import CPUAccelerator
 from stratagem.callbacks import ProgressBar
 from stratagem.errors import UserCodeError
 from stratagem.loggers import CSVLogger, Logger
+from stratagem.module import LogOptions
+from stratagem.trainer.epoch_value import EpochValue
 
 
 class Memory(Logger):
@@ -870,3 +873,52 @@ def test_each_loader_has_the_values_that_were_logged_for_it() -> None:
         {"own0": 0.0, "indexed/dataloader_idx_0": 0.0, "all": 7.0},
         {"own1": 1.0, "indexed/dataloader_idx_1": 1.0, "all": 7.0},
     ]
+
+
+# -- values that lie on a device, as they are reduced there
+
+
+@pytest.mark.parametrize("compiles_steps", [False, True])
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected", "weight"),
+    [
+        ("mean", sum(range(51)) + 2 * sum(range(51, 150)), 51 + 2 * 99),
+        ("sum", sum(range(150)), 0.0),
+        ("max", 149.0, 0.0),
+        ("min", 0.0, 0.0),
+    ],
+)
+def test_an_epochs_value_is_of_all_its_tensors(
+    reduce_fx: str, expected: float, weight: float, compiles_steps: bool
+) -> None:
+    """They are reduced in portions, or each at once; one counts as much as another."""
+    options = LogOptions(False, True, None, None, reduce_fx, None, True)
+    entry = EpochValue("a", options, on_step=False, on_epoch=True, compiles_steps=compiles_steps)
+    for number in range(150):
+        entry.add(torch.tensor(float(number)), weight=2 if number >= 51 else 1)
+    summary = entry.summary()
+    assert (summary.number, summary.weight) == (expected, weight)
+
+
+class WithoutInferenceMode(CPUAccelerator):
+    """A device whose tensors do not work under inference mode."""
+
+    inference_mode = False
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"), [(CPUAccelerator(), True), (WithoutInferenceMode(), False)]
+)
+def test_evaluation_is_under_inference_mode_where_the_accelerator_has_it(
+    tmp_path: Path, accelerator: CPUAccelerator, expected: bool
+) -> None:
+    seen = []
+
+    def note(module: Logs, batch: Any, index: int) -> None:
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    trainer = Trainer(accelerator=accelerator, devices=1, logger=False, default_root_dir=tmp_path)
+    trainer.validate(
+        Logs(validate=note), DataLoader(TensorDataset(torch.ones(2, 1))), verbose=False
+    )
+    assert seen == [(expected, False)] * 2

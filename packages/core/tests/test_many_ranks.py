@@ -129,6 +129,23 @@ def test_the_error_of_the_rank_that_failed_by_itself_is_the_cause_on_all(
         assert "because rank 300 failed:\n\nValueError: only here" in str(error)
 
 
+def test_a_rank_that_is_asked_while_it_asks_answers_with_where_it_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    statuses = Simulated(2, monkeypatch).statuses[1]
+    answers = []
+
+    def ask(own: RankStatus, enough: Any) -> Survey:
+        answers.append((own, statuses.here()))
+        return Survey({1: own})
+
+    monkeypatch.setattr(statuses.exchange, "ask", ask)
+    assert statuses.explain(lost()) is not None
+    ((own, its_answer),) = answers
+    assert its_answer == own
+    assert statuses.here() != own, "it is elsewhere once the error is raised"
+
+
 def test_where_the_store_has_gone_living_ranks_are_not_called_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SEED_VARIABLE = "STRATAGEM_SEED"
 WORKERS_VARIABLE = "STRATAGEM_SEED_WORKERS"
+
+_seeders: dict[str, Callable[[int], None]] = {}
 
 
 def seed_everything(
@@ -50,11 +52,30 @@ def seed_everything(
     os.environ[WORKERS_VARIABLE] = str(int(workers))
     random.seed(seed)
     torch.manual_seed(seed)
+    for seed_devices in _seeders.values():
+        seed_devices(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if verbose:
         print(f"seed set to {seed}")
     return seed
+
+
+def seed_devices_by(device_type: str, seeder: Callable[[int], None]) -> None:
+    """Let `seed_everything` seed devices that `torch.manual_seed` does not reach.
+
+    Args:
+        device_type: as in `torch.device`; the latest seeder of a type counts.
+        seeder: called with the seed.
+
+    Example:
+        >>> from stratagem import seed_everything
+        >>> seeds = []
+        >>> seed_devices_by("made-up", seeds.append)
+        >>> seed_everything(7), seeds
+        (7, [7])
+    """
+    _seeders[device_type] = seeder
 
 
 def chosen_seed() -> int:

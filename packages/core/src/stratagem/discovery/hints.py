@@ -19,6 +19,7 @@ _CLASSES = {
     "XLAStrategy": "stratagem-backend-xla",
     "SingleXLAStrategy": "stratagem-backend-xla",
     "XLAFSDPStrategy": "stratagem-backend-xla",
+    "XLAAccelerator": "stratagem-backend-xla",
     "CUDAAccelerator": "stratagem-backend-cuda",
     "HPUParallelStrategy": "stratagem-backend-hpu-ipu",
     "SingleHPUStrategy": "stratagem-backend-hpu-ipu",

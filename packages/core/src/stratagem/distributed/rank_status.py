@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -50,9 +51,13 @@ class RankStatuses:
         self.exchange = StatusExchange(store, rank, world_size, here=self.here)
         self._main = threading.get_ident()
         self._is_over = False
+        self._failing: RankStatus | None = None
+        """Where this rank was when the error came that it is about to report."""
 
     def here(self) -> RankStatus:
         """Return where this rank's main thread is."""
+        if self._failing is not None:
+            return self._failing
         if self._is_over:
             return RankStatus(self.rank, THE_END, "")
         frame = sys._current_frames().get(self._main)
@@ -73,11 +78,13 @@ class RankStatuses:
         frames = list(traceback.walk_tb(error.__traceback__))
         innermost = frames[-1][0] if frames else None
         own = RankStatus(self.rank, operation(innermost), line_in_traceback(error), self.doing())
-        better = CommunicationError(
-            *self._described(error, own, self.exchange.ask(own, enough)), str(own)
-        )
-        self._mark("failed")
-        return better
+        self._failing = own
+        try:
+            survey = self.exchange.ask(own, enough)
+            self._mark("failed")
+        finally:
+            self._failing = None
+        return CommunicationError(*self._described(error, own, survey), str(own))
 
     def _described(
         self, error: BaseException, own: RankStatus, survey: Survey
@@ -112,10 +119,13 @@ class RankStatuses:
         """Report to the other ranks what this one failed with, before its connections close."""
         report = "".join(traceback.format_exception(error))
         own = RankStatus(self.rank, "its own error", line_in_traceback(error), failure=report)
+        self._failing = replace(own, failure="")
         try:
             self.exchange.report(own)
         except RuntimeError:
             pass  # the store has gone, and with it those who would ask
+        finally:
+            self._failing = None
 
     def mark_done(self) -> None:
         """Tell that this rank's script is over."""

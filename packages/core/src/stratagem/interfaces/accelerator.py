@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ class Accelerator(ABC):
         3. On every rank, by `Strategy.setup_environment`: `device(index)`, `setup()`, then
            `setup_device(device)`.
         4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
-           `set_rng_state(device, state)`.
+           `set_rng_state(device, state)`. Where logged values go to the loggers: `start_reading`.
         5. On every rank, by the front ends: `batch_mover(device)`, once for each loop; by the
            Trainer around each stage: `configure_kernels`.
         6. On every rank, at the end: `teardown()`.
@@ -54,6 +54,13 @@ class Accelerator(ABC):
     `sync_batchnorm=True` computes batch statistics from operations that every device has."""
     data_parallel_kernels: ClassVar[bool] = False
     """Whether `torch.nn.DataParallel` can scatter to and gather from several of its devices."""
+    inference_mode: ClassVar[bool] = True
+    """Whether its tensors work under `torch.inference_mode`; otherwise evaluation runs under
+    `torch.no_grad` in its place."""
+    compiles_steps: ClassVar[bool] = False
+    """Whether operations are recorded and compiled as one program for each step (XLA). What a front
+    end computes for itself is then the same in every step, or each difference would be compiled
+    again with the whole step."""
 
     @abstractmethod
     def availability(self) -> Availability:
@@ -98,6 +105,25 @@ class Accelerator(ABC):
     def device_stats(self, device: torch.device) -> dict[str, Any]:
         """Return memory figures and the like, by name, in bytes; empty if there are none."""
         return {}
+
+    def start_reading(self, tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
+        """Begin to copy tensors of one element to the host, all in one.
+
+        Returns:
+            A function that waits until they are there, and returns the numbers.
+        """
+        values = torch.stack([one.reshape(()).double() for one in tensors])
+        on_host = values.to("cpu", non_blocking=True)  # into pinned memory
+        event = torch.Event(values.device)
+        event.record(torch.accelerator.current_stream(values.device))
+
+        def read() -> list[float]:
+            if not event.query():
+                event.synchronize()
+            numbers: list[float] = on_host.tolist()
+            return numbers
+
+        return read
 
     def rng_state(self, device: torch.device) -> Tensor | None:
         """Return the state of the device's RNG, in host memory; None: it is the host's own.

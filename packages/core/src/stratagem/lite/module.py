@@ -46,6 +46,7 @@ class LiteModule(nn.Module):
         )
         self.__dict__["_is_direct"] = (
             not self._is_wrapped
+            and prepared.evaluation_module is prepared.original
             and self._context is None
             and self._convert_input is None
             and self._convert_output is None

@@ -19,6 +19,12 @@ REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
 }
+_MERGES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": torch.add,
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 _START = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
 _FOLD = 64
 """So many tensors are kept before they are reduced together, so that no step waits for a device."""
@@ -62,9 +68,12 @@ class EpochValue:
         name: with the evaluation loader's index, where there are several.
         options: as `Module.log` received them.
         on_step, on_epoch: the options, with the defaults of the place where it was logged.
+        compiles_steps: whether what is computed here is compiled as a part of a step, and so has to
+            be the same in each.
     """
 
     __slots__ = (
+        "compiles_steps",
         "epoch_name",
         "logger",
         "metric",
@@ -77,15 +86,25 @@ class EpochValue:
         "reduce_fx",
         "step_name",
         "sync_steps",
+        "total",
         "values",
         "weight",
         "weights",
     )
 
-    def __init__(self, name: str, options: LogOptions, *, on_step: bool, on_epoch: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: LogOptions,
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        compiles_steps: bool = False,
+    ) -> None:
         self.name = name
         self.options = options
         self.on_step, self.on_epoch = on_step, on_epoch
+        self.compiles_steps = compiles_steps
         self.logger, self.prog_bar = options.logger, options.prog_bar
         self.reduce_fx = options.reduce_fx
         self.sync_steps = options.sync_dist is True
@@ -96,6 +115,8 @@ class EpochValue:
         """A torchmetrics Metric, which reduces its values itself."""
         self.number = _START.get(self.reduce_fx, 0.0) if isinstance(self.reduce_fx, str) else 0.0
         self.weight = 0.0
+        self.total: Tensor | None = None
+        """What tensors on a device were reduced to so far; float64, shape (1,)."""
         self.values: list[Any] = []
         self.weights: list[float] = []
 
@@ -105,7 +126,9 @@ class EpochValue:
         A number is reduced at once; a tensor on a device is kept, so that nothing waits for it.
         """
         fx = self.reduce_fx
-        if value.__class__ is Tensor or not isinstance(fx, str):
+        if value.__class__ is Tensor and isinstance(fx, str) and self.compiles_steps:
+            self._add_to_total(fx, value, weight)
+        elif value.__class__ is Tensor or not isinstance(fx, str):
             self.values.append(value)
             self.weights.append(weight)
             if len(self.values) >= _FOLD:
@@ -116,16 +139,29 @@ class EpochValue:
         else:
             self.number = _merge(fx, self.number, value)
 
+    def _add_to_total(self, fx: str, value: Tensor, weight: float) -> None:
+        """Reduce a tensor with those before it, by operations that are the same at each step."""
+        if self.total is None:
+            # Copied there, so that it is an input of the first step's program as of the others'.
+            self.total = torch.full((1,), _START[fx], dtype=torch.float64).to(value.device)
+        one = value.reshape(1).double()
+        if fx == "mean":
+            one = one * weight
+            self.weight += weight
+        self.total = _MERGES[fx](self.total, one)
+
     def _fold(self) -> None:
-        """Reduce the tensors that are kept to one of them."""
-        if not isinstance(self.reduce_fx, str) or not self.values:
+        """Reduce the tensors that are kept, and the total so far, to a total."""
+        fx = self.reduce_fx
+        if not isinstance(fx, str) or not self.values:
             return
         values = torch.stack([value.reshape(()).double() for value in self.values])
-        if self.reduce_fx == "mean":
+        if fx == "mean":
             values = values * torch.tensor(self.weights, dtype=values.dtype, device=values.device)
             self.weight += sum(self.weights)
-        # What is reduced already counts once from here on.
-        self.values, self.weights = [REDUCTIONS[self.reduce_fx](values)], [0.0]
+        reduced = REDUCTIONS[fx](values).reshape(1)
+        self.total = reduced if self.total is None else _MERGES[fx](self.total, reduced)
+        self.values, self.weights = [], []
 
     def summary(self) -> Summary:
         """Return this epoch's value on this rank."""
@@ -133,8 +169,8 @@ class EpochValue:
         if isinstance(self.reduce_fx, str):
             self._fold()
             number = self.number
-            for value in self.values:
-                number = _merge(self.reduce_fx, number, float(value))
+            if self.total is not None:
+                number = _merge(self.reduce_fx, number, float(self.total))
             return Summary(self.reduce_fx, number, self.weight, *shown)
         values = torch.stack([torch.as_tensor(v, dtype=torch.float32).cpu() for v in self.values])
         # The results of a function of the user's are averaged over ranks.

@@ -42,9 +42,9 @@ def evaluate(
     """
     hooks, module = run.hooks, run.module
     if is_sanity_check:
-        metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())
+        metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     else:
-        metrics = Metrics(run.strategy.ranks, run.rows, run.latest)
+        metrics = Metrics(run.strategy, run.rows, run.latest)
     with module.logging_to(metrics):
         hooks.call(f"on_{what}_start")
         with _Evaluating(run, prepared):
@@ -66,7 +66,7 @@ def evaluate(
 def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader; empty if none is kept."""
     hooks = run.hooks
-    metrics = Metrics(run.strategy.ranks, Rows(()), LatestValues())
+    metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
     hooks.call("on_predict_start")
     with _Evaluating(run, prepared):
@@ -136,7 +136,7 @@ class _Evaluating(AbstractContextManager[None]):
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         self._modes = [(part, part.training) for part in run.module.modules()]
         self._module = run.module
-        inference = run.trainer.inference_mode
+        inference = run.trainer.inference_mode and run.strategy.accelerator.inference_mode
         self._context: Any = torch.inference_mode() if inference else torch.no_grad()
         self._strategys = run.strategy.evaluation(prepared)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.ranks import Ranks, ReduceOp
+from stratagem.interfaces.ranks import ReduceOp
+from stratagem.interfaces.strategy import Strategy
 from stratagem.module import LogOptions
 from stratagem.trainer.epoch_value import REDUCTIONS, EpochValue, Summary, merged, over_ranks
 from stratagem.trainer.rows import Rows
@@ -52,14 +53,14 @@ class Metrics:
     is reduced over batches as it comes, and over ranks at the end of the epoch.
 
     Args:
-        ranks: those that values are reduced over.
+        strategy: a launched one; values are reduced over its ranks.
         rows: for the loggers.
         latest: where the latest values are kept.
         every_n_steps: the values of every n-th step go to `rows`; 0: none.
     """
 
     def __init__(
-        self, ranks: Ranks, rows: Rows, latest: LatestValues, *, every_n_steps: int = 1
+        self, strategy: Strategy, rows: Rows, latest: LatestValues, *, every_n_steps: int = 1
     ) -> None:
         self.rows = rows
         self.in_step = False
@@ -70,7 +71,8 @@ class Metrics:
         """Whether what is logged counts for the epoch; a batch that is repeated does not."""
         self.row: dict[str, Any] = {}
         """The present step's values for the loggers."""
-        self._ranks = ranks
+        self._ranks = strategy.ranks
+        self._compiles_steps = strategy.accelerator.compiles_steps
         self._latest = latest
         self._every = every_n_steps
         self._loader: int | None = None
@@ -203,7 +205,13 @@ class Metrics:
             name = f"{name}/dataloader_idx_{self._loader}"
         on_step = self.in_step if options.on_step is None else options.on_step
         on_epoch = not self.in_step if options.on_epoch is None else options.on_epoch
-        entry = EpochValue(name, options, on_step=on_step, on_epoch=on_epoch)
+        entry = EpochValue(
+            name,
+            options,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            compiles_steps=self._compiles_steps,
+        )
         self._entries[key] = entry
         return entry
 

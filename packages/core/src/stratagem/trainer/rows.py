@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from stratagem.interfaces.accelerator import Accelerator
 from stratagem.loggers.logger import Logger
 
 _MOST = 256
@@ -24,10 +24,12 @@ class Rows:
 
     Args:
         loggers: receive the rows; none on ranks other than 0.
+        accelerator: reads tensors on its devices.
     """
 
-    def __init__(self, loggers: Sequence[Logger]) -> None:
+    def __init__(self, loggers: Sequence[Logger], accelerator: Accelerator) -> None:
         self._loggers = loggers
+        self._accelerator = accelerator
         self._rows: list[_Row] = []
         self._copied: _Copied | None = None
         """Rows whose values are on their way from a device."""
@@ -58,18 +60,32 @@ class Rows:
         self._hand_over()
         rows, self._rows = self._rows, []
         if rows:
-            self._copied = _copy(rows)
-            if self._copied.event is None:
+            self._copied = self._copy(rows)
+            if self._copied.read is None:
                 self._hand_over()
+
+    def _copy(self, rows: list[_Row]) -> _Copied:
+        """Begin to copy the tensors in rows to the host; what is there already is read."""
+        places = []
+        for _, row in rows:
+            for name, value in row.items():
+                if value.__class__ is not Tensor:
+                    continue
+                if value.is_cpu:  # an epoch's, among steps' values on a device
+                    row[name] = value.item()
+                else:
+                    places.append((row, name))
+        if not places:
+            return _Copied(rows, places, None)
+        on_device = [row[name] for row, name in places]
+        return _Copied(rows, places, self._accelerator.start_reading(on_device))
 
     def _hand_over(self) -> None:
         copied, self._copied = self._copied, None
         if copied is None:
             return
-        if copied.event is not None and not copied.event.query():
-            copied.event.synchronize()
-        if copied.values is not None:
-            for (row, name), number in zip(copied.places, copied.values.tolist(), strict=True):
+        if copied.read is not None:
+            for (row, name), number in zip(copied.places, copied.read(), strict=True):
                 row[name] = number
         for logger in self._loggers:
             logger.log_rows(copied.rows)
@@ -79,23 +95,8 @@ _Row = tuple[int, dict[str, Any]]
 
 
 class _Copied(NamedTuple):
-    """Rows, and the values of the tensors in them, in host memory once `event` is over."""
+    """Rows, and what reads the values of the tensors in them from a device."""
 
     rows: list[_Row]
     places: list[tuple[dict[str, Any], str]]
-    values: Tensor | None
-    event: torch.Event | None
-
-
-def _copy(rows: list[_Row]) -> _Copied:
-    """Begin to copy the tensors in rows to the host, all in one."""
-    places = [(row, name) for _, row in rows for name in row if row[name].__class__ is Tensor]
-    if not places:
-        return _Copied(rows, places, None, None)
-    values = torch.stack([row[name].reshape(()).double() for row, name in places])
-    if values.device.type == "cpu":
-        return _Copied(rows, places, values, None)
-    on_host = values.to("cpu", non_blocking=True)  # into pinned memory
-    event = torch.Event(values.device)
-    event.record(torch.accelerator.current_stream(values.device))
-    return _Copied(rows, places, on_host, event)
+    read: Callable[[], list[float]] | None

@@ -85,10 +85,10 @@ class Run:
         self.latest = latest
         self.latest.bar.clear()
         self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks)
-        self.rows = Rows(trainer.loggers if trainer.is_global_zero else ())
-        self.metrics: Metrics = Metrics(
-            self.strategy.ranks, self.rows, self.latest, every_n_steps=trainer.log_every_n_steps
-        )
+        loggers = trainer.loggers if trainer.is_global_zero else ()
+        self.rows = Rows(loggers, self.strategy.accelerator)
+        every = trainer.log_every_n_steps
+        self.metrics: Metrics = Metrics(self.strategy, self.rows, latest, every_n_steps=every)
         """What training logs to."""
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
