@@ -19,7 +19,7 @@ from stratagem.checkpoint import CheckpointIO
 from stratagem.checkpoint.checksum import checksum_of_file
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointCorruptError
-from stratagem.native.checkpoint.unpickler import PlainUnpickler
+from stratagem.state.unpickler import PlainUnpickler
 from stratagem.testing.durability.harness import formats
 
 SAVED_BEFORE = Path(__file__).parent / "data" / "single_file_0.1.0.zip"

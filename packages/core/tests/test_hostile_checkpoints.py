@@ -295,6 +295,7 @@ def tensor(offset: bytes, size: bytes, stride: bytes, count: bytes = b"K\x32") -
         (tensor(b"K\x32", b"K\x01", b"K\x01"), "leads out of its storage of 200 bytes"),
         (tensor(b"J\xff\xff\xff\xff", b"K\x01", b"K\x01"), "a tensor has the offset, size and"),
         (tensor(b"K\x00", b"K\x02", b"J\xff\xff\xff\x7f"), "leads out of its storage"),
+        (tensor(b"K\x00", b"J\xff\xff\xff\x7f" * 65, b"K\x00" * 65), "has 65 dims, expected at"),
         (tensor(b"K\x00", b"J\xff\xff\xff\x7f" * 3, b"K\x00" * 3), "leads out of its storage"),
         (tensor(b"K\x00", b"J\xff\xff\xff\x7f", b"K\x00"), "of which only 200 are stored"),
         (tensor(b"K\x00", b"K\x01", b"K\x01", b"K\x33"), "its storage '0' has 200 bytes"),

@@ -90,9 +90,9 @@ def test_a_rank_decodes_its_own_state_alone(monkeypatch: pytest.MonkeyPatch) -> 
     decoded: list[torch.Tensor] = []
     decode = plain_data.decode
 
-    def counted(data: torch.Tensor) -> Any:
+    def counted(data: torch.Tensor, name: str) -> Any:
         decoded.append(data)
-        return decode(data)
+        return decode(data, name)
 
     monkeypatch.setattr(plain_data, "decode", counted)
     assert RankStates(checkpoint)[3]["loader"]["first"] == 1003
@@ -122,7 +122,7 @@ def deflated(encoded: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda data: data[:-30], "is not a whole checkpoint"),
+        (lambda data: data[:-30], "does not end as an archive"),
         (lambda data: deflated(data), "is compressed"),
         (lambda data: encoded([(("a",), torch.zeros(1).expand(1 << 30))]), "of which only 4"),
         (lambda data: encoded([(("nowhere", "b"), 1)]), "is damaged: KeyError"),

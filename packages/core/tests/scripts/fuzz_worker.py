@@ -44,7 +44,7 @@ def same(one: Any, other: Any) -> bool:
         return bool(((one == other) | ((one != one) & (other != other))).all())
     if isinstance(one, dict) and isinstance(other, dict):
         # A load makes plain dicts of all kinds.
-        return [*one] == [*other] and all(same(one[key], other[key]) for key in one)
+        return len(one) == len(other) and all(map(same, one.items(), other.items()))
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):

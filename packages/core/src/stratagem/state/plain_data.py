@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import CheckpointContentError
+from stratagem.state.archive import load_archive
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
 # An expanded tensor of up to so many bytes does no harm when it is copied.
@@ -164,9 +165,19 @@ def encode(data: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
-def decode(encoded: torch.Tensor) -> Any:
-    """Return the plain data that `encode` made, tensors on the CPU; nothing in it is executed."""
-    return torch.load(io.BytesIO(bytes_of(encoded)), map_location="cpu", weights_only=True)
+def decode(encoded: torch.Tensor, name: str = "what a rank has sent") -> Any:
+    """Return the plain data that `encode` made, tensors on the CPU; nothing in it is executed.
+
+    Args:
+        encoded: bytes.
+        name: what errors call it.
+
+    Raises:
+        CheckpointCorruptError: it is nothing that `encode` made.
+    """
+    # Of its own, since the tensors in it are views.
+    memory = encoded.cpu().clone(memory_format=torch.contiguous_format).untyped_storage()
+    return load_archive(memory, name, start=0, size=memory.nbytes())
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -7,14 +7,11 @@ devices draw: each sends what differs from rank 0's.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from stratagem.checkpoint.archive import read_archive
-from stratagem.checkpoint.entries import read_entries
 from stratagem.errors import CheckpointCorruptError
 from stratagem.state import plain_data
 
@@ -127,14 +124,12 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _changed(state: Any, encoded: torch.Tensor, rank: int) -> State:
     """Return `state` with changes that `gather_states` has encoded; they come from a file."""
-    data, name = plain_data.bytes_of(encoded), f"the state of rank {rank}"
-    comment = read_archive(io.BytesIO(data), name).comment
-    read_entries(memoryview(data), name, comment=comment)
+    name = f"the state of rank {rank}"
+    changes = plain_data.decode(encoded, name)
     try:
-        for path, value in plain_data.decode(encoded):
+        for path, value in changes:
             state = _with(state, path, value)
-    # What torch.load raises for damaged contents is not documented.
-    except Exception as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise CheckpointCorruptError(
             f"{name} in the checkpoint is damaged: {type(error).__name__}: {error}"
         ) from error

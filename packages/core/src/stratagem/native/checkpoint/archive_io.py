@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import pickle
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import IO, Any, BinaryIO, cast
 
 import torch
@@ -17,11 +13,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from stratagem._version import __version__
 from stratagem.checkpoint.archive import ArchiveWriter, Manifest, Sink, names_of, not_whole
-from stratagem.checkpoint.entries import Entry, read_entries
 from stratagem.errors import CheckpointCorruptError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.native.checkpoint.rebuild import ArchiveUnpickler, Stored
-from stratagem.native.checkpoint.unpickler import Refused
+from stratagem.state.archive import load_archive
 from stratagem.state.plain_data import find_oversized
 
 # A manifest has to fit in the archive's comment.
@@ -88,13 +82,9 @@ class MappedFile:
         if not self._size:
             raise not_whole(path, 0, "it is empty")
         # By the descriptor: the file that was verified, though another may have its name by now.
-        self._storage = torch.UntypedStorage.from_file(
+        self._storage: Any = torch.UntypedStorage.from_file(
             f"/proc/self/fd/{descriptor}", False, self._size
         )
-        # The same memory: what is checked is what is loaded, and no descriptor stays open.
-        memory = (ctypes.c_uint8 * self._size).from_address(self._storage.data_ptr())
-        memory.owner = self._storage  # type: ignore[attr-defined]
-        self._bytes = memoryview(memory).cast("B")
 
     def load(self, path: str, *, start: int = 0, size: int | None = None, comment: int = 0) -> Any:
         """Return what an archive in the file holds, without executing anything.
@@ -108,75 +98,10 @@ class MappedFile:
             CheckpointCorruptError: it is no whole archive of plain data.
         """
         size = self._size if size is None else size
-        contents = self._bytes[start : start + size]
-        entries = read_entries(contents, path, comment=comment)
-        if "data.pkl" not in entries:
-            raise not_whole(path, size, "it has no entry 'data.pkl'")
-        data, order = (
-            bytes(contents[entry.offset : entry.offset + entry.size])
-            for entry in (entries["data.pkl"], entries.get("byteorder", Entry(0, 0)))
-        )
-        swaps = (order or b"little") != sys.byteorder.encode()
-
-        def read_storage(key: str, wanted: int, dtype: torch.dtype) -> torch.UntypedStorage:
-            entry = entries.get(f"data/{key}", Entry(0, 0))
-            if wanted > entry.size:
-                raise Refused(f"its storage {key!r} has {entry.size} bytes, expected {wanted}")
-            begin = start + entry.offset
-            storage: torch.UntypedStorage = self._storage[begin : begin + wanted]
-            if storage.data_ptr() % max(1, dtype.itemsize):
-                # As its elements want it.
-                storage = storage.clone()  # type: ignore[no-untyped-call]
-            if swaps:
-                storage.byteswap(dtype)  # type: ignore[no-untyped-call]
-            return storage
-
-        return _unpickle(ArchiveUnpickler(data, read_storage), path, size)
-
-
-def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
-    try:
-        loaded = unpickler.load()
-        oversized = find_oversized(loaded, "checkpoint")
-    except pickle.UnpicklingError as error:
-        raise CheckpointCorruptError(
-            f"{path!r} holds something that loading would have to execute, so it was "
-            f"refused: {error}. Only load checkpoints of plain data"
-        ) from error
-    except Refused as error:
-        raise CheckpointCorruptError(
-            f"{path!r} was refused: {error}. torch.save writes no such file: do not use it unless "
-            "you know who made it"
-        ) from error
-    except MemoryError as error:
-        raise CheckpointCorruptError(
-            f"{path!r} was refused: loading its {size} bytes would take more memory than there is"
-        ) from error
-    # What an unpickler and torch raise for damaged contents is not documented.
-    except Exception as error:
-        raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
-    if oversized:
-        raise CheckpointCorruptError(f"{path!r} was refused: {oversized}")
-    if _holds_makers(loaded, set()):
-        raise CheckpointCorruptError(
-            f"{path!r} was refused: it holds what tensors are made of, in place of tensors. Save "
-            "the tensors"
-        )
-    return loaded
-
-
-def _holds_makers(data: Any, seen: set[int]) -> bool:
-    """Whether a storage, or what makes a value, is there for itself; nested no deeper than may be.
-
-    Both are ours, and are not what the pickle names.
-    """
-    if isinstance(data, (dict, list, tuple)):
-        if id(data) in seen:
-            return False
-        seen.add(id(data))
-        values = data.values() if isinstance(data, dict) else data
-        return any(_holds_makers(value, seen) for value in values)
-    return type(data) in (FunctionType, Stored)
+        loaded = load_archive(self._storage, path, start=start, size=size, comment=comment)
+        if oversized := find_oversized(loaded, "checkpoint"):
+            raise CheckpointCorruptError(f"{path!r} was refused: {oversized}")
+        return loaded
 
 
 _crc32_lock = threading.Lock()

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from stratagem.errors import CheckpointCorruptError
-from stratagem.native.checkpoint.unpickler import PlainUnpickler, Refused
+from stratagem.state.unpickler import PlainUnpickler, Refused, check_dims
 
 # Where a tensor stands in a checkpoint: so many keys lead to it.
 _DEEPEST = 256
@@ -115,6 +115,7 @@ def _check_kinds(metadata: Any) -> None:
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
     if not isinstance(entry.properties.dtype, torch.dtype) or type(entry.chunks) is not list:
         raise TypeError(f"{name!r} is a tensor of {entry.properties.dtype!r}")
+    check_dims(entry.size)
     for chunk in entry.chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
             raise TypeError(f"{name!r} has a chunk that is a {type(chunk).__name__}")

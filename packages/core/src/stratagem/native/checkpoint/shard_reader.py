@@ -28,8 +28,8 @@ from stratagem.checkpoint.directory import open_member, size_of_member
 from stratagem.errors import CheckpointCorruptError
 from stratagem.native.checkpoint.archive_io import MappedFile
 from stratagem.native.checkpoint.layout_reader import check_places, read_layout
-from stratagem.native.checkpoint.unpickler import Refused
 from stratagem.state.shards import LazyTensor, Shards
+from stratagem.state.unpickler import Refused
 from stratagem.storage.paths import is_name
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -22,11 +22,18 @@ import torch
 _CALL = 4
 # Keys may share their parts: so many more values may be looked at than the pickle has bytes.
 _FREE_KEYS = 100_000
+_MOST_DIMS = 64
 _SIZED = (list, tuple, torch.Size, dict, OrderedDict, Counter, set, str, bytes, bytearray)
 
 
 class Refused(ValueError):
     """What is read is nothing that is saved, or would take more memory than its size allows."""
+
+
+def check_dims(size: Sequence[Any]) -> None:
+    """Refuse more dims than torch computes with: to multiply so many numbers may take for ever."""
+    if len(size) > _MOST_DIMS:
+        raise Refused(f"a tensor has {len(size)} dims, expected at most {_MOST_DIMS}")
 
 
 class PlainUnpickler:

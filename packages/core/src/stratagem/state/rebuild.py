@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.native.checkpoint.unpickler import PlainUnpickler, Refused
+from stratagem.state.unpickler import PlainUnpickler, Refused, check_dims
 
 ReadStorage = Callable[[str, int, torch.dtype], torch.UntypedStorage]
 """Returns the storage of a key and a size in bytes, of elements of a dtype."""
@@ -50,11 +50,13 @@ class ArchiveUnpickler(PlainUnpickler):
         self._storages: dict[str, torch.UntypedStorage] = {}
 
     def call(self, maker: Any, args: Any) -> Any:
+        """Call what may be called; what needs the reader itself gets it."""
         if maker is _set or maker is _of_type:
             args = (self, *args)
         return super().call(maker, args)
 
     def persistent_load(self, pid: Any) -> Stored:
+        """Return a storage."""
         what, dtype, key, _, count = pid
         if what not in ("storage", b"storage") or not isinstance(dtype, torch.dtype):
             raise Refused(f"its pickle asks for a {what!r}, expected storages")
@@ -94,6 +96,8 @@ def _check_range(
     stored: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype
 ) -> tuple[int, ...]:
     """Refuse a tensor whose elements are not all in its storage."""
+    check_dims(size)
+    check_dims(stride)
     numbers = (offset, *size, *stride)
     if type(stored) is not Stored or any(type(n) is not int or n < 0 for n in numbers):
         raise Refused(f"a tensor has the offset, size and stride {numbers}")
@@ -182,6 +186,7 @@ def _sparse(layout: Any, data: Any) -> Tensor:
 
 def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Any:
     length = _plain(buffer).numel()
+    check_dims(_plain(sizes)[:1].flatten()[: 1 << 10].tolist())
     starts = _plain(offsets).tolist()
     for size, stride, start in zip(sizes.tolist(), strides.tolist(), starts, strict=True):
         last = start + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -212,6 +217,7 @@ def _of_numpy(data: Any, dtype: Any, device: Any, grad: Any) -> Tensor:
 
 
 def _meta(dtype: Any, size: Any, stride: Any, grad: Any) -> Tensor:
+    check_dims(size)
     return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=bool(grad))
 
 
