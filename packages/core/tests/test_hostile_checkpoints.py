@@ -22,7 +22,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.serialization import skip_data
 
 from stratagem import Lite
-from stratagem.checkpoint import DirectoryCheckpointIO, Shards, SingleFileCheckpointIO
+from stratagem.checkpoint import (
+    DirectoryCheckpointIO,
+    Shards,
+    SingleFileCheckpointIO,
+    trainer_format,
+)
 from stratagem.checkpoint.catalog import find_all
 from stratagem.errors import CheckpointContentError, CheckpointCorruptError
 
@@ -265,6 +270,20 @@ def laughing(kind: bytes, levels: int) -> bytes:
             b"c__builtin__\nset\n](" + laughing(b"t", 60) + b"e\x85R",
             "its pickle repeats its keys",
         ),
+        # What a message would show of them doubles with each level.
+        (
+            b"(" + laughing(b"l", 60) + b"h\x01h\x01h\x01h\x01tQ",
+            "its pickle asks for a tuple, expected storages",
+        ),
+        (
+            b"c_codecs\nencode\nX\x01\x00\x00\x00a" + laughing(b"l", 60) + b"\x86R",
+            "bytes are made of a str by a tuple",
+        ),
+        # A key whose hash takes as long as it is, again and again.
+        (
+            b"}ctorch\nSize\n(" + b"K\x01" * 9000 + b"t\x85Rq\x01N" + b"sh\x01N" * 9000 + b"s",
+            "its pickle repeats its keys",
+        ),
         (b"]q\x01h\x01a", "contains itself or is nested too deeply"),
         (b"]" * 300 + b"a" * 299, "contains itself or is nested too deeply"),
         (b"c__builtin__\nset\n", "it holds what tensors are made of, in place of tensors"),
@@ -434,6 +453,11 @@ def test_parts_that_share_elements_are_refused_since_others_are_nowhere(director
             "it asks for a state of a type",
         ),
         (b"\x80\x02ctorch\nSize\n](NNe\x85R.", "TypeError"),
+        (
+            b"\x80\x02}ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+            b")\x81}X\x03\x00\x00\x00fqn" + laughing(b"t", 60) + b"sbNs.",
+            "its pickle repeats its keys",
+        ),
     ],
 )
 def test_a_layout_that_would_grow_or_change_classes_is_refused(
@@ -459,3 +483,25 @@ def test_a_part_of_another_kind_of_numbers_is_refused(directory: Path) -> None:
         layout.state_dict_metadata["model.w"].properties.dtype = torch.int32
 
     assert "a chunk is of torch.float32" in relayout(directory, change)
+
+
+# ---------------------------------------------------------------- what a Trainer saved
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("progress", "x", "its progress is 'x', expected a dict"),
+        ("ranks", 5, "its ranks is 5, expected a list or dict"),
+        ("optimizer_states", {}, "its optimizer_states is a dict, expected a list"),
+        ("precision", 3, "its precision is 3, expected a dict"),
+        ("callbacks", [], "its callbacks is a list, expected a dict"),
+        ("epoch", "q", "its epoch is 'q', expected a number from 0 on"),
+        ("format_version", "2", "its format_version is '2', expected a number from 0 on"),
+        ("progress", {"batches": -3}, "its progress['epoch'] is None, expected a number from 0 on"),
+    ],
+)
+def test_an_entry_of_another_kind_is_refused_by_its_name(name: str, value: Any, said: str) -> None:
+    with pytest.raises(CheckpointCorruptError) as caught:
+        trainer_format.check({"state_dict": {}, name: value}, "run.ckpt")
+    assert str(caught.value) == f"'run.ckpt' is damaged: {said}"

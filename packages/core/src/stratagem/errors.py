@@ -137,3 +137,27 @@ class CommunicationError(StratagemError, RuntimeError):
 
 class DivergenceError(StratagemError):
     """`detect_divergence` has found ranks that differ where they ought to be alike."""
+
+
+_SHOWN = 80
+"""Characters of a value in a message."""
+
+
+def shown(value: object) -> str:
+    """Return how a message shows a value that a file holds: a number or a text, else its type.
+
+    What a file holds may share its parts, so that a few hundred bytes have a repr that fills the
+    memory.
+
+    Example:
+        >>> from stratagem.errors import shown
+        >>> shown("epoch=1.ckpt"), shown([["a"]])
+        ("'epoch=1.ckpt'", 'a list')
+    """
+    if isinstance(value, (str, bytes)):
+        return repr(value[:_SHOWN])
+    if value is None or type(value) in (bool, float):
+        return repr(value)
+    if type(value) is int and abs(value) < 1 << 64:
+        return repr(value)
+    return f"a {type(value).__name__}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Literal
 
-from stratagem.errors import CheckpointCorruptError
+from stratagem.errors import CheckpointCorruptError, shown
 from stratagem.storage import paths
 
 
@@ -129,7 +129,8 @@ class KeptCheckpoints:
         ):
             raise CheckpointCorruptError(
                 "the checkpoint's state of ModelCheckpoint is damaged: expected best_k_models, "
-                f"numbers by name, and latest, a list of names; received {models!r} and {latest!r}"
+                f"numbers by name, and latest, a list of names; received {shown(models)} and "
+                f"{shown(latest)}"
             )
         best = [(locate(name), value) for name, value in models.items()]
         self.best = {path: value for path, value in best if path is not None}

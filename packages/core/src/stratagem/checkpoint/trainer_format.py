@@ -5,20 +5,44 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem._version import __version__
-from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError
+from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, shown
 from stratagem.storage import paths
 
 FORMAT_VERSION = 2
 """Of the table of keys in `stratagem.trainer.resume.checkpoint`."""
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "format_version": (int,),
+    "run": (str,),
+    "epoch": (int,),
+    "global_step": (int,),
+    "state_dict": (dict,),
+    "hyper_parameters": (dict,),
+    "progress": (dict,),
+    "optimizer_states": (list,),
+    "lr_schedulers": (list,),
+    "precision": (dict,),
+    "callbacks": (dict,),
+    "ranks": (list, dict),
+}
+_COUNTS = ("epoch", "global_step", "batches", "validated")
+"""Of the progress."""
+
+
 def check(checkpoint: dict[str, Any], path: paths.Location | str) -> dict[str, Any]:
     """Return a Trainer's checkpoint; refuse what is none.
 
     Raises:
-        CheckpointCorruptError: it is of another format version.
+        CheckpointCorruptError: it is of another format version, or an entry is of another kind.
         CheckpointMismatchError: it has no weights.
     """
+    for name, kinds in _KINDS.items():
+        _check_kind(path, name, checkpoint.get(name, kinds[0]()), kinds)
+    progress = checkpoint.get("progress")
+    if progress is not None:
+        for name in _COUNTS:
+            _check_kind(path, f"progress[{name!r}]", progress.get(name), (int,))
     version = checkpoint.get("format_version", FORMAT_VERSION)
     if version != FORMAT_VERSION:
         advice = "upgrade stratagem-core" if version > FORMAT_VERSION else "no release wrote it"
@@ -33,3 +57,14 @@ def check(checkpoint: dict[str, Any], path: paths.Location | str) -> dict[str, A
             "expected a checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
         )
     return checkpoint
+
+
+def _check_kind(
+    path: paths.Location | str, name: str, value: object, kinds: tuple[type, ...]
+) -> None:
+    if not isinstance(value, kinds) or (isinstance(value, int) and value < 0):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise CheckpointCorruptError(
+            f"{str(path)!r} is damaged: its {name} is {shown(value)}, expected "
+            + ("a number from 0 on" if kinds == (int,) else f"a {expected}")
+        )

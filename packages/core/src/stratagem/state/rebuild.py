@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.errors import shown
 from stratagem.state.unpickler import PlainUnpickler, Refused, check_dims
 
 ReadStorage = Callable[[str, int, torch.dtype], torch.UntypedStorage]
@@ -59,7 +60,7 @@ class ArchiveUnpickler(PlainUnpickler):
         """Return a storage."""
         what, dtype, key, _, count = pid
         if what not in ("storage", b"storage") or not isinstance(dtype, torch.dtype):
-            raise Refused(f"its pickle asks for a {what!r}, expected storages")
+            raise Refused(f"its pickle asks for {shown(what)}, expected storages")
         if type(key) is not str or type(count) is not int or count < 0:
             raise Refused("its pickle names a storage by something else than a text and a size")
         size = count * dtype.itemsize
@@ -100,7 +101,8 @@ def _check_range(
     check_dims(stride)
     numbers = (offset, *size, *stride)
     if type(stored) is not Stored or any(type(n) is not int or n < 0 for n in numbers):
-        raise Refused(f"a tensor has the offset, size and stride {numbers}")
+        listed = ", ".join(map(shown, numbers))
+        raise Refused(f"a tensor has the offset, size and stride {listed}")
     if len(size) != len(stride):
         raise Refused(f"a tensor has the size {tuple(size)} and the stride {tuple(stride)}")
     count, held = math.prod(size), stored._untyped_storage.nbytes()
@@ -257,7 +259,7 @@ def _set(reader: ArchiveUnpickler, members: Any = ()) -> set[Any]:
 
 def _encode(text: Any, encoding: Any = None) -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise Refused(f"bytes are made of a {type(text).__name__} by {encoding!r}")
+        raise Refused(f"bytes are made of a {type(text).__name__} by {shown(encoding)}")
     return text.encode("latin-1")
 
 

@@ -9,6 +9,7 @@ least one for each value; and tuples of tuples are not hashed before they have b
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import struct
 from collections import Counter, OrderedDict
@@ -97,12 +98,14 @@ class PlainUnpickler:
 
     def hashed(self, key: Any) -> Any:
         """Return a key of a dict or a member of a set, which can be hashed in a bounded time."""
-        if type(key) is tuple:
+        if isinstance(key, tuple):
             self._keys_left -= len(key) + 1
             if self._keys_left < 0:
                 raise Refused("its pickle repeats its keys")
             for part in key:
                 self.hashed(part)
+        elif dataclasses.is_dataclass(key):
+            self.hashed(tuple(vars(key).values()))
         elif type(key) is FunctionType:
             raise Refused("a key is what makes a value, and no value")
         return key

@@ -111,6 +111,9 @@ def _fill(
     try:
         os.ftruncate(descriptor, 0)
         get_file(f"/proc/self/fd/{descriptor}")
+        received = os.fstat(descriptor).st_size
+        if size is not None and received != size:
+            raise OSError(f"{received} bytes came of an object that was said to have {size}")
     finally:
         if found.st_nlink:
             with suppress(FileNotFoundError):  # who cleans up temporary files was quicker

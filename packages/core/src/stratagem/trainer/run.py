@@ -291,7 +291,7 @@ class Run:
     def _resume(self, prepared: PreparedModel, path: paths.Location) -> None:
         """Restore the run from a checkpoint, which nothing holds any more afterwards."""
         checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
-        self.run_id = checkpoint["run"] or self.run_id
+        self.run_id = checkpoint.get("run") or self.run_id
         restore_model(self, prepared, checkpoint, path)
         restore_training(self, prepared, checkpoint, path)
 

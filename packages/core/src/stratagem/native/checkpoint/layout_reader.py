@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from stratagem.errors import CheckpointCorruptError
+from stratagem.errors import CheckpointCorruptError, shown
 from stratagem.state.unpickler import PlainUnpickler, Refused, check_dims
 
 # Where a tensor stands in a checkpoint: so many keys lead to it.
@@ -96,9 +96,10 @@ def _check_kinds(metadata: Any) -> None:
         if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
             raise TypeError(f"it has a {type(index).__name__} and a {type(info).__name__}")
         if type(index.fqn) is not str or type(info.offset) is not int:
-            raise TypeError(f"it has a place of {index.fqn!r} at {info.offset!r}")
+            raise TypeError(f"it has a place of {shown(index.fqn)} at {shown(info.offset)}")
         if type(info.length) is not int or type(info.relative_path) is not str:
-            raise TypeError(f"it has a place in {info.relative_path!r} of {info.length!r} bytes")
+            file, length = shown(info.relative_path), shown(info.length)
+            raise TypeError(f"it has a place in {file} of {length} bytes")
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str or not isinstance(
             entry, (TensorStorageMetadata, BytesStorageMetadata)
@@ -109,19 +110,22 @@ def _check_kinds(metadata: Any) -> None:
     paths = metadata.planner_data
     for place in paths.values() if isinstance(paths, dict) else ():
         if type(place) is not tuple or not 0 < len(place) <= _DEEPEST:
-            raise TypeError(f"it has a tensor at {place!r:.100}")
+            raise TypeError(f"it has a tensor at {shown(place)}")
+        if not all(type(part) in (str, int) for part in place):
+            raise TypeError("it has a tensor under a key that is neither a text nor a number")
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
     if not isinstance(entry.properties.dtype, torch.dtype) or type(entry.chunks) is not list:
-        raise TypeError(f"{name!r} is a tensor of {entry.properties.dtype!r}")
+        raise TypeError(f"{name!r} is a tensor of {shown(entry.properties.dtype)}")
     check_dims(entry.size)
     for chunk in entry.chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
             raise TypeError(f"{name!r} has a chunk that is a {type(chunk).__name__}")
     for numbers in (entry.size, *(n for c in entry.chunks for n in (c.offsets, c.sizes))):
         if not isinstance(numbers, torch.Size) or len(numbers) != len(entry.size):
-            raise TypeError(f"{name!r} has the size {numbers!r}")
+            size = repr(numbers) if isinstance(numbers, torch.Size) else shown(numbers)
+            raise TypeError(f"{name!r} has the size {size}")
         if min(numbers, default=0) < 0:
             raise ValueError(f"{name!r} has the size {tuple(numbers)}")
 
@@ -145,10 +149,7 @@ def check_places(metadata: Metadata, sizes: Mapping[str, int]) -> None:
                 + ("is missing" if size < 0 else f"has {size} bytes")
             )
         if getattr(info, "transform_descriptors", None):
-            raise Refused(
-                f"{index.fqn!r} was transformed by {info.transform_descriptors}; expected plain "
-                "tensors"
-            )
+            raise Refused(f"{index.fqn!r} was transformed; expected plain tensors")
         ranges.setdefault(info.relative_path, []).append((info.offset, end, index.fqn))
     for file, parts in ranges.items():
         for (_, end, name), (start, _, other) in pairwise(sorted(parts)):
