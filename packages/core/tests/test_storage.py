@@ -30,7 +30,7 @@ from stratagem.errors import (
     CheckpointSaveError,
     ConfigurationError,
 )
-from stratagem.storage import paths
+from stratagem.storage import paths, remote
 from stratagem.storage.claims import claim
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -485,3 +485,17 @@ def test_two_ranks_save_to_s3_and_another_process_goes_on_from_the_last(
         program = "from stratagem.cli import main; main()"
         said = run_script(program, "checkpoint", command, f"{url}/last.ckpt", env=s3).stdout
         assert told in said
+
+
+def test_an_answer_of_another_size_than_was_said_is_refused(tmp_path: Path) -> None:
+    def answers(path: str) -> None:
+        Path(path).write_bytes(b"x" * 20)
+
+    folder = os.open(tmp_path, os.O_RDONLY)
+    copy = os.open(tmp_path / "copy", os.O_RDWR | os.O_CREAT)
+    try:
+        with pytest.raises(OSError, match="20 bytes came of an object that was said to have 10"):
+            remote._fill(copy, 10, answers, "copy", folder)
+    finally:
+        os.close(copy)
+        os.close(folder)
