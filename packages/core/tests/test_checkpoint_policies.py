@@ -244,9 +244,11 @@ def test_after_a_save_that_failed_the_best_is_one_that_is_there(tmp_path: Path) 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointSaveError) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         fit(each_step(tmp_path / "file"), 1)
-    assert str(caught.value).startswith(f"cannot save in '{tmp_path / 'file'}': ")
+    assert str(caught.value).startswith(
+        f"ModelCheckpoint: dirpath='{tmp_path / 'file'}' is no folder that can be written to"
+    )
 
 
 # ---------------------------------------------------------------- the last one
@@ -281,7 +283,8 @@ def test_last_is_the_newest_that_is_whole_and_what_was_passed_over_is_said(
     told = [str(warning.message) for warning in caught]
     missing = str(tmp_path / "step=6.ckpt")
     assert told[0] == (
-        f"ckpt_path='last': {missing!r} was passed over: there is no checkpoint at {missing!r}"
+        f"ckpt_path='last': {missing!r} was passed over: there is no checkpoint at {missing!r}; in "
+        f"{str(tmp_path)!r} there are: {', '.join(f'step={step}.ckpt' for step in range(1, 6))}"
     )
     assert re.fullmatch(r"ckpt_path='last': '.*step=4\.ckpt' was passed over: .*whole.*", told[1])
     assert re.fullmatch(r"ckpt_path='last': '.*step=5\.ckpt' was passed over: .*damaged.*", told[2])

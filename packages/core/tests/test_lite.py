@@ -24,7 +24,7 @@ from stratagem.errors import CheckpointMismatchError, ConfigurationError
 from stratagem.lite.module import LiteModule
 from stratagem.loggers import CSVLogger
 from stratagem.precision import TruePrecision
-from stratagem.strategies import SingleDeviceStrategy
+from stratagem.strategies import PreparedModel, SingleDeviceStrategy, StepModule
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -740,6 +740,29 @@ def test_the_documents_own_cluster_runs_with_changed_imports() -> None:
     cluster = MyCluster()
     lite = Lite(plugins=[cluster], accelerator="cpu", devices=1)
     assert lite.strategy.cluster_environment is cluster
+
+
+def test_a_model_is_evaluated_by_what_the_strategy_gives_for_that() -> None:
+    class Counting(StepModule):
+        calls = 0
+
+        def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return self.module(method, *args, **kwargs)
+
+    class Engine(SingleDeviceStrategy):
+        def prepare(self, *args: Any, **kwargs: Any) -> PreparedModel:
+            prepared = super().prepare(*args, **kwargs)
+            prepared.evaluation_module = Counting(prepared.evaluation_module)
+            return prepared
+
+    module = lite_on_cpu(strategy=Engine()).setup(network())
+    counting = module.prepared.evaluation_module
+    module(torch.ones(2, 5))
+    assert counting.calls == 0
+    with torch.no_grad():
+        module(torch.ones(2, 5))
+    assert counting.calls == 1
 
 
 # ---------------------------------------------------------------- what is refused

@@ -231,6 +231,22 @@ def test_an_idle_rank_sends_nothing_and_leaves_at_once() -> None:
         exchange.ended()
 
 
+def test_no_rank_leaves_while_another_still_makes_its_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exchanges = [statuses.exchange for statuses in Simulated(3, monkeypatch).statuses]
+    clock: Any = vars(status_exchange)["time"]
+    for exchange in exchanges[:2]:
+        exchange.mark_joined()
+    exchanges[1].wait_for_all_to_join(10.0)
+    assert clock.now >= 10.0  # not for ever: the third may be gone
+    exchanges[2].mark_joined()
+    before = clock.now
+    for exchange in exchanges:
+        exchange.wait_for_all_to_join(10.0)
+    assert clock.now == before
+
+
 # -- collectives
 
 

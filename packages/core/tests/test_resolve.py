@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from stratagem.errors import AmbiguousNameError, ConfigurationError, UnknownName
 from stratagem.plan.components import probe_accelerator
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
-from stratagem.strategies import DDPStrategy
+from stratagem.strategies import DDPStrategy, GradientClip, StepOptions
 
 PARALLEL = Capabilities(
     launchers=("script",), one_process=False, many_devices=True, multi_node=True
@@ -225,6 +225,48 @@ def test_a_strategy_for_other_accelerators_is_refused(refused: Callable[..., str
     text = refused(strategy="zero", accelerator="cpu")
     assert "the strategy 'zero' runs on 'gpu', received accelerator='cpu'" in text
     assert "change one of the two" in text
+
+
+@pytest.fixture
+def peculiar(registry: Registry) -> Iterator[None]:
+    """An accelerator whose devices need calls that only its own strategy makes."""
+    registry.add(accelerator("npu", own_strategies=True, probe=lambda: Availability(2, "2 NPUs")))
+    registry.add(strategy("on_npu", dataclasses.replace(PARALLEL, accelerators=("npu",))))
+    yield
+    registry.remove("accelerator", "npu")
+    registry.remove("strategy", "on_npu")
+
+
+@pytest.mark.usefixtures("peculiar")
+def test_an_accelerator_may_take_its_own_strategies_only(registry: Registry) -> None:
+    def resolved(**asked: Any) -> RunPlan:
+        return resolve(RunRequest(environ={}, interactive=False, **asked), registry)
+
+    assert resolved(accelerator="npu", strategy="on_npu").devices == (0, 1)
+    given = types.SimpleNamespace(
+        name="npu", own_strategies=True, availability=lambda: Availability(2, "2 NPUs")
+    )
+    for asked in ("npu", given):
+        with pytest.raises(ConfigurationError) as refused:
+            resolved(accelerator=asked, strategy="ddp")
+        assert str(refused.value) == (
+            "accelerator='npu' takes strategies that were made for it alone, 'on_npu'; received "
+            "'ddp': change one of the two"
+        )
+    # A strategy that takes any accelerator passes it over.
+    only_npu = {"npu": Availability(2, "2 NPUs")}
+    request = RunRequest(environ={}, interactive=False, strategy="ddp")
+    with pytest.raises(ConfigurationError, match=r"npu \(not for this strategy\)"):
+        resolve(request, registry, probe=lambda a: only_npu.get(a.name, Availability(0, "none")))
+
+
+def test_clipping_is_refused_where_a_strategy_cannot(refused: Callable[..., str]) -> None:
+    unclipped = strategy_object(dataclasses.replace(PARALLEL, gradient_clipping=False))
+    asked = StepOptions(clip=GradientClip(0.5))
+    assert refused(strategy=unclipped, step_options=asked) == (
+        "the strategy 'SimpleNamespace' cannot clip gradients, received gradient_clip_val=0.5: "
+        "leave it out, or use another strategy"
+    )
 
 
 def test_an_accelerator_may_be_listed_under_an_alias(registry: Registry, plan: Plan) -> None:
@@ -857,9 +899,9 @@ def test_gpus_and_tpu_cores_are_short_for_accelerator_and_devices() -> None:
     from stratagem import Lite, Trainer
 
     for front in (Lite, Trainer):
-        with pytest.raises(UnknownNameError, match="stratagem-backend-cuda"):
+        with pytest.raises(ConfigurationError, match="accelerator='cuda' is not available on this"):
             front(gpus=2)
-        with pytest.raises(UnknownNameError, match="unknown accelerator 'tpu'"):
+        with pytest.raises(ConfigurationError, match="accelerator='tpu' is not available on this"):
             front(tpu_cores=8)
 
 

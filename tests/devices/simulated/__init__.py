@@ -40,7 +40,9 @@ def load(name: str = NAME) -> types.ModuleType:
     module: types.ModuleType = _device_module(name)
     torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
     sys.modules[f"torch.{name}"] = module
-    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    # torch's storages know some names, such as "hpu", from the start.
+    known = hasattr(torch.UntypedStorage, f"is_{name}")
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=not known)
     return module
 
 
@@ -61,6 +63,7 @@ def _device_module(name: str) -> Any:
     module.is_available = lambda: True
     module.is_initialized = lambda: bool(torch.ops.simulated.is_initialized())
     module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None  # the first tensor takes a device
     module.device_count = lambda: COUNT
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index

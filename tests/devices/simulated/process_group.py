@@ -74,6 +74,14 @@ class _HostGroup(_ProcessGroup):  # type: ignore[misc]
         options = options or dist.ReduceScatterOptions()
         return self._run("_reduce_scatter_base", output, _on_host(own), options)
 
+    def gather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        options = options or dist.GatherOptions()
+        return self._run("gather", outputs, _on_host(inputs), options)
+
+    def scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        options = options or dist.ScatterOptions()
+        return self._run("scatter", outputs, _on_host(inputs), options)
+
     def barrier(self, opts: Any = None) -> Any:
         self._gloo.barrier().wait()
         return self._done([])

@@ -34,6 +34,8 @@ class Capabilities:
             wraps, as a Module with manual optimization does in `training_step`.
         owns_clipping: the engine clips gradients itself, by `Strategy.components.step.clip`; the
             user's own calls of `Lite.clip_gradients` are refused.
+        gradient_clipping: gradients can be clipped before a step; False:
+            `Trainer(gradient_clip_val=...)` is refused.
         rebinds_optimizers: `Lite.setup(model, optimizer)` works with an optimizer made before
             sharding.
         sharded_state: model and optimizer state are spread over ranks: a load leaves a `LazyTensor`
@@ -61,6 +63,7 @@ class Capabilities:
     manual_backward: bool = True
     backward_in_forward: bool = True
     owns_clipping: bool = False
+    gradient_clipping: bool = True
     rebinds_optimizers: bool = True
     sharded_state: bool = False
     replicated: bool = True

@@ -136,6 +136,9 @@ class AcceleratorSpec(ComponentSpec):
     probe: str | Callable[[], Availability]
     priority: int = 0
     """`accelerator="auto"` takes the available one with the highest priority (CPU has 0)."""
+    own_strategies: bool = False
+    """Its devices need calls that only strategies made for them make: one that takes any
+    accelerator (`Capabilities.accelerators=None`) does not take this one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ def _leave_together(statuses: RankStatuses) -> None:
     A rank that waits in a collective waits for this one, in vain: then the run has failed.
     """
     if statuses.rank != 0:
+        statuses.exchange.wait_for_all_to_join(_PATIENCE)
         # Last, since rank 0 may end with the store as soon as it is done.
         statuses.leave()
         statuses.mark_done()

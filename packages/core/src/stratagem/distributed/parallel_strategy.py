@@ -136,11 +136,18 @@ class ParallelStrategy(Strategy):
         return rank, world_size
 
     def setup_environment(self) -> None:
-        """Read the ranks, set up the device, then join the process group."""
+        """Read the ranks, set up the device, then join the other ranks."""
         # Every rank of a node shares its cores: with all of them each, two ranks on two cores ran
         # 20 times slower.
         torch.set_num_threads(int(threads_per_rank(len(self.components.devices)).partition(",")[0]))
         super().setup_environment()
+        self.join_ranks()
+
+    def join_ranks(self) -> None:
+        """Join the process group; once the device is set up, on every rank.
+
+        What an engine's communication needs before that belongs before `super().join_ranks()`.
+        """
         join_process_group(
             self.communication_backend,
             self.ranks,

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ class ProcessGroupRanks(Ranks):
         >>> ranks.data_shard, ranks.data_groups
         ((0, 2), ((0, 1), (2, 3)))
     """
+
+    size_dtype: ClassVar[torch.dtype] = torch.int64
+    """Of the sizes of plain data, in bytes, that ranks tell each other on their devices."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class ProcessGroupRanks(Ranks):
         """Return rank `src`'s data; see `Ranks.broadcast`."""
         device = self._device()
         encoded = plain_data.encode(data) if self.global_rank == src else torch.empty(0)
-        size = torch.tensor(encoded.numel(), device=device)
+        size = torch.tensor(encoded.numel(), dtype=self.size_dtype, device=device)
         dist.broadcast(size, src)
         if self.global_rank == src:
             message = encoded.to(device)
@@ -122,7 +125,7 @@ class ProcessGroupRanks(Ranks):
         """Return every rank's plain data; see `Ranks.gather_plain`."""
         device = self._device()
         encoded = plain_data.encode(data).to(device)
-        sizes = self.all_gather(torch.tensor(encoded.numel()))
+        sizes = self.all_gather(torch.tensor(encoded.numel(), dtype=self.size_dtype))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
         padded[: encoded.numel()] = encoded
         rows = self.all_gather(padded)
@@ -130,7 +133,7 @@ class ProcessGroupRanks(Ranks):
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes on rank 0; see `Ranks.gather_bytes`."""
-        size = int(self.all_reduce(torch.tensor(len(data)), "max"))
+        size = int(self.all_reduce(torch.tensor(len(data), dtype=self.size_dtype), "max"))
         message = _padded(data, size).to(self._device())
         received = None
         if self.is_global_zero:
@@ -141,7 +144,8 @@ class ProcessGroupRanks(Ranks):
     def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
         """Return this rank's part of what rank 0 has; see `Ranks.scatter_bytes`."""
         device = self._device()
-        size = torch.tensor(max(map(len, parts), default=0), device=device)
+        longest = max(map(len, parts), default=0)
+        size = torch.tensor(longest, dtype=self.size_dtype, device=device)
         dist.broadcast(size, 0)
         messages = None
         if self.is_global_zero:
@@ -223,8 +227,11 @@ def join_process_group(
             world_size=ranks.world_size,
             timeout=limit,
         )
+    statuses = _watch_status(store, ranks, timeout)
+    if ranks.world_size > 1:
+        statuses.exchange.mark_joined()
     # Threads of a live process group can abort the interpreter's shutdown.
-    at_end_of_rank(partial(leave_process_group, _watch_status(store, ranks, timeout)))
+    at_end_of_rank(partial(leave_process_group, statuses))
 
 
 def _join_store(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -270,6 +271,24 @@ class StatusExchange:
             return None
         first = self._store.get("errors").partition(b",")[0].decode()
         return RankStatus(**json.loads(self._store.get(f"error/{first}")))
+
+    def mark_joined(self) -> None:
+        """Tell that this rank is connected to all others; the last one tells all."""
+        with contextlib.suppress(RuntimeError):  # it is busy: who leaves first waits longer
+            if self._store.add("joined", 1) == self._world_size:
+                self._store.set("all joined", "")
+
+    def wait_for_all_to_join(self, seconds: float) -> None:
+        """Return once all ranks are connected, or this time has gone by.
+
+        A rank that left before would close connections that another one is still making.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        end = time.monotonic() + seconds
+        while not self._store.check(["all joined"]) and time.monotonic() < end:
+            time.sleep(0.005)
 
     def mark(self, how: str) -> None:
         """Write down that this rank's script is over, "done" or "failed".

@@ -40,7 +40,8 @@ class LiteModule(nn.Module):
         self.__dict__["_context"] = precision.forward_context()
         self.__dict__["_convert_input"] = precision.input_converter()
         self.__dict__["_convert_output"] = precision.output_converter()
-        # Nothing wraps or hooks the model and nothing is converted: it is called as it is.
+        # Nothing wraps or hooks the model, to train it or to evaluate it, and nothing is converted:
+        # it is called as it is.
         self.__dict__["_is_wrapped"] = prepared.module is not prepared.original or bool(
             prepared.module._forward_pre_hooks
         )

@@ -26,6 +26,7 @@ from stratagem.plan.selection import (
     given,
     selection_of,
     takes,
+    uses,
 )
 
 ASYNC = "async"
@@ -85,7 +86,7 @@ def _best_accelerator(
     accelerators.sort(key=lambda each: each[1].priority, reverse=True)
     refused = []
     for candidate, spec in accelerators:
-        if wanted is not None and not takes(wanted.accelerators, selection_of(candidate, "")):
+        if wanted is not None and not uses(wanted, selection_of(candidate, "")):
             refused.append(f"{spec.name} (not for this strategy)")
             continue
         found = question.probe(spec)

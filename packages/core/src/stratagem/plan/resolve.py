@@ -35,6 +35,7 @@ from stratagem.plan.selection import (
     either,
     preset_of,
     takes,
+    uses,
 )
 
 
@@ -134,7 +135,7 @@ def _auto_strategy(
             candidate.spec.name
             for candidate in question.registry.candidates("strategy")
             if isinstance(candidate.spec, StrategySpec)
-            and takes(candidate.spec.capabilities.accelerators, accelerator)
+            and uses(candidate.spec.capabilities, accelerator)
             and (candidate.spec.capabilities.many_devices or not several)
         )
     )
@@ -185,6 +186,18 @@ def _check_strategy(
             f"{either(capabilities.accelerators)}, received accelerator={accelerator.name!r}: "
             "change one of the two"
         )
+    if not uses(capabilities, accelerator):
+        raise ConfigurationError(
+            f"accelerator={accelerator.name!r} takes strategies that were made for it alone, "
+            f"{either(_strategies_of(question, accelerator))}; received {strategy.name!r}: change "
+            "one of the two"
+        )
+    steps = question.request.step_options
+    if not capabilities.gradient_clipping and steps is not None and steps.clip is not None:
+        raise ConfigurationError(
+            f"the strategy {strategy.name!r} cannot clip gradients, received gradient_clip_val="
+            f"{steps.clip.value}: leave it out, or use another strategy"
+        )
     if len(devices) > 1 and not capabilities.many_devices:
         raise ConfigurationError(
             f"the strategy {strategy.name!r} uses one device, received devices="
@@ -196,6 +209,17 @@ def _check_strategy(
             f"the strategy {strategy.name!r} runs on one node, received num_nodes={num_nodes}: "
             "pass num_nodes=1, or a strategy for several nodes such as 'ddp'"
         )
+
+
+def _strategies_of(question: Question, accelerator: Selection) -> tuple[str, ...]:
+    """Return the names of the strategies that were made for an accelerator."""
+    return tuple(
+        candidate.spec.name
+        for candidate in question.registry.candidates("strategy")
+        if isinstance(candidate.spec, StrategySpec)
+        and candidate.spec.capabilities.accelerators is not None
+        and takes(candidate.spec.capabilities.accelerators, accelerator)
+    )
 
 
 def _check_world(

@@ -159,6 +159,13 @@ def takes(accepted: tuple[str, ...] | None, accelerator: Selection) -> bool:
     return not names.isdisjoint(accepted)
 
 
+def uses(capabilities: Capabilities, accelerator: Selection) -> bool:
+    """Whether a strategy of these capabilities can use an accelerator."""
+    if capabilities.accelerators is None:
+        return not getattr(accelerator.source, "own_strategies", False)
+    return takes(capabilities.accelerators, accelerator)
+
+
 def either(names: tuple[str, ...] | None) -> str:
     """Return names as an error lists them."""
     return " or ".join(repr(name) for name in names or ())

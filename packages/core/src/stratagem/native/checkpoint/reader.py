@@ -120,7 +120,8 @@ def _check_exists(path: paths.Location) -> None:
     if paths.exists(path):
         return
     folder = paths.parent(path)
-    there = sorted(paths.name_of(entry.path) for entry in catalog.find_all([folder]))
+    found = [entry.path for entry in catalog.find_all([folder])]
+    there = sorted(paths.name_of(each) for each in found if paths.exists(each))
     raise CheckpointNotFoundError(
         f"there is no checkpoint at {str(path)!r}; in {str(folder)!r} there are: "
         f"{', '.join(there) or 'none'}"

@@ -169,7 +169,8 @@ class DDPStrategy(ParallelStrategy):
                 f"{self.accelerator.name!r} does not have: pass sync_batchnorm=True, which gives "
                 "them a forward that runs here too"
             )
-        device_ids = None if self.accelerator.is_host else [self.device]
+        # There is none to choose by where devices carry no index.
+        device_ids = None if self.device.index is None else [self.device]
         arguments: dict[str, Any] = dict(self.ddp_arguments)
         if self.communication_hook.needs_one_bucket(self.communication_backend):
             arguments["bucket_cap_mb"] = self._size_of_one_bucket(arguments["bucket_cap_mb"])
