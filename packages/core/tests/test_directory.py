@@ -156,7 +156,7 @@ def test_plain_dcp_reads_the_tensors(fsdp: tuple[Path, Any]) -> None:
     moment = "optimizer.state.3.bias.exp_avg"
     targets = {"model.0.weight": torch.zeros(33, 7), moment: torch.ones(5)}
     with pytest.warns(UserWarning, match="single process"):
-        dcp_load(targets, checkpoint_id=fsdp[0])
+        dcp_load(targets, checkpoint_id=fsdp[0], no_dist=True)
     assert torch.equal(targets["model.0.weight"], whole["model"]["0.weight"])
     expected = whole["optimizer"]["state"]["3.bias"]["exp_avg"]
     assert torch.equal(targets[moment], expected)
@@ -166,7 +166,7 @@ def test_a_directory_of_plain_dcp_is_read(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"model": {"weight": weight}, "counts": [torch.ones(2)]}
     with pytest.warns(UserWarning, match="single process"):
-        dcp_save(state, checkpoint_id=tmp_path / "plain")
+        dcp_save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
     loaded = SingleFileCheckpointIO().load_checkpoint(tmp_path / "plain")
     assert torch.equal(loaded["model"]["weight"], weight)
     assert torch.equal(loaded["counts"][0], torch.ones(2))
@@ -174,7 +174,7 @@ def test_a_directory_of_plain_dcp_is_read(tmp_path: Path) -> None:
 
 def test_objects_of_plain_dcp_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="single process"):
-        dcp_save({"a": torch.ones(1), "epoch": 3}, checkpoint_id=tmp_path / "plain")
+        dcp_save({"a": torch.ones(1), "epoch": 3}, checkpoint_id=tmp_path / "plain", no_dist=True)
     with pytest.raises(CheckpointCorruptError, match=r"no tensors: epoch; loading them would"):
         SingleFileCheckpointIO().load_checkpoint(tmp_path / "plain")
 

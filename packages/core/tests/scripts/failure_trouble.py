@@ -6,7 +6,7 @@ import torch
 from stratagem import Lite
 from stratagem.strategies import DDPStrategy
 
-lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=4))
+lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=8))
 lite.launch()
 model = torch.nn.Linear(4, 4)
 model, optimizer = lite.setup(model, torch.optim.SGD(model.parameters(), 0.1))
