@@ -41,7 +41,6 @@ class ShardReader:
         layout: contents of its `.metadata`.
 
     Attributes:
-        tensors: by name, to be read.
         paths: where each stands in the checkpoint.
         objects: names of what was saved as other objects than tensors.
         files: names of those that the tensors lie in.
@@ -60,8 +59,7 @@ class ShardReader:
             for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        self.tensors = {name: _Saved(self, name, entry) for name, entry in self._entries.items()}
-        self.objects = [name for name in entries if name not in self.tensors]
+        self.objects = [name for name in entries if name not in self._entries]
         given = self._metadata.planner_data
         self.paths: dict[str, tuple[Any, ...]] = {
             name: given[name] if isinstance(given, dict) and name in given else (name,)
@@ -71,10 +69,21 @@ class ShardReader:
         self.files = {info.relative_path for info in self._metadata.storage_data.values()}
         self._check_places()
 
+    @property
+    def tensors(self) -> dict[str, _Saved]:
+        """By name, to be read.
+
+        They hold the reader, with the files that it has mapped, and it does not hold them: what was
+        removed gives its place on the disk back as soon as nobody reads it.
+        """
+        return {name: _Saved(self, name, entry) for name, entry in self._entries.items()}
+
     def read(self, name: str, target: Tensor | Shards) -> None:
         """Fill a tensor, or chunks of it."""
         if isinstance(target, Tensor):
-            target = Shards(self.tensors[name].shape, target.dtype, [((0,) * target.ndim, target)])
+            target = Shards(
+                tuple(self._entries[name].size), target.dtype, [((0,) * target.ndim, target)]
+            )
         chunks = {offsets: chunk for offsets, chunk in target.chunks if chunk.numel()}
         wanted = [ChunkStorageMetadata(torch.Size(o), chunk.shape) for o, chunk in chunks.items()]
         entry = self._entries[name]
