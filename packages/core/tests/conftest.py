@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 # Unbuffered, a line is written in two pieces, between which another rank may write.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -37,7 +38,7 @@ RANK_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def _global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test sees the seed, the dtype or the variables that another one set."""
+    """No test sees the seed, the dtype, the process group or the variables that another one set."""
     for variable in RANK_VARIABLES:
         # Set first, so that monkeypatch also removes what the test sets itself.
         monkeypatch.setenv(variable, "")
@@ -47,6 +48,9 @@ def _global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert torch.get_default_dtype() is torch.float32, "a test changed the default dtype"
     assert torch.is_grad_enabled(), "a test left gradients off"
     assert not torch.is_inference_mode_enabled(), "a test left inference mode on"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("a test left its process group")
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem.data.epoch_order import Indices, Order, Reshard, has_exact_length, order_of
+from stratagem.data.epoch_order import Indices, has_exact_length
 from stratagem.data.index_sequence import RULES, TORCH
+from stratagem.data.resharding import Order, Reshard, order_of
 from stratagem.data.sharding import length_of
 from stratagem.rng import generator_states, generators_of, rng_state, set_generator_states
 

@@ -113,7 +113,10 @@ def _fill(
         get_file(f"/proc/self/fd/{descriptor}")
         received = os.fstat(descriptor).st_size
         if size is not None and received != size:
-            raise OSError(f"{received} bytes came of an object that was said to have {size}")
+            raise OSError(
+                f"{received} bytes came of an object that was said to have {size}: if it is being "
+                "written, load it once that is done; otherwise its server is not to be trusted"
+            )
     finally:
         if found.st_nlink:
             with suppress(FileNotFoundError):  # who cleans up temporary files was quicker

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _NO_END_OF_EPOCH = (
-    "on_train_batch_start returned -1, which does not end the epoch here: pass "
+    "on_train_batch_start returned -1, which does not end the epoch here; expected None: pass "
     "limit_train_batches=..., or set trainer.should_stop = True to end training after this step"
 )
 
@@ -149,7 +149,8 @@ class Step(TrainStep):
             self._logged.counts = self._weight != 0.0
         self._batch = self._logged.batch = batch
         for hook in self._on_batch_start:
-            if hook(batch, self.batch_idx) == -1:
+            returned = hook(batch, self.batch_idx)
+            if type(returned) is int and returned == -1:
                 raise UserCodeError(_NO_END_OF_EPOCH)
         return batch
 
