@@ -62,14 +62,47 @@ class Outcome:
             raise AssertionError(f"{name}: {error}\n({about})") from None
 
 
+class Reference:
+    """What single_device comes to; each check is run once, whatever the strategies compared.
+
+    Args:
+        folder: an empty one.
+        deadline: seconds that a check may take.
+    """
+
+    def __init__(self, folder: Path, deadline: float = 60.0) -> None:
+        self.folder = folder
+        self.deadline = deadline
+        self._ran: dict[tuple[Target, str], _Ran] = {}
+        self._folders: dict[Target, Path] = {}
+
+    def of(self, target: Target, names: Sequence[str]) -> tuple[Path, dict[str, _Ran]]:
+        """Return the folder, and what came of some checks for a target; run what is missing."""
+        plain = replace(
+            target, strategy=REFERENCE, devices=1, parts=1, tolerance=0.0, equal=True
+        )
+        own = self._folders.setdefault(plain, self.folder / f"reference{len(self._folders)}")
+        missing = [name for name in names if (plain, name) not in self._ran]
+        if missing:
+            # All at once: what takes time is the start of a process.
+            missing = [n for n, c in CHECKS.items() if c.reference and (plain, n) not in self._ran]
+            self._ran.update(_run([(plain, name) for name in missing], own, own, self.deadline))
+        return own, {name: self._ran[plain, name] for name in names}
+
+
 def run_checks(
-    items: Sequence[Item], folder: Path, *, deadline: float = 60.0
+    items: Sequence[Item],
+    folder: Path,
+    *,
+    reference: Reference | None = None,
+    deadline: float = 60.0,
 ) -> dict[Item, Outcome]:
     """Run checks on ranks of their targets, which all have as many devices.
 
     Args:
         items: in which order.
         folder: an empty one; files of the ranks are left there.
+        reference: shared with other calls; None: one of its own.
         deadline: seconds that a check may take.
 
     Returns:
@@ -79,12 +112,8 @@ def run_checks(
     outcomes: dict[Item, Outcome] = {}
     together = [item for item in items if not CHECKS[item[1]].alone]
     names = list(dict.fromkeys(name for _, name in items if CHECKS[name].reference))
-    reference_folder = folder / "reference"
-    references: dict[str, _Ran] = {}
-    if names:
-        plain = replace(items[0][0], strategy=REFERENCE, devices=1, parts=1)
-        told = _run([(plain, name) for name in names], reference_folder, reference_folder, deadline)
-        references = {name: told[plain, name] for name in names}
+    reference = reference or Reference(folder, deadline)
+    reference_folder, references = reference.of(items[0][0], names)
     groups = [together, *([item] for item in items if CHECKS[item[1]].alone)]
     for number, group in enumerate(group for group in groups if group):
         own = folder / f"ranks{number}"

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +36,16 @@ PATCHABLE: tuple[Any, ...] = (
 )
 """Where a function that is replaced would change what everybody else's code does."""
 
-_OF_A_LAUNCH = ("STRATAGEM_", "TORCHELASTIC_", "MASTER_", "OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE")
+_OF_A_LAUNCH = (
+    *("STRATAGEM_", "TORCHELASTIC_", "MASTER_", "OMP_NUM_THREADS"),
+    # What torch reads: when it allocates, when it makes a group, and where it compiles to.
+    *("THP_MEM_ALLOC_ENABLE", "GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_"),
+)
 _OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-"""Variables that a launch sets; the one for huge pages is what torch reads when it allocates."""
+"""Variables that a launch or torch sets."""
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = "stratagem-"
+"""What names of the launch's own threads begin with."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +110,14 @@ class Surroundings:
             if self.variables.get(name) != now.variables.get(name)
         ]
         changed += [
-            f"the thread {name}" for key, name in now.threads.items() if key not in self.threads
+            f"the thread {name}"
+            for key, name in now.threads.items()
+            if key not in self.threads and not name.startswith(_OURS)
         ]
         changed += [
             f"{place} was replaced by {now.functions.get(place)!r}"
             for place, function in self.functions.items()
-            if now.functions.get(place) is not function
+            if now.functions.get(place) is not function and not _is_of_torch(now, place)
         ]
         changed += [
             f"{what}: {value} before, now {now.modes[what]}"
@@ -122,6 +132,12 @@ class Surroundings:
 
 def _is_of_a_launch(name: str) -> bool:
     return name.startswith(_OF_A_LAUNCH) or name in _OF_A_RANK
+
+
+def _is_of_torch(now: Surroundings, place: str) -> bool:
+    """Whether what stands there is torch's own code: it wraps some functions when first used."""
+    code = getattr(now.functions.get(place), "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH)
 
 
 def _name(owner: Any) -> str:

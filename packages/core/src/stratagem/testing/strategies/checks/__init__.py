@@ -13,7 +13,7 @@ MODULES = (
     "lite",
     "life",
     "capabilities",
-    "surroundings",
+    "end",
 )
 
 
