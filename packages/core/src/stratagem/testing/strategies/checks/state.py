@@ -202,8 +202,9 @@ def _judge_round_trip(found: Found) -> None:
         )
         for what, meaning in what_it_is.items():
             loaded = told["loaded"][what]
-            # Rank 0's is saved; the others may have left that to it.
-            saved = found.ranks[0]["saved"][what] if loaded else loaded
+            # Buffers may differ, of which rank 0's are saved; others may leave saving to it.
+            of = found.ranks[0] if what == "model" and loaded else told
+            saved = of["saved"][what]
             where = _first_difference(saved, loaded)
             assert where is None, f"{meaning}: they differ at {where} on rank {rank}"
     model, expected = found.ranks[0]["saved"]["model"], initial("batch_norm")

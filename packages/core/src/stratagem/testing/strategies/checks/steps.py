@@ -127,17 +127,15 @@ def _fault(
 
 def _meaning(factor: float, parts: int, count: int) -> str:
     """Return what a factor says about a gradient."""
-    known = {
-        float(parts): "gradients are summed over ranks instead of averaged",
-        1 / parts: "gradients are divided by the number of ranks twice",
-        float(count): "the loss is not divided by the number of micro-batches",
-        1 / count: "the loss is divided by the number of micro-batches twice",
-        2.0: "the step was taken twice, or gradients were counted twice",
-    }
-    for value, said in known.items():
-        if value != 1.0 and abs(factor - value) < 1e-2 * value:
-            return said
-    return "the loss is scaled on its way"
+    known = (
+        (float(parts), "gradients are summed over ranks instead of averaged"),
+        (1 / parts, "gradients are divided by the number of ranks twice"),
+        (float(count), "the loss is not divided by the number of micro-batches"),
+        (1 / count, "the loss is divided by the number of micro-batches twice"),
+        (2.0, "the step was taken twice"),
+    )
+    said = [said for value, said in known if value != 1.0 and abs(factor / value - 1) < 1e-2]
+    return ", or ".join(said) or "the loss is scaled on its way"
 
 
 def _register(name: str, about: str, count: int, algorithm: str = "") -> None:
