@@ -20,20 +20,24 @@ from stratagem.testing.strategies.target import find
 FEATURES = 6
 GLOBAL_BATCH = 8
 """Samples of a batch over all ranks together."""
+_MOST = 64
+"""The most samples that there are."""
 
 
 class Numbered(Dataset[Any]):
     """Samples (number, inputs, target), the same in every process.
 
     Args:
-        samples: how many.
+        samples: how many, at most 64.
     """
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(samples, FEATURES, generator=generator)
-        noise = torch.randn(samples, 1, generator=generator)
-        self.targets = self.inputs.sum(1, keepdim=True).sin() + 0.5 * noise
+        # All of them, so that a sample is the same however many there are.
+        inputs = torch.randn(_MOST, FEATURES, generator=generator)
+        noise = torch.randn(_MOST, 1, generator=generator)
+        self.inputs = inputs[:samples]
+        self.targets = (inputs.sum(1, keepdim=True).sin() + 0.5 * noise)[:samples]
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -83,18 +87,30 @@ class _Tied(nn.Module):
 
 
 class _Repeated(nn.Module):
-    """One module called three times in a step, and a parameter without a dimension."""
+    """One module called three times in a step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(FEATURES, FEATURES)
         self.last = nn.Linear(FEATURES, 1)
-        self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(3):
             x = torch.tanh(self.layer(x))
-        output: Tensor = self.last(x) * self.scale
+        output: Tensor = self.last(x)
+        return output
+
+
+class _Scalar(nn.Module):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) * self.scale
         return output
 
 
@@ -138,6 +154,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "frozen": frozen,
     "unused": _Unused,
     "repeated": _Repeated,
+    "scalar": _Scalar,
     "dropout": dropout,
 }
 """What a model's name stands for."""
@@ -224,7 +241,7 @@ def plain_gradient(samples: list[list[int]], model: str = "dense") -> list[list[
         samples: numbers of the samples in each batch.
         model: its name.
     """
-    data = Numbered(64)
+    data = Numbered(_MOST)
     gradients = []
     for numbers in samples:
         net = build(model)

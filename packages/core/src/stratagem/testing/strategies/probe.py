@@ -130,11 +130,11 @@ class Probe:
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the tensors of a state as lists of numbers."""
+    """Return the tensors of a state as lists of numbers, without those that lie elsewhere."""
     return {
         name: value.detach().to("cpu", torch.float64).flatten().tolist()
         for name, value in state.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and value.numel()
     }
 
 

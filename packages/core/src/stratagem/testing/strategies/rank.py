@@ -57,10 +57,17 @@ class Session:
         items = tuple((index, name) for index, name in told.pop("items"))
         return cls(**told, targets=targets, items=items)
 
-    def folder_of(self, item: int, root: str = "") -> Path:
-        """Return the folder of an item, which depends on the check and the target only."""
-        index, name = self.items[item]
-        return Path(root or self.folder) / f"{index}.{name.replace('/', '.').replace(' ', '_')}"
+    def folder_of(self, item: int, root: str = "", *, index: int | None = None) -> Path:
+        """Return the folder of an item, which depends on the check and the target only.
+
+        Args:
+            item: which.
+            root: of another session; "": of this one.
+            index: of the target there; None: as here.
+        """
+        own, name = self.items[item]
+        place = own if index is None else index
+        return Path(root or self.folder) / f"{place}.{name.replace('/', '.').replace(' ', '_')}"
 
     def result(self, item: int, rank: int) -> Path:
         """Return where a rank writes what it has found."""
@@ -102,7 +109,7 @@ def _run(lite: Lite, path: str, before: Surroundings | None) -> None:
             rank,
             world_size,
             folder,
-            session.folder_of(item, session.reference),
+            session.folder_of(item, session.reference, index=0),
         )
         check = CHECKS[name]
         run = check.after if session.after else check.run

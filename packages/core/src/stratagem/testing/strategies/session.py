@@ -78,9 +78,7 @@ class Reference:
 
     def of(self, target: Target, names: Sequence[str]) -> tuple[Path, dict[str, _Ran]]:
         """Return the folder, and what came of some checks for a target; run what is missing."""
-        plain = replace(
-            target, strategy=REFERENCE, devices=1, parts=1, tolerance=0.0, equal=True
-        )
+        plain = replace(target, strategy=REFERENCE, devices=1, parts=1, tolerance=0.0, equal=True)
         own = self._folders.setdefault(plain, self.folder / f"reference{len(self._folders)}")
         missing = [name for name in names if (plain, name) not in self._ran]
         if missing:
@@ -246,7 +244,9 @@ def _collect(
             + f"{where}\n--- stderr\n{ended.stderr[-6000:]}"
         )
     if errors:
-        who = "every rank" if len(errors) == world_size else f"rank(s) {', '.join(map(str, errors))}"
+        who = (
+            "every rank" if len(errors) == world_size else f"rank(s) {', '.join(map(str, errors))}"
+        )
         return [], f"{who} raised {next(iter(errors.values()))['error']}{where}"
     return values, ""
 

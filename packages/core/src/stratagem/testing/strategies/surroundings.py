@@ -155,4 +155,3 @@ def _groups() -> int:
         return 0
     world: Any = dist.distributed_c10d._world
     return len(world.pg_map)
-

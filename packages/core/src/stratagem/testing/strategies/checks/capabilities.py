@@ -62,9 +62,7 @@ def _judge_refusals(found: Found) -> None:
     if not can.multi_node:
         refused(found, "num_nodes=2", "multi_node=False", told["several nodes"], "node")
     if not can.gradient_clipping:
-        refused(
-            found, "gradient_clip_val=0.5", "gradient_clipping=False", told["clipping"], "clip"
-        )
+        refused(found, "gradient_clip_val=0.5", "gradient_clipping=False", told["clipping"], "clip")
     else:
         assert told["clipping"] is None, (
             "gradient_clipping=True in the capabilities, and gradient_clip_val was refused: "
@@ -160,7 +158,13 @@ def _judge_manual(found: Found) -> None:
                 f"{said['kind']}: {said['text']}"
             )
     if can.manual_backward and can.backward_in_forward:
-        judge_losses(found)
+        try:
+            judge_losses(found)
+        except AssertionError as error:
+            raise AssertionError(
+                "backward_in_forward=True in the capabilities, and manual optimization does not "
+                f"train as automatic does\n{error}"
+            ) from None
 
 
 @check(
@@ -188,8 +192,6 @@ def _rebinds(probe: Probe) -> dict[str, Any]:
         told["changed"] = losses[0] != losses[1]
 
     return {"refused": probe.said(train), **told}
-
-
 
 
 def _judge_rebinds(found: Found) -> None:

@@ -103,7 +103,11 @@ def _broadcast(probe: Probe) -> list[Any]:
     ranks = probe.lite().ranks
     received = []
     for src in range(probe.world_size):
-        own = {"rank": probe.rank, "values": torch.tensor(_of(probe.rank)), "more": [probe.rank] * 3}
+        own = {
+            "rank": probe.rank,
+            "values": torch.tensor(_of(probe.rank)),
+            "more": [probe.rank] * 3,
+        }
         data = ranks.broadcast(own, src)
         received.append([data["rank"], data["values"].tolist(), list(data["more"])])
     return received

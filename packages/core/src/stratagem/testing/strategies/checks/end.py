@@ -29,7 +29,8 @@ def _end(probe: Probe) -> dict[str, Any]:
 def _judge_end(found: Found) -> None:
     ended = found.ended
     assert ended.exit_code is not None, (
-        f"the ranks did not end within {ended.seconds:.0f} s after training:\n{ended.stderr[-3000:]}"
+        f"the ranks did not end within {ended.seconds:.0f} s after training:\n"
+        f"{ended.stderr[-3000:]}"
     )
     assert ended.exit_code == 0, (
         f"the ranks ended with exit code {ended.exit_code}:\n{ended.stderr[-3000:]}"

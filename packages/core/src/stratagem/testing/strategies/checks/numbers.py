@@ -10,6 +10,8 @@ from stratagem.testing.strategies.models import MODELS, Learner
 from stratagem.testing.strategies.probe import Probe
 
 PRECISIONS = ("64-true", "bf16-mixed", "bf16-true")
+REFUSABLE = {"unused": "idle.weight", "scalar": "scale"}
+"""Models that a strategy may refuse, and the parameter that the refusal has to name."""
 LOSSES = tuple(name for name in MODELS if name != "dropout")
 
 
@@ -26,28 +28,30 @@ def _register_model(model: str) -> None:
     @check(
         f"losses/{model}",
         "the loss of each step is that of single_device on the same samples",
-        _judge_unused if model == "unused" else judge_losses,
+        (lambda found: _judge_or_refusal(found, REFUSABLE[model]))
+        if model in REFUSABLE
+        else judge_losses,
         reference=True,
     )
     def run(probe: Probe) -> dict[str, Any]:
         told: dict[str, Any] = {}
         refused = probe.said(lambda: told.update(_train(probe, model, **options)))
-        if refused is not None and model != "unused":
+        if refused is not None and model not in REFUSABLE:
             raise AssertionError(f"{refused['kind']}: {refused['text']}")
         return {**told, "refused": refused}
 
 
-def _judge_unused(found: Found) -> None:
-    """Trains as single_device does, or says which parameter it cannot do without."""
+def _judge_or_refusal(found: Found, parameter: str) -> None:
+    """Judge a model that trains as under single_device, or is refused by a parameter's name."""
     refusals = [told["refused"] for told in found.ranks]
     if not any(refusals):
         judge_losses(found)
         return
     assert all(refusals), f"only some ranks refused the model: {refusals}"
     for said in refusals:
-        assert "idle.weight" in said["text"], (
-            "a model with a layer that no forward pass uses ends in an error that does not name "
-            f"its parameters, such as 'net.idle.weight': {said['kind']}: {said['text']}"
+        assert parameter in said["text"], (
+            "this model ends in an error that does not name its parameters, such as "
+            f"'net.{parameter}': {said['kind']}: {said['text']}"
         )
 
 

@@ -80,7 +80,9 @@ def _fault(
     """Return what a wrong gradient is, in words."""
     parts = len(alone)
     if len(own) != len(expected):
-        return f"a gradient of {len(own)} elements, expected {len(expected)}: the state is not whole"
+        return (
+            f"a gradient of {len(own)} elements, expected {len(expected)}: the state is not whole"
+        )
     if not norm(own):
         return "nothing: no step was taken, or the model that was stepped is another one"
     limit = LIMIT.get(algorithm, 0.0)
@@ -96,21 +98,22 @@ def _fault(
                    "when all are there"] = mean(
             [clipped(mean(micro), limit, algorithm) for micro in zip(*alone, strict=True)]
         )  # fmt: skip
+        other = "norm" if algorithm == "value" else "value"
+        candidates[f"a gradient that was clipped by {other} and not by {algorithm}"] = clipped(
+            whole, limit, other
+        )
         for name, factor in (("multiplied", parts), ("divided", 1 / parts)):
             candidates[f"a gradient that was clipped while {name} by {parts} (the ranks)"] = [
                 value / factor for value in clipped([factor * v for v in whole], limit, algorithm)
             ]
     candidates["the gradient of this rank's samples alone: gradients are not averaged over "
                "ranks"] = mean(alone[0])  # fmt: skip
-    candidates["the gradient of the last micro-batch alone: the ones before are lost"] = mean(
-        [part[-1] for part in alone]
-    )
-    candidates["the gradient of the first micro-batch alone: the later ones are lost"] = mean(
-        [part[0] for part in alone]
-    )
     for said, candidate in candidates.items():
         if not close(candidate, expected, 1e-4) and close(own, candidate, 1e-4):
             return said
+    for which, position in (("last", -1), ("first", 0)):
+        if count > 1 and ratio(own, mean([part[position] for part in alone])) is not None:
+            return f"the gradient of the {which} micro-batch alone: the others are lost"
     if algorithm == "norm":
         return (
             f"a gradient with the norm {norm(own):.5g}, expected {norm(expected):.5g} (the limit "
@@ -171,10 +174,10 @@ def _register(name: str, about: str, count: int, algorithm: str = "") -> None:
 
 
 _register("gradient", "a step applies the mean gradient over all samples of all ranks", 1)
+_register("accumulation", "micro-batches of a step count equally, whichever rank they are on", 3)
 _register(
-    "accumulation", "micro-batches of a step count equally, whichever rank they are on", 3
+    "clip norm", "gradients are clipped by their norm over all parameters and ranks", 1, "norm"
 )
-_register("clip norm", "gradients are clipped by their norm over all parameters and ranks", 1, "norm")
 _register("clip value", "each element of the mean gradient is clipped", 1, "value")
 _register("accumulation and clip", "clipping comes once, after the last micro-batch", 3, "norm")
 
