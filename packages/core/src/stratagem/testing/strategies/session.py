@@ -1,4 +1,4 @@
-"""Sessions: ranks started once for many checks, watched, and ended; what they found is collected."""
+"""Sessions: ranks started once for many checks, and watched; what they have found is collected."""
 
 from __future__ import annotations
 
@@ -121,6 +121,23 @@ def run_checks(
         for item in group:
             outcomes[item] = _outcome(item, ran[item], references, after.get(item))
     return outcomes
+
+
+def failures(target: Target, folder: Path) -> dict[str, str]:
+    """Run all checks on a strategy, without pytest; return what those that fail say, by name.
+
+    Args:
+        target: what is tested.
+        folder: an empty one; files of the ranks are left there.
+    """
+    load_checks()
+    said = {}
+    for (_, name), outcome in run_checks([(target, name) for name in CHECKS], folder).items():
+        try:
+            outcome.judge(name)
+        except AssertionError as error:
+            said[name] = str(error)
+    return said
 
 
 class _Ran:

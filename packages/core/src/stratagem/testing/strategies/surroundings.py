@@ -1,4 +1,4 @@
-"""What a process has besides its models, and what has changed of it: variables, threads, patches."""
+"""What a process has besides its models, and what of it has changed: variables, threads, code."""
 
 from __future__ import annotations
 
