@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,6 +139,48 @@ def test_what_a_strategy_leaves_at_its_end_is_found(
     text = said(run_checks([one], tmp_path)[one], check)
     assert text.startswith(f"{check}: ")
     assert phrase in text
+
+
+HEAVY = """
+import torch
+from stratagem.discovery import StrategySpec, hookimpl
+
+@hookimpl
+def stratagem_components():
+    target = "stratagem.native.strategies.single_device:SingleDeviceStrategy"
+    return [StrategySpec(name="heavy", target=target, api_version=1, summary="Heavy")]
+"""
+JUDGE = """
+import sys
+from pathlib import Path
+from stratagem.testing.strategies.session import run_checks
+from stratagem.testing.strategies.target import Target
+
+if __name__ == "__main__":
+    item = Target(strategy="heavy"), "plugin/light import"
+    try:
+        run_checks([item], Path(sys.argv[1]))[item].judge(item[1])
+    except AssertionError as error:
+        print(error)
+"""
+
+
+def test_a_plugin_module_that_imports_torch_is_found(
+    tmp_path: Path, run_script: Callable[..., Any]
+) -> None:
+    site = tmp_path / "site"
+    metadata = site / "heavy-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "heavy_plugin.py").write_text(HEAVY)
+    (metadata / "entry_points.txt").write_text("[stratagem.backends]\nheavy = heavy_plugin\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: heavy\nVersion: 1.0\nRequires-Dist: stratagem-core>=0.1\n"
+    )
+    finished = run_script(
+        JUDGE, str(tmp_path / "ranks"), env={"PYTHONPATH": str(site)}, timeout=240
+    )
+    expected = "plugin/light import: importing the plugin module heavy_plugin imports torch"
+    assert finished.stdout.startswith(expected)
 
 
 def test_there_are_at_least_thirty() -> None:

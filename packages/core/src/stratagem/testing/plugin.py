@@ -23,7 +23,7 @@ def stratagem_outcomes(
     kind = request.cls
     target = kind.target()
     names = [
-        item.callspec.params["check"]
+        str(item.callspec.params["check"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.cls is kind and hasattr(item, "callspec")
     ]

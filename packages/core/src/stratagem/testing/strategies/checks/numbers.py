@@ -23,7 +23,7 @@ def _train(probe: Probe, model: str, optimizer: str = "momentum", **options: Any
 
 def _register_model(model: str) -> None:
     # Statistics of batch norm over all ranks are what one process has.
-    options = {"sync_batchnorm": True} if model == "batch_norm" else {}
+    options: dict[str, Any] = {"sync_batchnorm": True} if model == "batch_norm" else {}
 
     @check(
         f"losses/{model}",

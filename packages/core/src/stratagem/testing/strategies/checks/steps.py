@@ -119,13 +119,13 @@ def _fault(
             f"a gradient with the norm {norm(own):.5g}, expected {norm(expected):.5g} (the limit "
             f"is {limit}): it was not clipped by the norm over all parameters and ranks"
         )
-    factor = ratio(own, expected)
-    if factor is None:
+    scale = ratio(own, expected)
+    if scale is None:
         return (
             "a gradient of another direction: not the mean over all ranks and micro-batches, or "
             "it was changed after"
         )
-    return f"{factor:.4g} times the gradient: {_meaning(factor, parts, count)}"
+    return f"{scale:.4g} times the gradient: {_meaning(scale, parts, count)}"
 
 
 def _meaning(factor: float, parts: int, count: int) -> str:
