@@ -462,8 +462,9 @@ class OwnBuffers(DDPStrategy):
     def __init__(self, **components: Any) -> None:
         super().__init__(broadcast_buffers=False, **components)
 
-    def evaluation(self, prepared: PreparedModel) -> AbstractContextManager[Any]:
-        return nullcontext()
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        yield
 
 
 class StaysInEvaluationMode(DDPStrategy):
