@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.strategies import ModelParallelStrategy
 from stratagem.testing import StrategyConformance
 from stratagem.testing.strategies.check import CHECKS
 
@@ -42,9 +43,14 @@ class TestDDPSharded(StrategyConformance):
     strategy = "ddp_sharded"
 
 
+def on_a_mesh() -> ModelParallelStrategy:
+    """Sharded over a mesh, without tensor parallelism: each model divides other layers for that."""
+    return ModelParallelStrategy(tensor_parallel_size=1)
+
+
 @pytest.mark.conformance
 class TestModelParallel(StrategyConformance):
-    strategy = "model_parallel"
+    strategy = on_a_mesh
 
 
 # ---------------------------------------------------------------- the guide for authors

@@ -179,8 +179,10 @@ def test_a_plugin_module_that_imports_torch_is_found(
     finished = run_script(
         JUDGE, str(tmp_path / "ranks"), env={"PYTHONPATH": str(site)}, timeout=240
     )
-    expected = "plugin/light import: importing the plugin module heavy_plugin imports torch"
-    assert finished.stdout.startswith(expected)
+    assert finished.stdout.startswith(
+        "plugin/light import: importing the plugin module heavy_plugin imports "
+    )
+    assert "torch (" in finished.stdout  # and numpy, where torch brings it along
 
 
 def test_there_are_at_least_thirty() -> None:

@@ -34,10 +34,10 @@ def _register_model(model: str) -> None:
         reference=True,
     )
     def run(probe: Probe) -> dict[str, Any]:
+        if model not in REFUSABLE:
+            return _train(probe, model, **options)
         told: dict[str, Any] = {}
         refused = probe.said(lambda: told.update(_train(probe, model, **options)))
-        if refused is not None and model not in REFUSABLE:
-            raise AssertionError(f"{refused['kind']}: {refused['text']}")
         return {**told, "refused": refused}
 
 
