@@ -75,6 +75,16 @@ def test_ranks_that_wait_for_one_another_end_with_where_each_is(
 
 
 @pytest.mark.slow
+def test_the_failure_of_a_rank_is_not_lost_in_a_finalizer(run_script: RunScript) -> None:
+    script = (SCRIPTS / "failure_finalizing.py").read_text()
+    finished = run_script(script, expect=1)
+    assert "begins" in finished.stdout
+    assert "Exception ignored" not in finished.stderr, finished.stderr
+    assert finished.stderr.count("rank 1 of 2 failed with exit code 3") == 1, finished.stderr
+    assert "NOT REACHED" not in finished.stderr
+
+
+@pytest.mark.slow
 def test_collectives_of_different_sizes_leave_the_stack_of_who_aborts(
     run_script: RunScript,
 ) -> None:
