@@ -63,9 +63,7 @@ def line_of(script: str, what: str) -> int:
 def test_ranks_that_wait_for_one_another_end_with_where_each_is(
     kind: str, said: list[str], run_script: RunScript, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
     finished = run_script(TROUBLE, kind, expect=1)
-    assert time.monotonic() - began < 45, "8 s of timeout, and the time to start and to ask"
     names = ("all_reduce", "broadcast", "sleep", "backward")
     lines = {name: line_of(TROUBLE, name) for name in names}
     for text in said:
