@@ -79,7 +79,6 @@ class Check:
         reference: whether `run` is also run under `single_device` before, to compare with.
         after: run under `single_device` when the ranks are gone, in the same folder; None: nothing.
         alone: needs ranks of its own, since it ends them.
-        asks: whether it applies to what a strategy can do; None: to all.
     """
 
     name: str
@@ -89,7 +88,6 @@ class Check:
     reference: bool = False
     after: Run | None = None
     alone: bool = False
-    asks: Callable[[Capabilities], bool] | None = None
 
 
 CHECKS: dict[str, Check] = {}
@@ -104,7 +102,6 @@ def check(
     reference: bool = False,
     after: Run | None = None,
     alone: bool = False,
-    asks: Callable[[Capabilities], bool] | None = None,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as a check; see `Check`."""
 
@@ -117,7 +114,6 @@ def check(
             reference=reference,
             after=after,
             alone=alone,
-            asks=asks,
         )
         return run
 

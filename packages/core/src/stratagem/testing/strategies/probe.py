@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -141,13 +140,6 @@ def flat(state: Mapping[str, Any]) -> dict[str, list[float]]:
 def initial(model: str) -> dict[str, list[float]]:
     """Return the state that a Learner of a model begins with."""
     return {f"net.{name}": value for name, value in flat(models.build(model).state_dict()).items()}
-
-
-def unwarned(action: Callable[[], Any]) -> Any:
-    """Return what an action returns, without its warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return action()
 
 
 def trained_names(net: nn.Module) -> list[str]:

@@ -15,7 +15,7 @@ from stratagem.testing.strategies.models import OPTIMIZERS, Learner, build
 from stratagem.testing.strategies.probe import Probe
 
 
-def refused(found: Found, what: str, capability: str, said: Any, *names: str) -> None:
+def refused(what: str, capability: str, said: Any, *names: str) -> None:
     """Check one refusal.
 
     Raises:
@@ -56,13 +56,11 @@ def _refusals(probe: Probe) -> dict[str, Any]:
 def _judge_refusals(found: Found) -> None:
     can, told = found.capabilities, found.ranks[0]
     if not can.many_devices:
-        refused(
-            found, "devices=4", "many_devices=False", told["several devices"], "device", "strategy"
-        )
+        refused("devices=4", "many_devices=False", told["several devices"], "device", "strategy")
     if not can.multi_node:
-        refused(found, "num_nodes=2", "multi_node=False", told["several nodes"], "node")
+        refused("num_nodes=2", "multi_node=False", told["several nodes"], "node")
     if not can.gradient_clipping:
-        refused(found, "gradient_clip_val=0.5", "gradient_clipping=False", told["clipping"], "clip")
+        refused("gradient_clip_val=0.5", "gradient_clipping=False", told["clipping"], "clip")
     else:
         assert told["clipping"] is None, (
             "gradient_clipping=True in the capabilities, and gradient_clip_val was refused: "
@@ -70,7 +68,6 @@ def _judge_refusals(found: Found) -> None:
         )
     if not can.replicated:
         refused(
-            found,
             "detect_divergence",
             "replicated=False",
             told["divergence"],
@@ -79,7 +76,7 @@ def _judge_refusals(found: Found) -> None:
     if can.launchers is not None:
         for name, said in told["launchers"].items():
             if name not in can.launchers and found.target.devices > 1:
-                refused(found, f"the launcher {name!r}", "launchers", said, name, "launcher")
+                refused(f"the launcher {name!r}", "launchers", said, name, "launcher")
 
 
 @check(
@@ -146,7 +143,6 @@ def _judge_manual(found: Found) -> None:
         said = told["refused"]
         if not (can.manual_backward and can.backward_in_forward):
             refused(
-                found,
                 "a Module with automatic_optimization = False",
                 "backward_in_forward=False" if can.manual_backward else "manual_backward=False",
                 said,
@@ -200,7 +196,6 @@ def _judge_rebinds(found: Found) -> None:
             continue
         if not found.capabilities.rebinds_optimizers:
             refused(
-                found,
                 "Lite.setup(model, optimizer)",
                 "rebinds_optimizers=False",
                 told["refused"],
