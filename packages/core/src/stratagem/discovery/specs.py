@@ -148,6 +148,8 @@ class PrecisionSpec(ComponentSpec):
     kind: ClassVar[str] = "precision"
     accelerators: tuple[str, ...] | None = None
     """Names of the accelerators that it works on; None: any."""
+    shardable: bool = True
+    """Whether the parameters that it makes can be divided between ranks; as in its class."""
 
 
 class CheckpointIOSpec(ComponentSpec):
