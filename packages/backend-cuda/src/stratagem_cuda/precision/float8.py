@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
@@ -101,6 +102,8 @@ class Float8Precision(MixedPrecision):
         for layer in find_layers(module, nn.Linear, self.ignore_modules).values():
             if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
                 _become(layer, convert_to_float8_training(layer, config=config))
+                if self.emulate:
+                    layer.register_forward_pre_hook(_in_bfloat16)
         warn_unless_converted(
             module,
             self.name,
@@ -108,6 +111,11 @@ class Float8Precision(MixedPrecision):
             f"torch.nn.Linear whose two sizes are multiples of {MULTIPLE}",
         )
         return module
+
+
+def _in_bfloat16(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Do on any device what torchao does under CUDA's autocast only."""
+    return tuple(each.to(torch.bfloat16) for each in inputs)
 
 
 def _become(layer: nn.Linear, converted: nn.Module) -> None:

@@ -53,9 +53,10 @@ def find_layers(
     names = dict(root.named_modules())
     unknown = sorted(set(ignore_modules) - names.keys())
     if unknown:
+        known = ", ".join(sorted(name for name in names if name)[:20])
         raise ConfigurationError(
             f"ignore_modules names {unknown[0]!r}, which the model does not have: expected one of "
-            + ", ".join(sorted(name for name in names if name)[:20])
+            f"{known or '(none: it is one layer)'}"
         )
     return {
         name: part

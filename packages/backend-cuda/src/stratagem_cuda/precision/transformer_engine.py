@@ -98,7 +98,8 @@ class TransformerEnginePrecision(TruePrecision):
             self._replace_layers(module)
         for part in module.modules():
             if _is_engines(part):
-                part.__class__ = _without_extra_state(type(part))
+                kind: Any = type(part)
+                part.__class__ = _without_extra_state(kind)
         if self.recipe is not None and self.recipe.delayed():
             warnings.warn(
                 f"recipe={self.recipe!r} scales by the largest values of earlier steps, which no "
