@@ -4,8 +4,13 @@ import importlib
 import subprocess
 import sys
 from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
+
+from stratagem import Trainer
+from stratagem.discovery import PrecisionSpec
+from stratagem.errors import UnknownNameError
 
 # entry point: plugin module
 PLUGINS = {"cuda": "stratagem_cuda.plugin"}
@@ -30,5 +35,37 @@ def test_the_plugin_registers_what_the_readme_lists() -> None:
     assert {(spec.kind, spec.name, spec.aliases) for spec in specs} == {
         ("accelerator", "cuda", ("gpu",)),
         ("precision", "16-mixed", ("16",)),
+        *(
+            ("precision", name, ())
+            for name in (
+                *("float8", "transformer-engine", "transformer-engine-float16"),
+                *("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"),
+            )
+        ),
     }
     assert [spec.load().name for spec in specs if spec.kind == "accelerator"] == ["cuda"]
+    precisions = {spec.name: spec.build() for spec in specs if spec.kind == "precision"}
+    for spec in specs:
+        if isinstance(spec, PrecisionSpec):
+            assert precisions[spec.name].name == spec.name
+            assert precisions[spec.name].shardable == spec.shardable
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in precisions)
+
+
+def test_precisions_are_served_by_their_names() -> None:
+    from stratagem import precision
+    from stratagem_cuda import precision as ours
+
+    for name in dir(ours):
+        assert getattr(precision, name) is getattr(ours, name)
+    with pytest.raises(AttributeError, match="has no attribute 'Float4'"):
+        _ = ours.Float4
+
+
+def test_an_unknown_precision_lists_what_there_is() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        Trainer(accelerator="cpu", precision="float4", logger=False)
+    assert "unknown precision 'float4'" in str(caught.value)
+    for known in ("float8", "nf4", "transformer-engine", "16-mixed", "bf16-mixed", "32-true"):
+        assert known in str(caught.value)

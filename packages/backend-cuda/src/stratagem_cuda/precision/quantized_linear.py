@@ -132,23 +132,34 @@ class _EightBits(QuantizedLinear):
     def quantize_weight(self) -> None:
         weight = self.weight.detach().to(torch.float16).contiguous()
         rounded, scale, _ = functional.int8_vectorwise_quant(weight)
-        self.weight = nn.Parameter(rounded, requires_grad=False)
+        # As one column, like 4 bits: in the shape of a plain weight it could be loaded as one.
+        self.weight = nn.Parameter(rounded.view(-1, 1), requires_grad=False)
         self._put(scale=scale)
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        state = bitsandbytes.MatmulLtState()
-        state.threshold = OUTLIERS
-        state.is_training = self.training
-        state.has_fp16_weights = self.weight.is_floating_point()
-        if not state.has_fp16_weights:
-            state.CB, state.SCB = self.weight, self._take("scale")
-        product: Tensor = bitsandbytes.matmul(rows, self.weight, bias=bias, state=state)
+        state = _state_of(self)
+        state.has_fp16_weights = False
+        state.CB = self.weight.view(self.out_features, self.in_features)
+        state.SCB = self._take("scale")
+        product: Tensor = bitsandbytes.matmul(rows, state.CB, bias=bias, state=state)
         return product
 
 
-class _EightBitsTrained(_EightBits):
+class _EightBitsTrained(QuantizedLinear):
     def quantize_weight(self) -> None:
         """Leave the weight as it is: it is quantised in each forward."""
+
+    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = bitsandbytes.matmul(rows, self.weight, bias=bias, state=_state_of(self))
+        return product
+
+
+def _state_of(layer: nn.Module) -> Any:
+    """Return what bitsandbytes keeps from a forward in 8 bits to its backward."""
+    state = bitsandbytes.MatmulLtState()
+    state.threshold = OUTLIERS
+    state.is_training = layer.training
+    return state
 
 
 def quantize(layer: nn.Linear, mode: str) -> None:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stratagem.callbacks import Callback
+    from stratagem.interfaces.precision import Precision
     from stratagem.module import Module
     from stratagem.trainer.metrics import LatestValues
     from stratagem.trainer.progress import Progress
@@ -39,10 +40,13 @@ def take_over(
     *,
     latest: LatestValues,
     progress: Progress,
+    precision: Precision,
 ) -> Any:
     """In the launching process: restore what `report` returned; return the run's result."""
     if not set(model.state_dict()) >= set(outcome["weights"]):
         model.configure_model()
+    if not set(model.state_dict()) >= set(outcome["weights"]):
+        precision.convert_module(model)  # to one that has entries of its own, such as scales
     model.load_state_dict(outcome["weights"])
     latest.values.update(outcome["callback_metrics"])
     latest.of_epochs.update(outcome["logged_metrics"])
