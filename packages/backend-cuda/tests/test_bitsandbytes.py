@@ -35,7 +35,7 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.up.weight)
         self.norm = nn.LayerNorm(64)
         self.head = nn.Linear(64, 8)
-        self.shared: nn.Parameter | None = None
+        self.shared: Tensor | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.norm(self.base(inputs) + self.up(self.down(inputs)))

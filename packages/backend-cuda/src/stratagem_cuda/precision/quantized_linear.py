@@ -51,6 +51,10 @@ class QuantizedLinear(nn.Linear):
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
+    def quantize_weight(self) -> None:
+        """Put what the weight is quantised to in its place; once."""
+        raise NotImplementedError
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Move the layer; scales keep their dtype whatever the layer is converted to."""
         scales = {
@@ -154,6 +158,12 @@ class _EightBitsTrained(QuantizedLinear):
         return product
 
 
+_KINDS: dict[str, type[QuantizedLinear]] = {
+    "int8": _EightBits,
+    "int8-training": _EightBitsTrained,
+}
+
+
 def _state_of(layer: nn.Module) -> Any:
     """Return what bitsandbytes keeps from a forward in 8 bits to its backward."""
     state = bitsandbytes.MatmulLtState()
@@ -169,8 +179,11 @@ def quantize(layer: nn.Linear, mode: str) -> None:
         layer: whose weight has its values.
         mode: see `BitsandbytesPrecision`.
     """
-    kinds = {"int8": _EightBits, "int8-training": _EightBitsTrained}
-    layer.__class__ = kind = kinds.get(mode, _FourBits)
-    assert isinstance(layer, kind)
+    kinds: dict[str, type[QuantizedLinear]] = {
+        "int8": _EightBits,
+        "int8-training": _EightBitsTrained,
+    }
+    layer.__class__ = kinds.get(mode, _FourBits)
+    assert isinstance(layer, QuantizedLinear)
     layer.mode = mode
     layer.quantize_weight()
