@@ -20,6 +20,7 @@ from stratagem.discovery import Availability
 from stratagem.errors import ConfigurationError
 from stratagem_cuda.accelerator import CUDAAccelerator
 from stratagem_cuda.precision import Float8Precision
+from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
@@ -216,10 +217,6 @@ def test_a_library_of_another_version_is_said(version: str, installed: dict[str,
 
 
 def test_the_extras_are_the_versions_that_are_looked_for() -> None:
-    from stratagem_cuda.precision.bitsandbytes import BITSANDBYTES
-    from stratagem_cuda.precision.float8 import TORCHAO
-    from stratagem_cuda.precision.transformer_engine import TRANSFORMER_ENGINE
-
     declared = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     for needed in (TORCHAO, BITSANDBYTES, TRANSFORMER_ENGINE):
         name = needed.distribution

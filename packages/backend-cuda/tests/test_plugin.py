@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from stratagem import Trainer
+from stratagem.cli import doctor
 from stratagem.discovery import PrecisionSpec
+from stratagem.discovery.registry import Candidate
 from stratagem.errors import UnknownNameError
 
 # entry point: plugin module
@@ -69,3 +71,22 @@ def test_an_unknown_precision_lists_what_there_is() -> None:
     assert "unknown precision 'float4'" in str(caught.value)
     for known in ("float8", "nf4", "transformer-engine", "16-mixed", "bf16-mixed", "32-true"):
         assert known in str(caught.value)
+
+
+def test_doctor_says_of_a_precision_whether_its_library_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"torchao": "0.18.0", "bitsandbytes": "0.40.0"}
+    monkeypatch.setattr(doctor, "version_of", versions.get)
+    (module,) = PLUGINS.values()
+    here = {
+        spec.name: doctor._listed(Candidate(spec, "stratagem-backend-cuda", "0.1.0"), {}).here
+        for spec in importlib.import_module(module).stratagem_components()
+        if spec.kind == "precision"
+    }
+    assert here["16-mixed"] == ""
+    assert here["float8"] == "torchao 0.18.0"
+    assert here["nf4"] == "not available: needs bitsandbytes>=0.46,<1, and 0.40.0 is installed"
+    assert here["transformer-engine"] == (
+        "not available: needs transformer-engine>=2.9,<3, which is not installed"
+    )

@@ -1,6 +1,7 @@
 """What this distribution offers for NVIDIA GPUs: specs only, no torch and no SDK."""
 
 from stratagem.discovery import AcceleratorSpec, ComponentSpec, PrecisionSpec, hookimpl
+from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
 
 _QUANTIZED = {
     "nf4": "frozen weights in 4 bits",
@@ -39,6 +40,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             target="stratagem_cuda.precision.float8:Float8Precision",
             api_version=1,
             summary="linear layers multiply in float8 (torchao), the rest as bf16-mixed",
+            requires=(str(TORCHAO),),
         ),
         *(
             PrecisionSpec(
@@ -48,6 +50,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
                 summary=f"linear layers have {what} (bitsandbytes)",
                 init_args={"mode": mode},
                 shardable=False,
+                requires=(str(BITSANDBYTES),),
             )
             for mode, what in _QUANTIZED.items()
         ),
@@ -59,6 +62,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
                 summary=f"linear layers multiply in float8 (Transformer Engine), else {dtype}",
                 init_args={"name": name},
                 accelerators=("cuda",),
+                requires=(str(TRANSFORMER_ENGINE),),
             )
             for name, dtype in _TRANSFORMER_ENGINE.items()
         ),

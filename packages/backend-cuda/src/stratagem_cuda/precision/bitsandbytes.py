@@ -11,9 +11,8 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.precision import TruePrecision
 from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
-from stratagem_cuda.precision.requirement import Requirement
+from stratagem_cuda.precision.requirement import BITSANDBYTES
 
-BITSANDBYTES = Requirement("bitsandbytes", ">=0.46,<1", "bitsandbytes")
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 
 

@@ -13,9 +13,8 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.precision import MixedPrecision
 from stratagem_cuda.precision.compute_capability import check_current_float8, check_visible_float8
 from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
-from stratagem_cuda.precision.requirement import Requirement
+from stratagem_cuda.precision.requirement import TORCHAO
 
-TORCHAO = Requirement("torchao", ">=0.13,<1", "float8")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 MULTIPLE = 16
 """What float8 kernels want both sizes of a weight to be a multiple of."""

@@ -1,11 +1,8 @@
-"""Requirement: a library that a precision needs, looked for without importing it."""
+"""Requirement: a library that a precision needs, looked for without importing it. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
-
-from packaging.specifiers import SpecifierSet
 
 from stratagem.errors import ConfigurationError
 
@@ -29,13 +26,21 @@ class Requirement:
     versions: str
     extra: str
 
+    def __str__(self) -> str:
+        return self.distribution + self.versions
+
     def check(self, precision: str) -> None:
         """Look for the library, for a precision of this name.
 
         Raises:
             ConfigurationError: it is not installed, too old or too new; says the command.
         """
-        what = f"precision={precision!r} needs {self.distribution}{self.versions}"
+        # Here, since a listing of names imports this module.
+        from importlib import metadata
+
+        from packaging.specifiers import SpecifierSet
+
+        what = f"precision={precision!r} needs {self}"
         command = f"pip install 'stratagem-backend-cuda[{self.extra}]'"
         try:
             version = metadata.version(self.distribution)
@@ -45,3 +50,8 @@ class Requirement:
             raise ConfigurationError(
                 f"{what}, received {self.distribution} {version}: {command} installs one that fits"
             )
+
+
+TORCHAO = Requirement("torchao", ">=0.13,<1", "float8")
+BITSANDBYTES = Requirement("bitsandbytes", ">=0.46,<1", "bitsandbytes")
+TRANSFORMER_ENGINE = Requirement("transformer-engine", ">=2.9,<3", "transformer-engine")

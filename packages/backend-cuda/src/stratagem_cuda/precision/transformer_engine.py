@@ -17,9 +17,8 @@ from stratagem.interfaces.precision import default_dtype
 from stratagem.precision import TruePrecision
 from stratagem_cuda.precision.compute_capability import check_current_float8, check_visible_float8
 from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
-from stratagem_cuda.precision.requirement import Requirement
+from stratagem_cuda.precision.requirement import TRANSFORMER_ENGINE
 
-TRANSFORMER_ENGINE = Requirement("transformer-engine", ">=2.9,<3", "transformer-engine")
 DTYPES = {"transformer-engine": "bf16-true", "transformer-engine-float16": "16-true"}
 MULTIPLE = 16
 """What float8 kernels want both sizes of a weight to be a multiple of."""
