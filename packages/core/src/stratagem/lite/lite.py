@@ -16,6 +16,7 @@ from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
+from stratagem.interfaces.compiling import own_module
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
@@ -23,7 +24,7 @@ from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
 from stratagem.lite.observed import Observed
 from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
-from stratagem.lite.prepare import check_backward, prepare, prepared_of
+from stratagem.lite.prepare import check_backward, compilation_of_setup, prepare, prepared_of
 from stratagem.lite.request import Devices, Plugin
 from stratagem.lite.state import STRATEGY_STATE, collect, restore
 from stratagem.plan.step_options import GradientClip, StepOptions
@@ -111,13 +112,21 @@ class Lite(Launched, Observed):
 
     # -- models, optimizers, data
 
-    def setup(self, module: nn.Module, *optimizers: Optimizer, move_to_device: bool = True) -> Any:
+    def setup(
+        self,
+        module: nn.Module,
+        *optimizers: Optimizer,
+        move_to_device: bool = True,
+        compile: bool | Mapping[str, Any] | None = None,
+    ) -> Any:
         """Prepare a model and its optimizers for the strategy.
 
         Args:
             module: a model; once for each of several.
             *optimizers: made from its parameters.
             move_to_device: move the parameters to this rank's device.
+            compile: True compiles the model (torch.compile); a dict: torch.compile's arguments;
+                None: as `step_options` says. docs/compiling.md says what is compiled.
 
         Returns:
             The model, or (model, optimizer, ...) if optimizers were given, or if the strategy's
@@ -128,6 +137,8 @@ class Lite(Launched, Observed):
                 parameters.
         """
         strategy = self._launched_strategy()
+        compilation = compilation_of_setup(self.plan, strategy, compile)
+        module = own_module(module)
         if isinstance(module, LiteModule):
             raise ConfigurationError(
                 "setup() received a model that was set up before; call it once for each model"
@@ -140,7 +151,9 @@ class Lite(Launched, Observed):
             )
         if optimizers:
             check_backward(self.plan)
-        prepared = prepare(strategy, module, optimizers, move_to_device=move_to_device)
+        prepared = prepare(
+            strategy, module, optimizers, move_to_device=move_to_device, compilation=compilation
+        )
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         if not prepared.optimizers:
@@ -148,9 +161,15 @@ class Lite(Launched, Observed):
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         return (model, *wrapped)
 
-    def setup_module(self, module: nn.Module, *, move_to_device: bool = True) -> LiteModule:
+    def setup_module(
+        self,
+        module: nn.Module,
+        *,
+        move_to_device: bool = True,
+        compile: bool | Mapping[str, Any] | None = None,
+    ) -> LiteModule:
         """Prepare a model without optimizers; `setup_optimizers` follows."""
-        model = self.setup(module, move_to_device=move_to_device)
+        model = self.setup(module, move_to_device=move_to_device, compile=compile)
         prepared: LiteModule = model[0] if isinstance(model, tuple) else model
         return prepared
 

@@ -10,9 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, PluginError
+from stratagem.interfaces.compiling import adopt_compiled, check_compilation, uncompile_model
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
+from stratagem.interfaces.recompilations import watch_recompilations
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Strategy
+from stratagem.plan.compilation import Compilation, check_compiles
 from stratagem.plan.plan import RunPlan
 
 _latest: WeakKeyDictionary[nn.Module, tuple[ref[Strategy], ref[PreparedModel]]] = (
@@ -27,6 +30,7 @@ def prepare(
     optimizers: Optimizers = (),
     *,
     move_to_device: bool = True,
+    compilation: Compilation | None = None,
 ) -> PreparedModel:
     """Return a model as a strategy runs it; what was prepared of it before is released.
 
@@ -34,6 +38,7 @@ def prepare(
         strategy: of a launched run.
         module: the user's.
         optimizers, move_to_device: see `Strategy.prepare`.
+        compilation: how to compile it; None: not at all.
 
     Raises:
         ConfigurationError: an optimizer that exists holds none of the module's parameters.
@@ -42,6 +47,8 @@ def prepare(
     if not callable(optimizers):
         _check_parameters(module, optimizers)
     release(module)
+    uncompile_model(module)
+    adopt_compiled(module)
     step_module = StepModule(module)
     if strategy.sync_batchnorm:
         strategy.synchronize_batch_norm(step_module)
@@ -53,6 +60,9 @@ def prepare(
             "returns: what is to be called instead of the model belongs into its `module`"
         )
     _latest[module] = ref(strategy), ref(prepared)
+    if compilation is not None and not compilation.whole_step:
+        strategy.compile_model(prepared, compilation)
+        watch_recompilations(tells=strategy.ranks.is_global_zero)
     return prepared
 
 
@@ -79,6 +89,27 @@ def check_backward(plan: RunPlan) -> None:
             "(manual_backward=False in its capabilities), so that a loop of your own cannot "
             "train with it: use the Trainer, or another strategy"
         )
+
+
+def compilation_of_setup(plan: RunPlan, strategy: Strategy, given: Any) -> Compilation | None:
+    """Return how `Lite.setup(compile=given)` compiles a model.
+
+    Raises:
+        ConfigurationError: it cannot be compiled so.
+    """
+    compilation = Compilation.parse(given)
+    if given is None and strategy.components.step is not None:
+        compilation = strategy.components.step.compilation
+    if compilation is None:
+        return None
+    if compilation.whole_step:
+        raise ConfigurationError(
+            f"{compilation} compiles the Trainer's step, and in a loop of your own the step is "
+            "yours: pass compile=True, which compiles the model; or use the Trainer"
+        )
+    check_compiles(plan.strategy.name, plan.capabilities, compilation)
+    check_compilation(compilation, on_host=strategy.accelerator.is_host)
+    return compilation
 
 
 def prepared_of(optimizer: Optimizer, models: Sequence[PreparedModel]) -> PreparedModel:

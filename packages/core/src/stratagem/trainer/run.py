@@ -235,7 +235,10 @@ class Run:
     def _prepare_to_train(self) -> PreparedModel:
         """Let the strategy prepare the model, and make its optimizers."""
         strategy = self.strategy
-        prepared = self.prepared = prepare(strategy, self.module, self._make_optimizers)
+        compilation = self.trainer.step_options.compilation
+        prepared = self.prepared = prepare(
+            strategy, self.module, self._make_optimizers, compilation=compilation
+        )
         self.optimizers = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         if not self.module.automatic_optimization:
             for optimizer in self.optimizers:
@@ -277,7 +280,8 @@ class Run:
     def _prepare_to_evaluate(self) -> PreparedModel:
         path = self._find(self.job.ckpt_path)
         if self.prepared is None:
-            self.prepared = prepare(self.strategy, self.module)
+            compilation = self.trainer.step_options.compilation
+            self.prepared = prepare(self.strategy, self.module, compilation=compilation)
         if path is not None:
             checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
             restore_model(self, self.prepared, checkpoint, path)

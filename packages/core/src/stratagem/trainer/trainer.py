@@ -69,6 +69,8 @@ class Trainer(Ranked, OptionAttributes):
         inference_mode: evaluate under inference_mode, not no_grad.
         use_distributed_sampler: divide data between ranks.
         sync_batchnorm: batch norm layers take their statistics over all ranks.
+        compile: True compiles the model (torch.compile), "step" the whole step into one graph; a
+            dict: torch.compile's arguments. docs/compiling.md says what is compiled.
         detect_anomaly: check each loss and backward for NaN; slow.
         detect_divergence: compare step and parameters of the ranks after so many optimizer steps
             (True: 100).
@@ -123,6 +125,7 @@ class Trainer(Ranked, OptionAttributes):
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
+        compile: bool | Literal["step"] | Mapping[str, Any] = False,
         detect_anomaly: bool = False,
         detect_divergence: bool | int = False,
         enable_checkpointing: bool = True,

@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_memory
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.compiling import compile_model
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
+from stratagem.interfaces.step_module import StepModule
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import distribute_like, shards_of, whole_on_cpu
@@ -29,6 +31,7 @@ from stratagem.native.sharding.replicated import (
     broadcast_from_first,
     find_replicated,
 )
+from stratagem.plan.compilation import Compilation
 from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
@@ -155,6 +158,17 @@ class ShardedStrategy(ParallelStrategy):
         made = make_optimizers(optimizers)
         check_parameters(module, made)
         return ShardedPrepared(module, module, made, evaluation_module=module)
+
+    def compile_model(self, prepared: PreparedModel, compilation: Compilation) -> None:
+        """Compile each group by itself, between the hooks that gather and free its parameters.
+
+        A graph over several groups would hold all of their parameters at once.
+        """
+        assert isinstance(prepared, ShardedPrepared)
+        root: nn.Module = prepared.original
+        model = root.module if isinstance(root, StepModule) else root
+        groups = [group for group in prepared.groups if group is not root]
+        compile_model(model, compilation, groups)
 
     # -- a training step
 

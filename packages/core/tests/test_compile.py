@@ -1,0 +1,318 @@
+"""compile=...: the numbers of eager, names that stay, one graph where one is promised."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Callback, Lite, Module, Trainer
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
+
+TOLERANCE = 1e-5
+"""Of losses compiled by inductor against eager, over some steps of small models."""
+
+
+class Graphs:
+    """A backend that runs graphs as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.made.append(graph)
+        return graph.forward
+
+    @property
+    def operations(self) -> list[int]:
+        """How many operations each graph has."""
+        return [sum(n.op.startswith("call") for n in g.graph.nodes) for g in self.made]
+
+
+@pytest.fixture
+def graphs() -> Graphs:
+    return Graphs()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Net(Module):
+    """Calls its network directly, as training steps do."""
+
+    def __init__(self, momentum: float = 0.9, calls_self: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.momentum, self.calls_self = momentum, calls_self
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = mse_loss((self if self.calls_self else self.net)(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.values.append(outputs["loss"].item())
+
+
+def data(samples: int = 16) -> TensorDataset:
+    x = torch.randn(samples, 5, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.prod(1, keepdim=True))
+
+
+def loader(samples: int = 16, batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(data(samples), batch_size)
+
+
+def trainer(**arguments: Any) -> Trainer:
+    return Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            **arguments,
+        }
+    )
+
+
+def fit(net: Module | None = None, ckpt_path: Any = None, **arguments: Any) -> Any:
+    net = Net() if net is None else net
+    losses = Losses()
+    runs = trainer(callbacks=[losses, *arguments.pop("callbacks", [])], **arguments)
+    runs.fit(net, loader(), ckpt_path=ckpt_path)
+    return runs, net, losses.values
+
+
+def close(values: list[float], expected: list[float]) -> bool:
+    return torch.allclose(torch.tensor(values), torch.tensor(expected), rtol=0, atol=TOLERANCE)
+
+
+# ---------------------------------------------------------------- the model
+
+
+def test_inductor_has_the_losses_of_eager() -> None:
+    _, _, expected = fit()
+    _, _, losses = fit(compile=True)
+    assert len(expected) == 8
+    assert close(losses, expected)
+
+
+@pytest.mark.parametrize("calls_self", [False, True])
+def test_what_training_step_calls_is_one_graph(graphs: Graphs, calls_self: bool) -> None:
+    _, _, expected = fit(Net(calls_self=calls_self))
+    _, net, losses = fit(Net(calls_self=calls_self), compile={"backend": graphs})
+    assert close(losses, expected)
+    assert graphs.operations == [3]
+    assert list(net.state_dict()) == list(Net().state_dict())
+
+
+def test_evaluation_is_compiled_once_with_the_sanity_check(graphs: Graphs) -> None:
+    runs = trainer(compile={"backend": graphs}, max_epochs=3)
+    net = Net()
+    runs.fit(net, loader(), loader())
+    assert len(graphs.made) == 2  # one without gradients, one with
+    runs.validate(net, loader(), verbose=False)
+    runs.fit(net, loader(), loader())
+    assert len(graphs.made) == 2
+
+
+def test_a_trainer_without_compile_runs_the_same_model_as_it_is(graphs: Graphs) -> None:
+    net = Net()
+    fit(net, compile={"backend": graphs})
+    torch.compiler.reset()
+    graphs.made.clear()
+    fit(net)
+    assert graphs.made == []
+
+
+def test_checkpoints_go_from_compiled_to_eager_and_back_and_resume_exactly(tmp_path: Path) -> None:
+    compiled = {"compile": {"backend": "aot_eager"}}
+    for first, second in (({}, compiled), (compiled, {}), (compiled, compiled)):
+        runs, whole, expected = fit(**first)
+        runs, _, _ = fit(max_epochs=1, **first)
+        path = tmp_path / "half.ckpt"
+        runs.save_checkpoint(path)
+        _, net, losses = fit(ckpt_path=path, **second)
+        assert losses == expected[4:]
+        assert all(map(torch.equal, net.state_dict().values(), whole.state_dict().values()))
+
+
+def test_modules_without_parameters_are_not_compiled(graphs: Graphs) -> None:
+    class Counts(nn.Module):
+        seen = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            return x
+
+    net = Net()
+    net.metric = Counts()
+    step = net.training_step
+    net.training_step = lambda batch, batch_idx: step(net.metric(batch), batch_idx)  # type: ignore
+    fit(net, compile={"backend": graphs})
+    assert net.metric.seen == 8
+    assert graphs.operations == [3]
+
+
+def test_lite_compiles_what_it_sets_up(graphs: Graphs) -> None:
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = lite.setup(net, compile={"backend": graphs})
+    x = torch.ones(2, 5)
+    assert torch.equal(model(x), net(x))
+    assert graphs.operations == [3]
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    for _ in range(2):
+        lite.backward(model(x).sum())
+    assert len(graphs.made) == 1
+
+
+def test_lite_has_no_step_to_compile() -> None:
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    with pytest.raises(ConfigurationError, match=r"the step is yours: pass compile=True"):
+        lite.setup(nn.Linear(1, 1), compile={"step": True})
+
+
+# ---------------------------------------------------------------- what the user has compiled
+
+
+def test_a_compiled_model_handed_over_keeps_its_names(graphs: Graphs, tmp_path: Path) -> None:
+    _, _, expected = fit()
+    net = Net(calls_self=True)
+    runs, _, losses = fit(torch.compile(net, backend=graphs))
+    assert losses == expected
+    assert graphs.operations == [3]
+    runs.save_checkpoint(tmp_path / "own.ckpt")
+    loaded = Net.load_from_checkpoint(tmp_path / "own.ckpt")
+    assert list(loaded.state_dict()) == list(net.state_dict())
+    assert runs.predict(ckpt_path=tmp_path / "own.ckpt", dataloaders=[torch.ones(2, 5)])
+
+
+def test_a_compiled_part_keeps_its_names(graphs: Graphs) -> None:
+    _, plain, expected = fit()
+    net = Net()
+    net.net = torch.compile(net.net, backend=graphs)  # type: ignore[assignment]
+    _, _, losses = fit(net)
+    assert losses == expected
+    assert graphs.operations == [3]
+    assert list(net.state_dict()) == list(plain.state_dict())
+
+
+def test_a_compiled_training_step_runs(graphs: Graphs) -> None:
+    class Own(Net):
+        @torch.compile(backend=graphs)
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return mse_loss(self.net(batch[0]), batch[1])
+
+    _, _, expected = fit()
+    _, _, losses = fit(Own())
+    assert losses == expected
+    assert graphs.operations == [4]
+
+
+def test_lite_takes_a_compiled_model(graphs: Graphs) -> None:
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    model = lite.setup(torch.compile(nn.Linear(2, 1), backend=graphs))
+    model(torch.ones(1, 2))
+    assert list(model.state_dict()) == ["weight", "bias"]
+    assert len(graphs.made) == 1
+
+
+# ---------------------------------------------------------------- recompilations
+
+
+def test_a_smaller_last_batch_is_told_once(graphs: Graphs) -> None:
+    with pytest.warns(UserWarning, match=r"compiles a part of the model again, since this.*4.*2") as told:
+        trainer(compile={"backend": graphs}).fit(Net(), loader(18))
+    assert len(told) == 1
+    assert "drop_last=True" in str(told[0].message)
+    assert "compile={'dynamic': True}" in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(compile={"backend": graphs, "dynamic": True}).fit(Net(), loader(18))
+
+
+def test_the_limit_of_recompilations_is_told(graphs: Graphs) -> None:
+    sizes = [torch.ones(n, 5) for n in (2, 3, 4, 5)]
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    model = lite.setup(Net(), compile={"backend": graphs, "dynamic": False})
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(UserWarning) as told:
+        for x in sizes:
+            model(x)
+    messages = [str(warning.message) for warning in told]
+    assert any("runs uncompiled from here on, since this has changed" in m for m in messages)
+    assert len(messages) == 2
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("reduce-overhead", r"did you mean compile=\{'mode': 'reduce-overhead'\}"),
+        ("inductor", r"did you mean compile=\{'backend': 'inductor'\}"),
+        ("steps", "did you mean compile='step'"),
+        (3, "expected True, False, 'step', or a dict of torch.compile's arguments"),
+        ({"modes": 1}, "has modes; expected some of backend, dynamic, fullgraph, mode, options"),
+        ({"backend": "none"}, "there is no backend 'none'; expected one of"),
+        ({"mode": "fastest"}, "torch.compile refuses it: .*fastest"),
+        ({"mode": "default", "options": {"trace.enabled": True}}, "torch.compile refuses it"),
+        ({"step": 1}, "expected True or False"),
+    ],
+)
+def test_what_is_no_request_is_refused_at_once(given: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        trainer(compile=given)
+
+
+def test_inductor_without_a_compiler_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigurationError, match="there is no C\\+\\+ compiler: install g\\+\\+"):
+        trainer(compile=True)
+    trainer(compile={"backend": "aot_eager"})
+
+
+def test_strategies_that_cannot_are_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="which the strategy 'ddp' does not allow"):
+        trainer(strategy="ddp", devices=2, compile="step")
+    with pytest.raises(ConfigurationError, match="under the strategy 'deepspeed' cannot be"):
+        trainer(strategy="deepspeed", devices=2, compile=True)
