@@ -316,3 +316,142 @@ def test_strategies_that_cannot_are_refused_by_name() -> None:
         trainer(strategy="ddp", devices=2, compile="step")
     with pytest.raises(ConfigurationError, match="under the strategy 'deepspeed' cannot be"):
         trainer(strategy="deepspeed", devices=2, compile=True)
+
+
+# ---------------------------------------------------------------- the whole step
+
+
+class AdamNet(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def step_of(graphs: Any) -> dict[str, Any]:
+    return {"compile": {"step": True, "backend": graphs}}
+
+
+OPTIONS = [
+    {},
+    {"gradient_clip_val": 0.1},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    {"accumulate_grad_batches": 2},
+]
+
+
+@pytest.mark.parametrize("kind", [Net, AdamNet])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_whole_step_has_the_numbers_of_eager(
+    graphs: Graphs, kind: type[Net], options: dict[str, Any]
+) -> None:
+    eager, expected_net, expected = fit(kind(), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs, net, losses = fit(kind(), **options, **step_of(graphs))
+    assert len(graphs.made) == 1
+    assert any("backward" in str(n.target) or "grad" in str(n.target) for n in graphs.made[0].graph.nodes)
+    assert close(losses, expected)
+    for name, value in expected_net.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=TOLERANCE)
+    assert runs.global_step == eager.global_step
+    for name, value in eager.callback_metrics.items():
+        torch.testing.assert_close(runs.callback_metrics[name], value, rtol=0, atol=TOLERANCE)
+    assert all(p.grad is None for p in net.parameters())
+    (group,), (expected_group,) = (r.optimizers[0].param_groups for r in (runs, eager))
+    assert group["lr"] == expected_group["lr"]
+    assert isinstance(group["lr"], float)
+
+
+def test_inductor_takes_a_whole_step() -> None:
+    _, _, expected = fit(AdamNet(), precision="bf16-mixed")
+    _, _, losses = fit(AdamNet(), precision="bf16-mixed", compile="step")
+    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=1e-2)
+
+
+def test_whole_steps_resume_exactly_and_their_checkpoints_load_in_eager(tmp_path: Path) -> None:
+    compiled = step_of("aot_eager")
+    _, whole, expected = fit(AdamNet(), **compiled)
+    runs, _, _ = fit(AdamNet(), max_epochs=1, **compiled)
+    runs.save_checkpoint(tmp_path / "half.ckpt")
+    _, net, losses = fit(AdamNet(), ckpt_path=tmp_path / "half.ckpt", **compiled)
+    assert losses == expected[4:]
+    assert all(map(torch.equal, net.state_dict().values(), whole.state_dict().values()))
+    _, _, losses = fit(AdamNet(), ckpt_path=tmp_path / "half.ckpt")
+    assert close(losses, expected[4:])
+
+
+def test_a_whole_step_calls_hooks_and_logs_in_order(graphs: Graphs) -> None:
+    class Notes(Callback):
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            self.calls.append(("start", index))
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+        ) -> None:
+            logged = float(trainer.callback_metrics["loss_step"])
+            assert logged == outputs["loss"].item()
+            self.calls.append(("end", index, trainer.global_step))
+
+    notes = Notes()
+    fit(max_epochs=1, accumulate_grad_batches=2, callbacks=[notes], **step_of(graphs))
+    # The first step runs as it is; in the graph, all batches of a step begin together.
+    assert notes.calls == [
+        *[("start", 0), ("end", 0, 0), ("start", 1), ("end", 1, 1)],
+        *[("start", 2), ("start", 3), ("end", 2, 1), ("end", 3, 2)],
+    ]
+
+
+class Hooked(Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        pass
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+
+class Fused(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+class Breaks(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > -1 else None
+
+
+class Skips(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx == 0 else None
+
+
+class Counting(SingleDeviceStrategy):
+    def optimizer_step(self, prepared: Any, optimizer: Any, closure: Any = None) -> Any:
+        return super().optimizer_step(prepared, optimizer, closure)
+
+
+@pytest.mark.parametrize(
+    ("net", "arguments", "message"),
+    [
+        (Net, {"callbacks": [Hooked()]}, "on_before_optimizer_step would be called in the middle"),
+        (Net, {"strategy": Counting()}, "Counting has optimizer_step of its own"),
+        (Net, {"detect_anomaly": True}, "detect_anomaly=True looks at each loss"),
+        (Manual, {}, "there is no step that compile="),
+        (Fused, {}, r"AdamW\(fused=True\) is a kernel that is not traced"),
+        (Breaks, {}, "cannot take this step of Breaks with SGD into one graph: .*data-dependent"),
+        (Skips, {}, "return a loss for every batch"),
+    ],
+)
+def test_what_a_whole_step_leaves_no_place_for_is_refused(
+    graphs: Graphs, net: type[Net], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigurationError, UserCodeError), match=message):
+        fit(net(), **step_of(graphs), **arguments)

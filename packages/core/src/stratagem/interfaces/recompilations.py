@@ -9,8 +9,8 @@ from typing import Any
 
 from stratagem.interfaces.compiling import compiled_parts
 
-_MODES = ("grad_mode", "inference_mode", ".training", "GLOBAL_STATE")
-"""In a reason: training and evaluation, which have a graph each."""
+_EXPECTED = ("grad_mode", "inference_mode", ".training", "GLOBAL_STATE", "BACKEND_MATCH")
+"""In a reason: training and evaluation have a graph each, and so has each request."""
 _ADVICE = (
     "Batches of other shapes, such as a smaller last one, each need another graph: pass "
     "drop_last=True to the DataLoader, pad the batches, or pass compile={'dynamic': True}"
@@ -36,7 +36,7 @@ class _Watcher(logging.Filter):
         if not count.partition("_")[0].isdigit() or int(count.partition("_")[0]) == 0:
             return
         reason = _reason()
-        if reason is None or not any(mode in reason for mode in _MODES):
+        if reason is None or not any(mode in reason for mode in _EXPECTED):
             self._tell(
                 "again",
                 f"torch.compile compiles a part of the model again{_because(reason)}. {_ADVICE}",

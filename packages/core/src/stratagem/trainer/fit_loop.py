@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.trainer.divergence import DivergenceCheck
+from stratagem.trainer.graph_step import GraphStep
 from stratagem.trainer.step import Step, make_step
 
 if TYPE_CHECKING:
@@ -37,7 +38,12 @@ def fit(
         rank_state: where in them this rank begins.
     """
     module, progress, hooks = run.module, run.progress, run.hooks
-    step = run.step = make_step(run, prepared)
+    compilation = run.trainer.step_options.compilation
+    step: Step
+    if compilation is not None and compilation.whole_step:
+        step = run.step = GraphStep(run, prepared, compilation)
+    else:
+        step = run.step = make_step(run, prepared)
     train_steps = _train_steps(run, prepared, step, loader, validation)
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
@@ -84,7 +90,7 @@ def _train_steps(
     done, and whether validation is due at its end.
     """
     trainer, progress = run.trainer, run.progress
-    take_step = run.strategy.train_step if run.module.automatic_optimization else step.manual
+    take_step = step.takes_step()
     ends_here = run.interruption_check()
     divergence = _divergence_check(run, prepared)
 
