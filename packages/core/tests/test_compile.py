@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Lite, Module, Trainer
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
+from stratagem.strategies import SingleDeviceStrategy
 
 TOLERANCE = 1e-5
 """Of losses compiled by inductor against eager, over some steps of small models."""
@@ -231,6 +231,29 @@ def test_a_compiled_part_keeps_its_names(graphs: Graphs) -> None:
     assert list(net.state_dict()) == list(plain.state_dict())
 
 
+def test_a_checkpoint_with_the_names_of_a_wrapper_loads(tmp_path: Path) -> None:
+    class Wrapped(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+
+    runs, net, expected = fit(Wrapped())
+    half, _, _ = fit(Wrapped(), max_epochs=1)
+    half.save_checkpoint(tmp_path / "new.ckpt")
+    saved = torch.load(tmp_path / "new.ckpt", weights_only=True)
+    renamed = {name: name.replace("net.", "net._orig_mod.") for name in saved["state_dict"]}
+    saved["state_dict"] = {renamed[name]: value for name, value in saved["state_dict"].items()}
+    (optimizer,) = saved["optimizer_states"]
+    optimizer["state"] = {renamed[name]: value for name, value in optimizer["state"].items()}
+    for group in optimizer["param_groups"]:
+        group["params"] = [renamed[name] for name in group["params"]]
+    torch.save(saved, tmp_path / "old.ckpt")
+    _, _, losses = fit(Wrapped(), ckpt_path=tmp_path / "old.ckpt")
+    assert losses == expected[4:]
+    loaded = Wrapped.load_from_checkpoint(tmp_path / "old.ckpt")
+    assert list(loaded.state_dict()) == list(net.state_dict())
+
+
 def test_a_compiled_training_step_runs(graphs: Graphs) -> None:
     class Own(Net):
         @torch.compile(backend=graphs)
@@ -256,7 +279,9 @@ def test_lite_takes_a_compiled_model(graphs: Graphs) -> None:
 
 
 def test_a_smaller_last_batch_is_told_once(graphs: Graphs) -> None:
-    with pytest.warns(UserWarning, match=r"compiles a part of the model again, since this.*4.*2") as told:
+    with pytest.warns(
+        UserWarning, match=r"compiles a part of the model again, since this.*4.*2"
+    ) as told:
         trainer(compile={"backend": graphs}).fit(Net(), loader(18))
     assert len(told) == 1
     assert "drop_last=True" in str(told[0].message)
@@ -353,7 +378,9 @@ def test_a_whole_step_has_the_numbers_of_eager(
         warnings.simplefilter("error")
         runs, net, losses = fit(kind(), **options, **step_of(graphs))
     assert len(graphs.made) == 1
-    assert any("backward" in str(n.target) or "grad" in str(n.target) for n in graphs.made[0].graph.nodes)
+    assert any(
+        "backward" in str(n.target) or "grad" in str(n.target) for n in graphs.made[0].graph.nodes
+    )
     assert close(losses, expected)
     for name, value in expected_net.state_dict().items():
         torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=TOLERANCE)

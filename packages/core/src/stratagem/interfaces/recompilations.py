@@ -33,7 +33,12 @@ class _Watcher(logging.Filter):
     def on_compile_start(self, arguments: Any) -> None:
         """Called by torch before it compiles; its compile id is `frame/count`."""
         _, _, count = str(arguments.compile_id).partition("/")
-        if not count.partition("_")[0].isdigit() or int(count.partition("_")[0]) == 0:
+        # A backward that is compiled at its first use, and others, are none of a frame of code.
+        if (
+            arguments.callback_trigger.name != "DYNAMO"
+            or not count[:1].isdigit()
+            or count[0] == "0"
+        ):
             return
         reason = _reason()
         if reason is None or not any(mode in reason for mode in _EXPECTED):

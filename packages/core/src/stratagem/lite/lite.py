@@ -15,8 +15,8 @@ from stratagem.data import sharding
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
-from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.compiling import own_module
+from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader

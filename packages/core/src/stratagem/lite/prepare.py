@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -30,7 +30,7 @@ def prepare(
     optimizers: Optimizers = (),
     *,
     move_to_device: bool = True,
-    compilation: Compilation | None = None,
+    compilation: Compilation | Literal[False] | None = None,
 ) -> PreparedModel:
     """Return a model as a strategy runs it; what was prepared of it before is released.
 
@@ -38,7 +38,7 @@ def prepare(
         strategy: of a launched run.
         module: the user's.
         optimizers, move_to_device: see `Strategy.prepare`.
-        compilation: how to compile it; None: not at all.
+        compilation: how to compile it; None: as the strategy's step options say; False: not.
 
     Raises:
         ConfigurationError: an optimizer that exists holds none of the module's parameters.
@@ -60,7 +60,9 @@ def prepare(
             "returns: what is to be called instead of the model belongs into its `module`"
         )
     _latest[module] = ref(strategy), ref(prepared)
-    if compilation is not None and not compilation.whole_step:
+    if compilation is None and strategy.components.step is not None:
+        compilation = strategy.components.step.compilation
+    if compilation and not compilation.whole_step:
         strategy.compile_model(prepared, compilation)
         watch_recompilations(tells=strategy.ranks.is_global_zero)
     return prepared
@@ -91,8 +93,10 @@ def check_backward(plan: RunPlan) -> None:
         )
 
 
-def compilation_of_setup(plan: RunPlan, strategy: Strategy, given: Any) -> Compilation | None:
-    """Return how `Lite.setup(compile=given)` compiles a model.
+def compilation_of_setup(
+    plan: RunPlan, strategy: Strategy, given: Any
+) -> Compilation | Literal[False]:
+    """Return how `Lite.setup(compile=given)` compiles a model; False: not at all.
 
     Raises:
         ConfigurationError: it cannot be compiled so.
@@ -101,7 +105,7 @@ def compilation_of_setup(plan: RunPlan, strategy: Strategy, given: Any) -> Compi
     if given is None and strategy.components.step is not None:
         compilation = strategy.components.step.compilation
     if compilation is None:
-        return None
+        return False
     if compilation.whole_step:
         raise ConfigurationError(
             f"{compilation} compiles the Trainer's step, and in a loop of your own the step is "

@@ -78,7 +78,7 @@ class Compilation:
         if not self.arguments:
             return "compile='step'" if self.whole_step else "compile=True"
         step = {"step": True} if self.whole_step else {}
-        return f"compile={ {**step, **self.arguments} !r}"
+        return f"compile={ {**step, **self.arguments}!r}"
 
 
 def check_compiles(strategy: str, capabilities: Capabilities, compilation: Compilation) -> None:

@@ -100,9 +100,7 @@ class GraphStep(Step):
         """Return what takes each step."""
         return self._take
 
-    def _take(
-        self, prepared: PreparedModel, step: Step, micro_batches: Collection[Any]
-    ) -> None:
+    def _take(self, prepared: PreparedModel, step: Step, micro_batches: Collection[Any]) -> None:
         """Take the place of `Strategy.train_step`."""
         if self._progress.global_step == 0:
             self._strategy.train_step(prepared, step, micro_batches)
@@ -186,7 +184,8 @@ class GraphStep(Step):
             kept = _detached(outputs) if self._keeps_outputs else None
             results.append((loss.detach(), kept, len(self._recorder.values)))
         if self.clip is not None:
-            self._strategy.clip_gradients(self._prepared, self._optimizer, self.clip)
+            # Not by the user's optimizer: a new learning rate in it would need a new graph.
+            self._strategy.clip_gradients(self._prepared, self._traced, self.clip)
         with torch.no_grad():
             self._raw_step(self._traced)
         for group in self._traced.param_groups:

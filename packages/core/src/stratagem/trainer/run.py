@@ -237,10 +237,7 @@ class Run:
     def _prepare_to_train(self) -> PreparedModel:
         """Let the strategy prepare the model, and make its optimizers."""
         strategy = self.strategy
-        compilation = self.trainer.step_options.compilation
-        prepared = self.prepared = prepare(
-            strategy, self.module, self._make_optimizers, compilation=compilation
-        )
+        prepared = self.prepared = prepare(strategy, self.module, self._make_optimizers)
         self.optimizers = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         if not self.module.automatic_optimization:
             for optimizer in self.optimizers:
@@ -282,8 +279,7 @@ class Run:
     def _prepare_to_evaluate(self) -> PreparedModel:
         path = self._find(self.job.ckpt_path)
         if self.prepared is None:
-            compilation = self.trainer.step_options.compilation
-            self.prepared = prepare(self.strategy, self.module, compilation=compilation)
+            self.prepared = prepare(self.strategy, self.module)
         if path is not None:
             checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
             restore_model(self, self.prepared, checkpoint, path)

@@ -34,7 +34,13 @@ from stratagem.native.sharding.replicated import (
 from stratagem.plan.compilation import Compilation
 from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
-from stratagem.state.state_dict import load_named_state, load_weights, named_state
+from stratagem.state.state_dict import (
+    load_named_state,
+    load_weights,
+    named_state,
+    optimizer_state_without_wrapper,
+    without_wrapper,
+)
 
 STATE_DICT_TYPES = ("full", "sharded")
 
@@ -234,7 +240,7 @@ class ShardedStrategy(ParallelStrategy):
         """Load parameters; each rank takes, or reads, its shards of them."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
-        own = prepared.original.state_dict()
+        own, state = prepared.original.state_dict(), without_wrapper(state)
         shards = {
             name: distribute_like(own[name], value) if _fits(own.get(name), value) else value
             for name, value in state.items()
@@ -257,6 +263,7 @@ class ShardedStrategy(ParallelStrategy):
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         parameters = dict(prepared.original.named_parameters())
+        state = optimizer_state_without_wrapper(state)
         shards = {
             name: distribute_state(entry, parameters[name]) if name in parameters else entry
             for name, entry in state["state"].items()
