@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Lite, Module, Trainer
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.strategies import SingleDeviceStrategy
+from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
+SCRIPTS = Path(__file__).parent / "scripts"
 TOLERANCE = 1e-5
 """Of losses compiled by inductor against eager, over some steps of small models."""
 
@@ -157,8 +162,9 @@ def test_a_trainer_without_compile_runs_the_same_model_as_it_is(graphs: Graphs) 
 
 
 def test_checkpoints_go_from_compiled_to_eager_and_back_and_resume_exactly(tmp_path: Path) -> None:
-    compiled = {"compile": {"backend": "aot_eager"}}
-    for first, second in (({}, compiled), (compiled, {}), (compiled, compiled)):
+    compiled: dict[str, Any] = {"compile": {"backend": "aot_eager"}}
+    plain: dict[str, Any] = {}
+    for first, second in ((plain, compiled), (compiled, plain), (compiled, compiled)):
         runs, whole, expected = fit(**first)
         runs, _, _ = fit(max_epochs=1, **first)
         path = tmp_path / "half.ckpt"
@@ -179,7 +185,7 @@ def test_modules_without_parameters_are_not_compiled(graphs: Graphs) -> None:
     net = Net()
     net.metric = Counts()
     step = net.training_step
-    net.training_step = lambda batch, batch_idx: step(net.metric(batch), batch_idx)  # type: ignore
+    net.training_step = lambda batch, batch_idx: step(net.metric(batch), batch_idx)  # type: ignore[method-assign, operator]
     fit(net, compile={"backend": graphs})
     assert net.metric.seen == 8
     assert graphs.operations == [3]
@@ -212,7 +218,8 @@ def test_lite_has_no_step_to_compile() -> None:
 def test_a_compiled_model_handed_over_keeps_its_names(graphs: Graphs, tmp_path: Path) -> None:
     _, _, expected = fit()
     net = Net(calls_self=True)
-    runs, _, losses = fit(torch.compile(net, backend=graphs))
+    compiled: Any = torch.compile(net, backend=graphs)
+    runs, _, losses = fit(compiled)
     assert losses == expected
     assert graphs.operations == [3]
     runs.save_checkpoint(tmp_path / "own.ckpt")
@@ -237,7 +244,7 @@ def test_a_checkpoint_with_the_names_of_a_wrapper_loads(tmp_path: Path) -> None:
             super().__init__()
             self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
 
-    runs, net, expected = fit(Wrapped())
+    _, net, expected = fit(Wrapped())
     half, _, _ = fit(Wrapped(), max_epochs=1)
     half.save_checkpoint(tmp_path / "new.ckpt")
     saved = torch.load(tmp_path / "new.ckpt", weights_only=True)
@@ -269,7 +276,8 @@ def test_a_compiled_training_step_runs(graphs: Graphs) -> None:
 def test_lite_takes_a_compiled_model(graphs: Graphs) -> None:
     lite = Lite(accelerator="cpu")
     lite.launch()
-    model = lite.setup(torch.compile(nn.Linear(2, 1), backend=graphs))
+    compiled: Any = torch.compile(nn.Linear(2, 1), backend=graphs)
+    model = lite.setup(compiled)
     model(torch.ones(1, 2))
     assert list(model.state_dict()) == ["weight", "bias"]
     assert len(graphs.made) == 1
@@ -279,9 +287,8 @@ def test_lite_takes_a_compiled_model(graphs: Graphs) -> None:
 
 
 def test_a_smaller_last_batch_is_told_once(graphs: Graphs) -> None:
-    with pytest.warns(
-        UserWarning, match=r"compiles a part of the model again, since this.*4.*2"
-    ) as told:
+    message = r"compiles a part of the model again, since this.*4.*2"
+    with pytest.warns(UserWarning, match=message) as told:
         trainer(compile={"backend": graphs}).fit(Net(), loader(18))
     assert len(told) == 1
     assert "drop_last=True" in str(told[0].message)
@@ -296,9 +303,11 @@ def test_the_limit_of_recompilations_is_told(graphs: Graphs) -> None:
     lite = Lite(accelerator="cpu")
     lite.launch()
     model = lite.setup(Net(), compile={"backend": graphs, "dynamic": False})
-    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(UserWarning) as told:
-        for x in sizes:
-            model(x)
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.warns(UserWarning, match="again|uncompiled") as told,
+    ):
+        _ = [model(x) for x in sizes]
     messages = [str(warning.message) for warning in told]
     assert any("runs uncompiled from here on, since this has changed" in m for m in messages)
     assert len(messages) == 2
@@ -339,8 +348,68 @@ def test_inductor_without_a_compiler_is_refused_at_once(
 def test_strategies_that_cannot_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="which the strategy 'ddp' does not allow"):
         trainer(strategy="ddp", devices=2, compile="step")
+    small = DDPStrategy(bucket_cap_mb=0.5)
+    with pytest.raises(ConfigurationError, match=r"received bucket_cap_mb=0\.5: pass 1 or more"):
+        trainer(strategy=small, devices=2, compile=True)
     with pytest.raises(ConfigurationError, match="under the strategy 'deepspeed' cannot be"):
         trainer(strategy="deepspeed", devices=2, compile=True)
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What rank 0 of the script's two found."""
+    folder = tmp_path_factory.mktemp("compiling")
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPTS / "compiling.py")],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    found: dict[str, Any] = json.loads((folder / "out0.json").read_text())
+    return found
+
+
+STRATEGIES = {
+    "ddp": 1,
+    "ddp, small buckets": 3,
+    "ddp_sharded": 1,
+    "fsdp, root alone": 1,
+    "fsdp": 2,
+    "fsdp, checkpointed": 2,
+    "model_parallel": 1,
+}
+"""Of each, the least number of graphs."""
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_have_the_losses_of_eager(ranks: dict[str, Any], name: str) -> None:
+    found = ranks[name]
+    assert close(found["losses"], found["expected"])
+    assert len(found["graphs"]) >= STRATEGIES[name]
+    assert found["none"] == []
+
+
+def test_ddp_cuts_the_graph_at_its_buckets(ranks: dict[str, Any]) -> None:
+    assert len(ranks["ddp, small buckets"]["graphs"]) > len(ranks["ddp"]["graphs"])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_ranks_compiled_in_other_ways(ranks: dict[str, Any], name: str) -> None:
+    found = ranks[name]
+    assert found["resumed"] == found["losses"][4:]
+    assert close(found["resumed eagerly"], found["losses"][4:])
+    assert close(found["inductor"], found["expected"][:4])
+    assert close(found["own"], found["expected"])
+    assert found["own graphs"]
+    assert found["names"]
+    assert close(found["handed over"], found["expected"])
 
 
 # ---------------------------------------------------------------- the whole step
@@ -378,9 +447,8 @@ def test_a_whole_step_has_the_numbers_of_eager(
         warnings.simplefilter("error")
         runs, net, losses = fit(kind(), **options, **step_of(graphs))
     assert len(graphs.made) == 1
-    assert any(
-        "backward" in str(n.target) or "grad" in str(n.target) for n in graphs.made[0].graph.nodes
-    )
+    targets = {str(node.target) for node in graphs.made[0].graph.nodes}
+    assert any("backward" in target or "autograd" in target for target in targets)
     assert close(losses, expected)
     for name, value in expected_net.state_dict().items():
         torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=TOLERANCE)

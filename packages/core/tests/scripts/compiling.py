@@ -54,6 +54,13 @@ class Net(Module):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
+class Wide(Net):
+    def __init__(self):
+        super().__init__()
+        wide = [nn.Linear(400, 400) for _ in range(4)]
+        self.net = nn.Sequential(nn.Linear(5, 400), *wide, nn.Linear(400, 1))
+
+
 class Losses(Callback):
     def __init__(self):
         self.values = []
@@ -92,12 +99,13 @@ def parallelize(model, mesh):
         parallelize_module(block, mesh["tensor_parallel"], plan)
 
 
-by_block = lambda module: (
-    isinstance(module, Block) or (isinstance(module, nn.Sequential) and len(module) == 2)
-)
+def by_block(module):
+    return isinstance(module, Block) or (isinstance(module, nn.Sequential) and len(module) == 2)
+
+
 strategies = {
     "ddp": lambda: DDPStrategy(),
-    "ddp, small buckets": lambda: DDPStrategy(bucket_cap_mb=0.0003),
+    "ddp, small buckets": lambda: DDPStrategy(bucket_cap_mb=1),
     "ddp_sharded": lambda: "ddp_sharded",
     "fsdp, root alone": lambda: "fsdp",
     "fsdp": lambda: FSDPStrategy(auto_wrap_policy=by_block),
@@ -112,8 +120,9 @@ only = sys.argv[1:] or list(strategies)
 out = {}
 for name in only:
     make = strategies[name]
-    _, expected, none = fit(make())
-    trainer, losses, found = fit(make(), compile={"backend": graphs})
+    kind = Wide if "buckets" in name else Net
+    _, expected, none = fit(make(), kind())
+    trainer, losses, found = fit(make(), kind(), compile={"backend": graphs})
     here = {"expected": expected, "losses": losses, "graphs": found, "none": none}
     out[name] = here
     if name in ("ddp", "fsdp"):

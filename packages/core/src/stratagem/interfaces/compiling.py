@@ -155,7 +155,7 @@ def _compile(part: nn.Module, compile: Callable[..., Any]) -> None:
     their forward gets a frame here.
     """
     part.__dict__[_MARK] = None, "", None
-    forward = part.__dict__.get("forward")
+    forward: Any = part.__dict__.get("forward")
     if hasattr(forward, "forward_to_repeat"):
         # Activation checkpointing stays outside: it runs what is compiled once more.
         inner = forward.forward_to_repeat
@@ -165,7 +165,6 @@ def _compile(part: nn.Module, compile: Callable[..., Any]) -> None:
         part._compiled_call_impl = compile(part._call_impl)
     elif part._forward_pre_hooks or part._forward_hooks:
         # The hooks of a group gather its parameters; they stay outside of the graph.
-        part.__dict__[_MARK] = None, "", None
         part._compiled_call_impl = _Hooked(part, compile(_framed(part.forward, part)))
     else:
         part._compiled_call_impl = compile(_framed(part._call_impl, part))
@@ -181,9 +180,9 @@ class _Hooked:
         own = self._part.__dict__
         own["forward"] = self._forward
         try:
-            return self._part._call_impl(*args, **kwargs)
+            return self._part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
-            del own["forward"]
+            own.pop("forward", None)
 
 
 def _is_torchs(part: nn.Module) -> bool:

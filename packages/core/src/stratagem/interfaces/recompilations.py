@@ -34,11 +34,8 @@ class _Watcher(logging.Filter):
         """Called by torch before it compiles; its compile id is `frame/count`."""
         _, _, count = str(arguments.compile_id).partition("/")
         # A backward that is compiled at its first use, and others, are none of a frame of code.
-        if (
-            arguments.callback_trigger.name != "DYNAMO"
-            or not count[:1].isdigit()
-            or count[0] == "0"
-        ):
+        is_frame = arguments.callback_trigger.name == "DYNAMO"
+        if not is_frame or not count[:1].isdigit() or count[0] == "0":
             return
         reason = _reason()
         if reason is None or not any(mode in reason for mode in _EXPECTED):
@@ -76,7 +73,7 @@ def _because(reason: str | None) -> str:
 
 def _reason() -> str | None:
     """Return why torch compiles again, where this torch says it."""
-    utils = sys.modules.get("torch._dynamo.utils")
+    utils: Any = sys.modules.get("torch._dynamo.utils")
     context = utils.get_metrics_context() if hasattr(utils, "get_metrics_context") else None
     reason = getattr(context, "_metrics", {}).get("recompile_reason")
     return None if reason is None else str(reason)

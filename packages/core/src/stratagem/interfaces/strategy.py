@@ -22,15 +22,13 @@ from stratagem.interfaces.author_checks import (
 )
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
-from stratagem.interfaces.compiling import check_compilation, compile_model
+from stratagem.interfaces.compiling import check_compilation
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
 from stratagem.interfaces.ranks import Ranks
-from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.stepping import Stepping
-from stratagem.plan.compilation import Compilation
 from stratagem.state.parameters import ParameterReferences
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
@@ -57,9 +55,9 @@ class Strategy(Stepping, ABC):
         5. `model_context()` around the code that builds a model.
         6. `take_batch_size` before a fit; then for each model `synchronize_batch_norm(module)`,
            where `sync_batchnorm` is set, and `prepare(module, optimizers)`: converts and moves it,
-           calls `wrap(module)`, then makes the optimizers; then `compile_model`, where
-           `compile=...` asks for it. A module may be prepared again (validate
-           and then fit, a second Trainer): `release` of what was prepared of it comes first.
+           calls `wrap(module)`, then makes the optimizers. `PreparedModel.compile`
+           follows, where `compile=...` asks for it. A module may be prepared again (validate and
+           then fit, a second Trainer): `release` of what was prepared of it comes first.
         7. Under the Trainer, each optimizer step: `train_step(prepared, step, micro_batches)`, made
            of `accumulate_all` (with `no_sync`, `accumulate`, `backward`) and `finish_step` (with
            `clip_gradients`, `optimizer_step`). In a loop under Lite, `no_sync`, `backward`,
@@ -295,21 +293,6 @@ class Strategy(Stepping, ABC):
         Only a hand-written loop has one.
         """
         return optimizer
-
-    def compile_model(self, prepared: PreparedModel, compilation: Compilation) -> None:
-        """Compile a prepared model with torch.compile, in place: its names stay as they are.
-
-        Called after `prepare`, where `compile=...` asks for it and `capabilities.compiles` has
-        "model". An engine that compiles in its own way overrides this.
-
-        Args:
-            prepared: what `prepare` returned.
-            compilation: how.
-        """
-        original = prepared.original
-        compile_model(
-            original.module if isinstance(original, StepModule) else original, compilation
-        )
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return what training calls; before the optimizers are made. By default the module."""

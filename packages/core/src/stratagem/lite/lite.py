@@ -24,7 +24,14 @@ from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
 from stratagem.lite.observed import Observed
 from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
-from stratagem.lite.prepare import check_backward, compilation_of_setup, prepare, prepared_of
+from stratagem.lite.prepare import (
+    Compile,
+    check_backward,
+    check_setup,
+    compilation_of_setup,
+    prepare,
+    prepared_of,
+)
 from stratagem.lite.request import Devices, Plugin
 from stratagem.lite.state import STRATEGY_STATE, collect, restore
 from stratagem.plan.step_options import GradientClip, StepOptions
@@ -117,7 +124,7 @@ class Lite(Launched, Observed):
         module: nn.Module,
         *optimizers: Optimizer,
         move_to_device: bool = True,
-        compile: bool | Mapping[str, Any] | None = None,
+        compile: Compile = None,
     ) -> Any:
         """Prepare a model and its optimizers for the strategy.
 
@@ -125,8 +132,8 @@ class Lite(Launched, Observed):
             module: a model; once for each of several.
             *optimizers: made from its parameters.
             move_to_device: move the parameters to this rank's device.
-            compile: True compiles the model (torch.compile); a dict: torch.compile's arguments;
-                None: as `step_options` says. docs/compiling.md says what is compiled.
+            compile: True: torch.compile of the model; or a dict of its arguments; None: as
+                `step_options` says. See docs/compiling.md.
 
         Returns:
             The model, or (model, optimizer, ...) if optimizers were given, or if the strategy's
@@ -137,20 +144,9 @@ class Lite(Launched, Observed):
                 parameters.
         """
         strategy = self._launched_strategy()
-        compilation = compilation_of_setup(self.plan, strategy, compile)
         module = own_module(module)
-        if isinstance(module, LiteModule):
-            raise ConfigurationError(
-                "setup() received a model that was set up before; call it once for each model"
-            )
-        if optimizers and not self.plan.capabilities.rebinds_optimizers:
-            raise ConfigurationError(
-                f"the strategy {self.plan.strategy.name!r} cannot take an optimizer that was made "
-                "before the model is sharded: call setup_module(model), make the optimizer from "
-                "its parameters, then setup_optimizers(optimizer)"
-            )
-        if optimizers:
-            check_backward(self.plan)
+        check_setup(self.plan, module, optimizers)
+        compilation = compilation_of_setup(self.plan, strategy, compile)
         prepared = prepare(
             strategy, module, optimizers, move_to_device=move_to_device, compilation=compilation
         )
@@ -162,11 +158,7 @@ class Lite(Launched, Observed):
         return (model, *wrapped)
 
     def setup_module(
-        self,
-        module: nn.Module,
-        *,
-        move_to_device: bool = True,
-        compile: bool | Mapping[str, Any] | None = None,
+        self, module: nn.Module, *, move_to_device: bool = True, compile: Compile = None
     ) -> LiteModule:
         """Prepare a model without optimizers; `setup_optimizers` follows."""
         model = self.setup(module, move_to_device=move_to_device, compile=compile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -15,8 +15,12 @@ from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
 from stratagem.interfaces.recompilations import watch_recompilations
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Strategy
+from stratagem.lite.module import LiteModule
 from stratagem.plan.compilation import Compilation, check_compiles
 from stratagem.plan.plan import RunPlan
+
+Compile = bool | Mapping[str, Any] | None
+"""What `Lite.setup` takes as `compile`."""
 
 _latest: WeakKeyDictionary[nn.Module, tuple[ref[Strategy], ref[PreparedModel]]] = (
     WeakKeyDictionary()
@@ -63,7 +67,7 @@ def prepare(
     if compilation is None and strategy.components.step is not None:
         compilation = strategy.components.step.compilation
     if compilation and not compilation.whole_step:
-        strategy.compile_model(prepared, compilation)
+        prepared.compile(compilation)
         watch_recompilations(tells=strategy.ranks.is_global_zero)
     return prepared
 
@@ -91,6 +95,26 @@ def check_backward(plan: RunPlan) -> None:
             "(manual_backward=False in its capabilities), so that a loop of your own cannot "
             "train with it: use the Trainer, or another strategy"
         )
+
+
+def check_setup(plan: RunPlan, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Check that `Lite.setup` can prepare a model together with optimizers of it.
+
+    Raises:
+        ConfigurationError: the model was set up before, or optimizers come too early.
+    """
+    if isinstance(module, LiteModule):
+        raise ConfigurationError(
+            "setup() received a model that was set up before; call it once for each model"
+        )
+    if optimizers and not plan.capabilities.rebinds_optimizers:
+        raise ConfigurationError(
+            f"the strategy {plan.strategy.name!r} cannot take an optimizer that was made "
+            "before the model is sharded: call setup_module(model), make the optimizer from "
+            "its parameters, then setup_optimizers(optimizer)"
+        )
+    if optimizers:
+        check_backward(plan)
 
 
 def compilation_of_setup(

@@ -71,7 +71,7 @@ class Compilation:
     @property
     def needs_compiler(self) -> bool:
         """Whether code is generated that a C++ compiler builds, for models on the CPU."""
-        return self.arguments.get("backend", "inductor") == "inductor"
+        return bool(self.arguments.get("backend", "inductor") == "inductor")
 
     def __str__(self) -> str:
         """The argument as it is typed."""

@@ -128,7 +128,7 @@ class GraphStep(Step):
     def _run_graph(self, inputs: list[tuple[Any, int]]) -> list[tuple[Tensor, Any, int]]:
         self._hand_over_options()
         if not self._on_host:
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         try:
             with self._module.logging_to(self._recorder):  # type: ignore[arg-type]
                 results: list[tuple[Tensor, Any, int]] | None = self._graph(inputs)

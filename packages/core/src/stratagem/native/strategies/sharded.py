@@ -18,10 +18,8 @@ from torch.optim import Optimizer
 from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_memory
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.compiling import compile_model
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
-from stratagem.interfaces.step_module import StepModule
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import distribute_like, shards_of, whole_on_cpu
@@ -31,7 +29,6 @@ from stratagem.native.sharding.replicated import (
     broadcast_from_first,
     find_replicated,
 )
-from stratagem.plan.compilation import Compilation
 from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
 from stratagem.state.state_dict import (
@@ -60,6 +57,15 @@ class ShardedPrepared(PreparedModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.groups = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+
+    def groups_to_compile(self) -> list[nn.Module]:
+        """Return the groups but for the root's: compiled between the hooks that gather and free.
+
+        A graph over several groups would hold all of their parameters at once.
+        """
+        return [
+            p for p in self.module.modules() if isinstance(p, FSDPModule) and p is not self.module
+        ]
 
     def reshard(self) -> None:
         """Free gathered parameters, so that `parameters()` are the sharded ones.
@@ -164,17 +170,6 @@ class ShardedStrategy(ParallelStrategy):
         made = make_optimizers(optimizers)
         check_parameters(module, made)
         return ShardedPrepared(module, module, made, evaluation_module=module)
-
-    def compile_model(self, prepared: PreparedModel, compilation: Compilation) -> None:
-        """Compile each group by itself, between the hooks that gather and free its parameters.
-
-        A graph over several groups would hold all of their parameters at once.
-        """
-        assert isinstance(prepared, ShardedPrepared)
-        root: nn.Module = prepared.original
-        model = root.module if isinstance(root, StepModule) else root
-        groups = [group for group in prepared.groups if group is not root]
-        compile_model(model, compilation, groups)
 
     # -- a training step
 
