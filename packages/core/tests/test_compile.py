@@ -503,6 +503,32 @@ def test_a_whole_step_calls_hooks_and_logs_in_order(graphs: Graphs) -> None:
     ]
 
 
+def test_a_whole_step_stays_one_graph_with_validation_and_dropout(graphs: Graphs) -> None:
+    net = Net()
+    net.net.append(nn.Dropout(0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(**step_of(graphs)).fit(net, loader(), loader())
+    assert len(graphs.made) == 1
+
+
+def test_whole_steps_of_ever_new_shapes_go_on_uncompiled(graphs: Graphs) -> None:
+    sizes = [torch.ones(n, 5) for n in (2, 2, 3, 4, 5, 6)]
+    batches = [(x, x[:, :1]) for x in sizes]
+    eager, net = trainer(), AdamNet()
+    eager.fit(net, batches)
+    runs, compiled = trainer(compile={"step": True, "backend": graphs, "dynamic": False}), AdamNet()
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.warns(UserWarning, match="again|uncompiled") as told,
+    ):
+        runs.fit(compiled, batches)
+    assert any("runs uncompiled from here on" in str(warning.message) for warning in told)
+    assert runs.global_step == 12
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(compiled.state_dict()[name], value, rtol=0, atol=TOLERANCE)
+
+
 class Hooked(Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         pass

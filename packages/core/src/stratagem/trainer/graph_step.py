@@ -131,7 +131,7 @@ class GraphStep(Step):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         try:
             with self._module.logging_to(self._recorder):  # type: ignore[arg-type]
-                results: list[tuple[Tensor, Any, int]] | None = self._graph(inputs)
+                results: list[tuple[Tensor, Any, int]] | None = self._graph_or_not(inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UserCodeError(
                 f"{self._compilation}: torch.compile cannot take this step of "
@@ -142,6 +142,13 @@ class GraphStep(Step):
         if results is None:
             raise UserCodeError(_NO_LOSS)
         return results
+
+    def _graph_or_not(self, inputs: list[tuple[Any, int]]) -> Any:
+        """Run the graph; or the same uncompiled, once torch has made as many graphs as it may."""
+        try:
+            return self._graph(inputs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            return self._whole(inputs)
 
     def _hand_over_options(self) -> None:
         """Let the graph's optimizer have the options and the state of the user's.
