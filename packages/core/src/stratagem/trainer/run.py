@@ -18,7 +18,6 @@ from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare, release
 from stratagem.storage import paths
 from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
-from stratagem.trainer.graph_step import tracing
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
@@ -208,8 +207,7 @@ class Run:
         if path is None:
             self.validation.check_sanity(prepared)
         assert self.rank_state is not None
-        whole_step = tracing(trainer.step_options.compilation)
-        with self.interruption, closing(loader), whole_step:
+        with self.interruption, closing(loader):
             fit_loop.fit(self, prepared, loader, self.validation, self.rank_state)
         self.hooks.call("on_fit_end")
         strategy.checkpoint_io.wait()
