@@ -92,6 +92,7 @@ def test_a_gpu_that_others_hold_is_said_and_not_counted_where_it_is_the_only_one
     # Its index stays taken: torch counts it as well.
     assert both.count == 2
     assert both.reason.endswith("; device 0 is in exclusive use by the process 7")
+    assert both.problems == ((0, "is in exclusive use by the process 7"),)
 
 
 # -- NVML, whose answers are played

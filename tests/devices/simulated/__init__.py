@@ -74,5 +74,6 @@ def _device_module(name: str) -> Any:
     )
     module.manual_seed_all = manual_seed_all
     module.manual_seed = lambda seed: torch.ops.simulated.manual_seed(seed, index_of())
+    module.mem_get_info = lambda device=None: (0, torch.ops.simulated.memory_limit(index_of(device)))
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]
     return module

@@ -18,6 +18,7 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
+from stratagem.lite.device_errors import explained_device_errors, raise_explained
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
@@ -140,7 +141,8 @@ class Lite(Launched, Observed):
             )
         if optimizers:
             check_backward(self.plan)
-        prepared = prepare(strategy, module, optimizers, move_to_device=move_to_device)
+        with explained_device_errors(strategy, module, optimizers):
+            prepared = prepare(strategy, module, optimizers, move_to_device=move_to_device)
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         if not prepared.optimizers:
@@ -231,10 +233,7 @@ class Lite(Launched, Observed):
         try:
             self.strategy.backward(prepared, loss, *args, **kwargs)
         except RuntimeError as error:
-            explained = self.strategy.explain(prepared, error)
-            if explained is None:
-                raise
-            raise explained from error
+            raise_explained(error, self.strategy, prepared)
 
     def _only_prepared(self) -> PreparedModel:
         if not self._prepared:
