@@ -83,7 +83,8 @@ class Dense(nn.Module):
         self.last = nn.Linear(size.hidden, 1024)
 
     def forward(self, batch: Tensor) -> Tensor:
-        return self.last(torch.relu(self.first(batch))).float().square().mean()
+        loss: Tensor = self.last(torch.relu(self.first(batch))).float().square().mean()
+        return loss
 
 
 class Clock:
@@ -95,7 +96,7 @@ class Clock:
 
     def mark(self) -> None:
         if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self.marks.append(event)
         else:
@@ -250,7 +251,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="seconds, and figures without meaning")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no GPU that torch can use; --device cpu --small tries the script")
+        raise SystemExit("there is no GPU that torch can use; try with --device cpu --small")
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     size = SMALL if given.small else Size()
     name = torch.cuda.get_device_name(device) if given.device == "cuda" else "cpu"

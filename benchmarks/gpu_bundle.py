@@ -10,8 +10,8 @@ in the repository:
 
 Run it in an environment with the packages installed: versions are those found there. What is pure
 Python is copied from there, with its dist-info folder, since plugins are found by their entry
-points; of the rest, such as xxhash, pip fetches the wheels for the other machine's Python. torch and
-what torch itself requires are left out: they are there already.
+points; of the rest, such as xxhash, pip fetches wheels for the other machine's Python. torch and
+what it requires are left out: they are there already.
 """
 
 from __future__ import annotations

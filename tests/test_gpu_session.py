@@ -56,4 +56,4 @@ def test_the_benchmark_of_a_gpu_runs_on_the_cpu_to_be_tried() -> None:
 def test_the_benchmark_of_a_gpu_says_that_there_is_none() -> None:
     done = run("benchmarks/gpu.py")
     assert done.returncode == 1
-    assert done.stderr.startswith("there is no GPU that torch can use; --device cpu --small tries")
+    assert done.stderr.startswith("there is no GPU that torch can use; try with --device cpu")

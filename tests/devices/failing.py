@@ -25,8 +25,8 @@ class Failing(Net):
         self.large = torch.nn.Linear(512, 512)  # 1 MiB
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        loss = loss + self.large(torch.ones(512, device=self.device)).mean()
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
+        loss += self.large(torch.ones(512, device=self.device)).mean()
         self.log("loss", loss, on_step=True)
         if batch_idx == 1 and self.device.index == 3:
             if how == "lost":

@@ -51,7 +51,7 @@ def test_without_a_gpu_there_are_no_devices_and_the_reason() -> None:
 # -- errors of CUDA, played
 
 
-ASSERT = torch.AcceleratorError("CUDA error: device-side assert triggered\nCUDA kernel errors might")
+ASSERT = torch.AcceleratorError("CUDA error: device-side assert triggered\nCUDA kernel errors")
 
 
 def test_a_failed_kernel_is_explained_with_what_finds_its_line(
@@ -96,7 +96,7 @@ def test_memory_may_be_full_for_torch_for_cuda_and_for_its_libraries(error: Runt
 
 def test_a_gpu_that_cannot_be_had_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(index: int) -> None:
-        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy")
 
     monkeypatch.setattr(torch.accelerator, "set_device_index", busy)
     expected = r"GPU cuda:1 cannot be used by this process: CUDA error: CUDA-capable device\(s\) is"

@@ -1,4 +1,4 @@
-"""On a GPU: training, RNG states, waits, memory and failed kernels (`nox -s gpu`). Never run yet."""
+"""On a GPU: training, waits, memory and failed kernels (`nox -s gpu`). Never run yet."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ class Net(Module):
 
 def fit(module: Module, folder: Path, **options: Any) -> CSVLogger:
     logger = CSVLogger(folder)
+    samples: Any = torch.randn(80, 16)
     Trainer(
         **{"strategy": "auto", "callbacks": DeviceStatsMonitor(), **options},
         accelerator="gpu",
@@ -91,7 +92,7 @@ def fit(module: Module, folder: Path, **options: Any) -> CSVLogger:
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_checkpointing=False,
-    ).fit(module, DataLoader(torch.randn(80, 16), batch_size=4, pin_memory=True))
+    ).fit(module, DataLoader(samples, batch_size=4, pin_memory=True))
     return logger
 
 
@@ -122,7 +123,8 @@ def test_a_gpus_figures_are_in_the_logs(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_full_says_what_was_held(tmp_path: Path) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=r"rank 0 of 1 \(cuda:0\), at .*, is out of") as found:
+    expected = r"rank 0 of 1 \(cuda:0\), at .*, is out of memory"
+    with pytest.raises(torch.OutOfMemoryError, match=expected) as found:
         fit(Net(too_much=True), tmp_path)
     for what in ("parameters", "optimizer state", "more was asked for"):
         assert f"iB  {what}" in str(found.value)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from stratagem import Callback, Module, Trainer
-from stratagem.strategies import DeepSpeedStrategy
 from stratagem_deepspeed import preparation
+from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 preparation._cpu_has_float16 = lambda: True
 
@@ -53,7 +53,7 @@ class Watch(Callback):
         self.seen: list[tuple[Any, ...]] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, *_: Any) -> None:
-        engine: Any = trainer.run.require_prepared().module.engine  # type: ignore[union-attr]
+        engine: Any = trainer.run.require_prepared().module.engine
         scale = float(engine.optimizer.cur_scale)
         weight = float(next(module.parameters()).detach().float().sum())
         rate = trainer.optimizers[0].param_groups[0]["lr"]
@@ -85,7 +85,11 @@ def run(precision: str, stage: int, ckpt_path: Path | None = None, steps: int = 
     return watch.seen
 
 
-out = {f"{precision}, {s}": run(precision, s) for precision in ("16-mixed", "16-true") for s in (1, 2, 3)}
+out: dict[str, Any] = {
+    f"{precision}, {stage}": run(precision, stage)
+    for precision in ("16-mixed", "16-true")
+    for stage in (1, 2, 3)
+}
 run("16-mixed", 2, steps=2)
 out["resumed"] = run("16-mixed", 2, Path("half.ckpt"))
 Path("out0.json").write_text(json.dumps(out))

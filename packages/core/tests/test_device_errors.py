@@ -93,7 +93,7 @@ class Net(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 1:
             self.fail("step")
-        loss = self.layer(batch).square().mean()
+        loss: Tensor = self.layer(batch).square().mean()
         self.log("loss", loss, on_step=True)
         return loss
 
@@ -153,13 +153,13 @@ def test_an_error_of_memory_says_who_held_it_and_what_would_fit(tmp_path: Path) 
 
 @pytest.mark.parametrize("where", ["set-up", "evaluation"])
 def test_set_up_and_evaluation_are_explained_as_well(where: str, tmp_path: Path) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="1.00 MiB  parameters"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"1\.00 MiB  parameters"):
         fit(Net(where, torch.OutOfMemoryError(FULL)), tmp_path)
 
 
 def test_the_hosts_own_memory_is_explained(tmp_path: Path) -> None:
     text = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
-    with pytest.raises(RuntimeError, match="rank 0 of 1 \\(cpu\\).* is out of memory: the device "):
+    with pytest.raises(RuntimeError, match=r"rank 0 of 1 \(cpu\).* is out of memory: the device "):
         fit(Net("step", RuntimeError(text)), tmp_path, accelerator="cpu")
 
 
@@ -178,13 +178,14 @@ def test_lite_explains_each_part_of_a_step() -> None:
             raise torch.OutOfMemoryError(FULL)
 
     class FullStep(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             raise torch.OutOfMemoryError(FULL)
 
     net = Full(4, 4)
     model, optimizer = lite.setup(net, FullStep(net.parameters(), lr=0.1))
     for part in (lambda: model(torch.ones(4)), optimizer.step):
-        with pytest.raises(torch.OutOfMemoryError, match="is out of memory: the device has") as found:
+        expected = "is out of memory: the device has"
+        with pytest.raises(torch.OutOfMemoryError, match=expected) as found:
             part()
         assert str(found.value).count("is out of memory") == 1
 

@@ -60,6 +60,9 @@ def _device_module(name: str) -> Any:
         for index in range(COUNT):
             torch.ops.simulated.manual_seed(seed, index)
 
+    def memory(device: Any = None) -> tuple[int, int]:
+        return 0, torch.ops.simulated.memory_limit(index_of(device))
+
     module.device = lambda device: torch.accelerator.device_index(index_of(device))
     module.is_available = lambda: True
     module.is_initialized = lambda: bool(torch.ops.simulated.is_initialized())
@@ -80,6 +83,6 @@ def _device_module(name: str) -> Any:
     )
     module.manual_seed_all = manual_seed_all
     module.manual_seed = lambda seed: torch.ops.simulated.manual_seed(seed, index_of())
-    module.mem_get_info = lambda device=None: (0, torch.ops.simulated.memory_limit(index_of(device)))
+    module.mem_get_info = memory
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]
     return module

@@ -30,7 +30,9 @@ def _all_gather(tensor: Tensor, world_size: int, group_name: str) -> Tensor:
     return gathered
 
 
-_functional = torch.library.Library("_c10d_functional", "IMPL", "PrivateUse1")
+_functional: Any = torch.library.Library(  # type: ignore[no-untyped-call]
+    "_c10d_functional", "IMPL", "PrivateUse1"
+)
 _functional.impl("all_gather_into_tensor", _all_gather)
 
 

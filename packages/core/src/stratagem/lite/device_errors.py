@@ -174,7 +174,7 @@ def _need(
 
 def _whole_bytes(parameter: Any) -> int:
     # Of a DTensor, numel() is the whole; DeepSpeed keeps the whole's beside an empty tensor.
-    return int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
+    return int(getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size())
 
 
 def _state_per_weight(optimizers: Sequence[Optimizer]) -> float:
@@ -184,7 +184,7 @@ def _state_per_weight(optimizers: Sequence[Optimizer]) -> float:
             size = _on_this_rank(parameter).numel()
             kept = [_on_this_rank(v) for v in state.values() if isinstance(v, Tensor)]
             if size and kept:
-                return sum(tensor.numel() for tensor in kept) / size
+                return float(sum(tensor.numel() for tensor in kept) / size)
     defaults = optimizers[0].defaults if optimizers else {}
     return 2.0 if "betas" in defaults else float(bool(defaults.get("momentum")))
 

@@ -18,8 +18,8 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
-from stratagem.lite.device_errors import explained_device_errors, raise_explained
 from stratagem.lite.dataloader import LiteDataLoader
+from stratagem.lite.device_errors import explained_device_errors, raise_explained
 from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
 from stratagem.lite.observed import Observed

@@ -55,8 +55,7 @@ class Rows:
         self._hand_over()
 
     def leave_device(self) -> None:
-        """Forget values that are on a device still, which has failed: whoever reads them may wait
-        forever."""
+        """Forget values on a device that has failed: whoever reads them may wait forever."""
         copied, self._copied = self._copied, None
         kept = ([] if copied is None else copied.rows) + self._rows
         self._rows = [

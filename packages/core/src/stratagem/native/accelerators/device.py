@@ -114,8 +114,12 @@ class DeviceAccelerator(Accelerator):
         stats = self.device_stats(device)
         of_device = getattr(torch.get_device_module(self.device_type), "mem_get_info", None)
         total = None if of_device is None else of_device(device)[1]
-        held = [stats.get(name, 0) for name in ("allocated_bytes", "peak_allocated_bytes")]
-        return DeviceMemory(total, *held, reserved=stats.get("reserved_bytes", 0))
+        return DeviceMemory(
+            total,
+            allocated=stats.get("allocated_bytes", 0),
+            peak=stats.get("peak_allocated_bytes", 0),
+            reserved=stats.get("reserved_bytes", 0),
+        )
 
     def explain_lost_device(self, error: BaseException) -> str | None:
         """Return it for torch's `AcceleratorError`, which comes from a kernel or the driver."""

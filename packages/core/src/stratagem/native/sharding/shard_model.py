@@ -95,7 +95,7 @@ def _put_on(parameter: nn.Parameter, device: torch.device) -> None:
         parameter.data = moved
     else:  # of a device whose tensors are of another kind than the host's
         there = nn.Parameter(moved, requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, there)
+        torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
 
 
 def _own(part: nn.Module) -> list[Tensor]:
