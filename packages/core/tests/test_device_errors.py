@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +208,7 @@ def test_a_lost_device_is_left_alone_and_no_later_error_takes_its_place(
 
 def test_the_processor_says_what_it_has() -> None:
     stats = CPUAccelerator().device_stats(torch.device("cpu"))
-    assert stats["peak_resident_bytes"] >= stats["resident_bytes"] > MIB or sys.platform == "darwin"
+    assert stats["peak_resident_bytes"] > MIB
+    assert stats["resident_bytes"] > MIB
     assert stats["memory_total_bytes"] > stats["memory_available_bytes"] > 0
     assert stats["cpu_seconds"] > 0

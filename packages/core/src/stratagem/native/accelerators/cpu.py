@@ -87,7 +87,8 @@ class CPUAccelerator(Accelerator):
         if total is not None and "memory_available_bytes" in stats:
             rest = total - stats["memory_available_bytes"] - own
             others = (("other processes and the system", max(0, rest)),)
-        return DeviceMemory(total, own, stats["peak_resident_bytes"], own, others)
+        # The kernel updates the peak now and then only.
+        return DeviceMemory(total, own, max(own, stats["peak_resident_bytes"]), own, others)
 
 
 def _memory_lines(text: str) -> Iterator[tuple[str, int]]:
