@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from stratagem_cuda import nvml
 _FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """How CUDA and its libraries say that memory is full where torch's allocator was not asked."""
 _BLOCKING = "CUDA_LAUNCH_BLOCKING"
+
+TF32 = (8, 0)
+"""The first compute capability with TF32: Ampere (CUDA C++ Programming Guide)."""
 
 
 class CUDAAccelerator(DeviceAccelerator):
@@ -93,6 +96,22 @@ class CUDAAccelerator(DeviceAccelerator):
         if "device-side assert" in text:
             line += ". An assert in a kernel is most often an index, label or token out of range"
         return f"{line}. This process cannot use the GPU any more"
+
+    def hints(self, device: torch.device, dtype: torch.dtype) -> Sequence[str]:
+        """Say that TF32 is off, where the GPU has it and nothing was said of it.
+
+        torch leaves it off in matrix products ("highest"), and on in cuDNN's convolutions. What is
+        wanted is the user's to say, by torch's own setting, which this does not touch.
+        """
+        is_set = torch.backends.cuda.matmul.fp32_precision != "none"
+        if is_set or dtype is not torch.float32 or torch.cuda.get_device_capability(device) < TF32:
+            return ()
+        name = torch.cuda.get_device_name(device)
+        return (
+            f"matrix products in float32 do not use the TF32 cores of {name}: "
+            "torch.set_float32_matmul_precision('high') makes large ones several times as fast, "
+            "with 10 bits of mantissa in place of 23; 'highest' keeps them exact, and this quiet",
+        )
 
     def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
         """Set cuDNN's choice of convolutions, and cuBLAS's workspace for determinism."""
