@@ -45,6 +45,10 @@ TEST_TOOLS = [
     "moto[s3]==5.2.5",
     "s3fs==2026.9.0",
 ]
+# float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; both take the torch that is there.
+LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
+# What CI leaves to sessions of their own.
+IN_CI = "not gpu and not cluster and not ops and not xla and not conformance"
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
@@ -58,6 +62,7 @@ def install_everything(session: nox.Session) -> None:
     """Torch, the tools, then the five packages from the source tree, editable."""
     session.install(TORCH)
     session.install(*BUILD_TOOLS, *TEST_TOOLS)
+    session.install("--no-deps", *LOW_PRECISIONS)
     session.install(DEEPSPEED)  # a source distribution, built in an environment of its own
     editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
     session.install("--no-build-isolation", *editable)
@@ -97,7 +102,7 @@ def tests(session: nox.Session) -> None:
     check_lint(session)
     check_types(session)
     check_contracts(session)
-    run_pytest(session, "not gpu and not cluster and not ops and not xla")
+    run_pytest(session, IN_CI)
 
 
 @nox.session
@@ -125,7 +130,7 @@ def contracts(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """The tests without the wheels; what follows `--` goes to pytest."""
     install_everything(session)
-    run_pytest(session, "not gpu and not wheels and not cluster and not ops and not xla")
+    run_pytest(session, f"{IN_CI} and not wheels")
 
 
 @nox.session
@@ -157,6 +162,13 @@ def xla(session: nox.Session) -> None:
     session.install(*BUILD_TOOLS, *tools)
     session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/backend-xla")
     session.run("pytest", "-m", "xla", "packages/backend-xla/tests", *session.posargs)
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """The conformance kit on all our strategies; CI has it on ddp, and on planted bugs."""
+    install_everything(session)
+    run_pytest(session, "conformance")
 
 
 @nox.session
