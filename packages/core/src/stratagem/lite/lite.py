@@ -20,6 +20,7 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
+from stratagem.lite.device_errors import explained_device_errors, raise_explained
 from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
 from stratagem.lite.observed import Observed
@@ -147,9 +148,10 @@ class Lite(Launched, Observed):
         module = own_module(module)
         check_setup(self.plan, module, optimizers)
         compilation = compilation_of_setup(self.plan, strategy, compile)
-        prepared = prepare(
-            strategy, module, optimizers, move_to_device=move_to_device, compilation=compilation
-        )
+        with explained_device_errors(strategy, module, optimizers):
+            prepared = prepare(
+                strategy, module, optimizers, move_to_device=move_to_device, compilation=compilation
+            )
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         if not prepared.optimizers:
@@ -242,10 +244,7 @@ class Lite(Launched, Observed):
         try:
             self.strategy.backward(prepared, loss, *args, **kwargs)
         except RuntimeError as error:
-            explained = self.strategy.explain(prepared, error)
-            if explained is None:
-                raise
-            raise explained from error
+            raise_explained(error, self.strategy, prepared)
 
     def _only_prepared(self) -> PreparedModel:
         if not self._prepared:

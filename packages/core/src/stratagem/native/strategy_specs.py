@@ -62,6 +62,8 @@ def strategies() -> tuple[ComponentSpec, ...]:
 
 
 def _sharding() -> tuple[ComponentSpec, ...]:
+    whole = ("parameters", "gradients", "optimizer")
+    shards = {"fsdp_shard_grad_op": whole[1:], "fsdp_no_shard": ()}
     presets: dict[str, tuple[str, dict[str, object]]] = {
         "fsdp": ("parameters, gradients and optimizer state sharded (FSDP2)", {}),
         "fsdp_cpu_offload": ("fsdp with shards in host memory", {"cpu_offload": True}),
@@ -83,6 +85,8 @@ def _sharding() -> tuple[ComponentSpec, ...]:
             summary=summary,
             capabilities=FSDP,
             init_args=init_args,
+            shards=shards.get(name, whole),
+            offloads=whole if "cpu_offload" in init_args else (),
         )
         for name, (summary, init_args) in presets.items()
     )
@@ -134,4 +138,5 @@ def _ddp_family() -> Iterator[StrategySpec]:
                 if launcher == "script"
                 else {**arguments, "launcher": launcher},
                 capabilities=DDP,
+                shards=("optimizer",) if is_sharded else (),
             )

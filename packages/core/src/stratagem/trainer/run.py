@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -18,6 +17,7 @@ from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare, release
 from stratagem.storage import paths
 from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
+from stratagem.trainer.failure import end_failed
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
@@ -159,8 +159,7 @@ class Run:
                 return result
             except BaseException as error:
                 self.has_failed = True
-                self.hooks.call("on_exception", error)
-                self._let_saves_finish()
+                end_failed(self, error)
                 raise
             finally:
                 # It holds the graph of the last loss, and so what hooks of an engine hold.
@@ -170,14 +169,6 @@ class Run:
                 if ranks.is_global_zero:
                     for logger in trainer.loggers:
                         logger.finalize(status)
-
-    def _let_saves_finish(self) -> None:
-        """While an error ends the run: what was saved before it becomes durable."""
-        try:
-            self.strategy.checkpoint_io.wait_at_error()
-        # The run ends with its own error; this one would take its place.
-        except Exception as error:
-            print(f"stratagem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def _position(self) -> str:
         if self.stage != "fit":
