@@ -28,8 +28,8 @@ def takes_unused_parameters(fsdp_module: type) -> bool:
 def quiet_dcp_writer() -> None:
     """Ignore one warning of the writer of torch.distributed.checkpoint, about its own code.
 
-    It asks for a storage in a deprecated way in torch 2.9, with which this can go. The filter stays:
-    a save may run in a thread, and `warnings.catch_warnings` is the whole process's.
+    It asks for a storage in a deprecated way in torch 2.9, with which this can go. The filter
+    stays: a save may run in a thread, and `warnings.catch_warnings` is the whole process's.
     """
     warnings.filterwarnings(
         "ignore",
