@@ -121,8 +121,8 @@ def tests(session: nox.Session) -> None:
     check_types(session)
     check_contracts(session)
     run_pytest(session, "not gpu and not cluster and not ops and not xla")
-    session.notify("oldest")
-    session.notify("newest")
+    session.notify("oldest", posargs=[])
+    session.notify("newest", posargs=[])
 
 
 @nox.session
@@ -142,7 +142,7 @@ def newest(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("torch", TORCH_VERSIONS)
 def torch_versions(session: nox.Session, torch: str) -> None:
-    """Every test that `tests` runs, with the versions of torch that core takes; not in CI."""
+    """The tests without the wheels, with the versions of torch that core takes; not in CI."""
     install_everything(session, f"torch=={torch}")
     run_pytest(session, "not gpu and not wheels and not cluster and not ops and not xla")
 
