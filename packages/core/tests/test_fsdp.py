@@ -403,7 +403,9 @@ def test_a_rank_needs_half_the_memory_that_it_needs_under_ddp() -> None:
     script = load(HERE.parents[2] / "benchmarks" / "memory.py")
     ddp, fsdp = (script.measure(way, 12, 1024, 2) for way in ("ddp", "fsdp"))
     assert ddp["parameters"] == pytest.approx(100.7e6, rel=1e-3)
-    assert fsdp["peak"] <= 0.55 * ddp["peak"]
+    # Of libraries, a torch with CUDA has 300 MB more than one without.
+    own = [figures["peak"] - figures["libraries"] for figures in (ddp, fsdp)]
+    assert own[1] <= 0.48 * own[0]
 
 
 @pytest.mark.parametrize(
