@@ -53,19 +53,42 @@ MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
 XLA = ["torch==2.9.0", "torch_xla==2.9.0"]
+# Core takes torch from 2.9 on; CI tries the newest that pip may install, up to the last one tried.
+NEWEST = "torch>=2.14.1,<2.16"
+TORCH_VERSIONS = ["2.9.1", "2.11.0", "2.13.0", "2.15.0"]
+# What leans on the insides of torch, in some minutes: what CI runs with the oldest and the newest.
+TORCH_TESTS = [
+    "packages/core/tests/test_ddp_options.py",
+    "packages/core/tests/test_ddp_sharded.py",
+    "packages/core/tests/test_directory.py",
+    "packages/core/tests/test_end_of_rank.py",
+    "packages/core/tests/test_examples.py",
+    "packages/core/tests/test_fsdp.py",
+    "packages/core/tests/test_lite.py",
+    "packages/core/tests/test_saved_before.py",
+    "tests/test_readme.py",
+]
 # What the session `cluster` brings clusters up with.
 DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 
 
-def install_everything(session: nox.Session) -> None:
+def install_everything(session: nox.Session, torch: str = TORCH) -> None:
     """Torch, the tools, then the five packages from the source tree, editable."""
-    session.install(TORCH)
+    session.install(torch)
     session.install(*BUILD_TOOLS, *TEST_TOOLS)
     session.install("--no-deps", *LOW_PRECISIONS)
     session.install(DEEPSPEED)  # a source distribution, built in an environment of its own
     editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
     session.install("--no-build-isolation", *editable)
+
+
+def install_core(session: nox.Session, *torch: str) -> None:
+    """A torch, what TORCH_TESTS need, and core with the XLA backend, editable."""
+    session.install(*torch)
+    names = ("numpy==", "pytest==", "safetensors==")
+    session.install(*BUILD_TOOLS, *(tool for tool in TEST_TOOLS if tool.startswith(names)))
+    session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/backend-xla")
 
 
 def check_lint(session: nox.Session) -> None:
@@ -103,6 +126,31 @@ def tests(session: nox.Session) -> None:
     check_types(session)
     check_contracts(session)
     run_pytest(session, IN_CI)
+    session.notify("oldest", posargs=[])
+    session.notify("newest", posargs=[])
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """What leans on the insides of torch, with the oldest one: that of torch_xla, and its tests."""
+    install_core(session, *XLA)
+    session.run("pytest", *TORCH_TESTS, *session.posargs)
+    session.run("pytest", "-m", "xla", "packages/backend-xla/tests")
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The same, with the newest torch, and with triton as a user gets it."""
+    install_core(session, NEWEST)
+    session.run("pytest", *TORCH_TESTS, *session.posargs)
+
+
+@nox.session
+@nox.parametrize("torch", TORCH_VERSIONS)
+def torch_versions(session: nox.Session, torch: str) -> None:
+    """The tests without the wheels, with the versions of torch that core takes; not in CI."""
+    install_everything(session, f"torch=={torch}")
+    run_pytest(session, f"{IN_CI} and not wheels")
 
 
 @nox.session
@@ -157,10 +205,7 @@ def deepspeed_ops(session: nox.Session) -> None:
 @nox.session
 def xla(session: nox.Session) -> None:
     """PyTorch/XLA on PJRT's CPU client, in an environment with its own torch."""
-    session.install(*XLA)
-    tools = [tool for tool in TEST_TOOLS if tool.startswith(("numpy==", "pytest=="))]
-    session.install(*BUILD_TOOLS, *tools)
-    session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/backend-xla")
+    install_core(session, *XLA)
     session.run("pytest", "-m", "xla", "packages/backend-xla/tests", *session.posargs)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -20,16 +19,12 @@ from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.strategies.communication_hooks import CommunicationHook, Hook, Wrapper
 from stratagem.native.strategies.ddp_errors import explain
 from stratagem.native.strategy_specs import DDP
+from stratagem.native.torch_versions import FORWARD_SYNC_BUFFERS
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 _AVERAGING_STEP = "model_averaging_step"
-_SYNC_BUFFERS = (  # torch 2.13 has deprecated its earlier name
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 
 class DDPStrategy(ParallelStrategy):
@@ -105,7 +100,7 @@ class DDPStrategy(ParallelStrategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
             "init_sync": init_sync,
-            **({} if broadcast_buffers else {_SYNC_BUFFERS: False}),
+            **({} if broadcast_buffers else {FORWARD_SYNC_BUFFERS: False}),
         }
         self.communication_hook = CommunicationHook(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period
