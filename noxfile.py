@@ -47,8 +47,13 @@ TEST_TOOLS = [
 ]
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
-# A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
+# A pair: torch_xla needs the torch of its own number, which indices have for CUDA alone.
 XLA = ["torch==2.9.0", "torch_xla==2.9.0"]
+# What they need but triton and most of CUDA's libraries: with those, 4 GB to fetch and not 1.
+XLA_NEEDS = ["filelock", "jinja2", "networkx", "sympy", "typing-extensions"]
+XLA_NEEDS += ["absl-py", "pyyaml", "requests"]
+XLA_NEEDS += ["nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-cupti-cu12==12.8.90"]
+XLA_NEEDS += ["nvidia-cufile-cu12==1.13.1.3"]
 # What the session `cluster` brings clusters up with.
 DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
@@ -98,6 +103,7 @@ def tests(session: nox.Session) -> None:
     check_types(session)
     check_contracts(session)
     run_pytest(session, "not gpu and not cluster and not ops and not xla")
+    session.notify("xla", posargs=[])  # after this one: its torch is another
 
 
 @nox.session
@@ -151,12 +157,22 @@ def deepspeed_ops(session: nox.Session) -> None:
 
 @nox.session
 def xla(session: nox.Session) -> None:
-    """PyTorch/XLA on PJRT's CPU client, in an environment with its own torch."""
-    session.install(*XLA)
-    tools = [tool for tool in TEST_TOOLS if tool.startswith(("numpy==", "pytest=="))]
-    session.install(*BUILD_TOOLS, *tools)
-    session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/backend-xla")
+    """PyTorch/XLA on PJRT's CPU client, in an environment with its own torch; `tests` runs it."""
+    install_torch_xla(session)
     session.run("pytest", "-m", "xla", "packages/backend-xla/tests", *session.posargs)
+
+
+def install_torch_xla(session: nox.Session) -> None:
+    """Torch 2.9 with torch_xla, 1 GB, then core and the backend, editable."""
+    # Without their requirements, which pip completes whenever it installs what requires torch.
+    session.install("--no-deps", *XLA)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith(("numpy==", "pytest=="))]
+    core = nox.project.load_toml("packages/core/pyproject.toml")["project"]["dependencies"]
+    ours = [requirement for requirement in core if not requirement.startswith("torch")]
+    session.install(*XLA_NEEDS, *BUILD_TOOLS, *tools, *ours)
+    session.run("python", "packages/backend-xla/scripts/cuda_stand_ins.py")
+    packages = ("-e", "./packages/core", "-e", "./packages/backend-xla")
+    session.install("--no-build-isolation", "--no-deps", *packages)
 
 
 @nox.session
