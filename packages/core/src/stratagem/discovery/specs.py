@@ -148,6 +148,11 @@ class PrecisionSpec(ComponentSpec):
     kind: ClassVar[str] = "precision"
     accelerators: tuple[str, ...] | None = None
     """Names of the accelerators that it works on; None: any."""
+    shardable: bool = True
+    """Whether the parameters that it makes can be divided between ranks; as in its class."""
+    requires: tuple[str, ...] = ()
+    """Distributions that it needs beside its own, such as "torchao>=0.13,<1", for a listing: the
+    class itself refuses to be bound without them."""
 
 
 class CheckpointIOSpec(ComponentSpec):

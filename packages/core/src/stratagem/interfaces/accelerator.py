@@ -28,7 +28,8 @@ class Accelerator(ABC):
         4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
            `set_rng_state(device, state)`. Where logged values go to the loggers: `start_reading`.
         5. On every rank, by the front ends: `batch_mover(device)`, once for each loop; by the
-           Trainer around each stage: `configure_kernels`.
+           Trainer around each stage: `configure_kernels`. By the Trainer on rank 0 at the start of
+           a fit: `hints`.
         6. On every rank, at the end: `teardown()`.
 
     Only `availability` and `device` have to be implemented; the other defaults are right for any
@@ -155,6 +156,15 @@ class Accelerator(ABC):
         module = torch.get_device_module(kind)
         supported = getattr(module, "get_amp_supported_dtype", lambda: [dtype])
         return torch.autocast(kind, dtype=dtype) if dtype in supported() else None
+
+    def hints(self, device: torch.device, dtype: torch.dtype) -> Sequence[str]:
+        """Return what a user may want to know before training: a sentence each, said once.
+
+        Args:
+            device: this rank's.
+            dtype: what large matrix products are computed in; see `Precision.dtype`.
+        """
+        return ()
 
     def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
         """Set how the devices' libraries choose kernels; return what restores it.

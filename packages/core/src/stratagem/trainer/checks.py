@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -114,6 +115,19 @@ def warn_of_unsavable_hyperparameters(module: Module) -> None:
             f"save_hyperparameters(ignore={list(reasons)!r}) says that this is meant",
             stacklevel=2,
         )
+
+
+def give_hints(strategy: Strategy) -> None:
+    """Say on rank 0 what the accelerator would have a user know; once in a process."""
+    if not strategy.ranks.is_global_zero:
+        return
+    for hint in strategy.accelerator.hints(strategy.device, strategy.precision.dtype):
+        if hint not in _hints_given:
+            _hints_given.add(hint)
+            print(f"stratagem: {hint}", file=sys.stderr, flush=True)
+
+
+_hints_given: set[str] = set()
 
 
 def check_state_keys(callbacks: Sequence[Callback]) -> None:

@@ -189,6 +189,7 @@ class Run:
     def _fit(self, until_end: ExitStack) -> None:
         trainer, module, strategy = self.trainer, self.module, self.strategy
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
+        checks.give_hints(strategy)
         self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
         self.restarts = Restarts(strategy, trainer.default_root_dir)
         path = self.resumed_from = self._find(self.restarts.begin(self.job.ckpt_path))

@@ -400,7 +400,7 @@ class Trainer(Ranked, OptionAttributes):
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
         result = elsewhere.take_over(
-            outcome, job.model, self.callbacks, latest=self._latest, progress=self._progress
+            outcome, job.model, self, latest=self._latest, progress=self._progress
         )
         self._trained_elsewhere = job.model
         return result
