@@ -133,13 +133,13 @@ def why_incompatible(entry: PluginEntry, core_version: str) -> str | None:
             f"a distribution in {entry.false_core!r} calls itself {CORE} too; core's own plugin is "
             f"{_OWN[1]!r} of the package that runs: remove that distribution"
         )
-    fits = _fits(entry.requires_core, core_version)
-    if fits is None:
+    holds = fits(entry.requires_core, core_version)
+    if holds is None:
         return (
             f"its requirement {CORE}{entry.requires_core} cannot be read: pip install --upgrade "
             f"{entry.distribution}"
         )
-    if fits:
+    if holds:
         return None
     return (
         f"requires {CORE}{entry.requires_core}, but {CORE} {core_version} is installed: "
@@ -301,8 +301,8 @@ def _requirement_on_core(metadata: str) -> str:
     return ",".join(filter(None, clauses))
 
 
-def _fits(clauses: str, version: str) -> bool | None:
-    """Whether a version meets clauses such as "<0.2,>=0.1"; None if they cannot be read."""
+def fits(clauses: str, version: str) -> bool | None:
+    """Return whether a version meets clauses such as "<0.2,>=0.1"; None: they cannot be read."""
     # Plain numbers are compared here: importing `packaging` costs a quarter of what listing
     # strategies may cost.
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -49,20 +50,31 @@ def version_of(distribution: str, path: Iterable[str] | None = None) -> str | No
     wanted = normalise(distribution)
     for place in sys.path if path is None else path:
         try:
-            folders = folders_of_metadata(place or ".")
+            folders = _folders_by_name(place or ".", os.stat(place or ".").st_mtime_ns)  # noqa: PTH116 - pathlib is slow to import
         except NotADirectoryError:
             found = _version_by_library(distribution, place)
+        except OSError:
+            continue  # nothing is there
         else:
-            found = next(
-                _versions(f"{place or '.'}/{f}" for f in folders if _name(f) == wanted), None
-            )
+            found = next(_versions(folders.get(wanted, ())), None)
         if found is not None:
             return found
     return None
 
 
-def _name(folder: str) -> str:
-    return normalise(folder.rpartition(".")[0].partition("-")[0])
+@functools.cache
+def _folders_by_name(place: str, changed: int) -> dict[str, list[str]]:
+    """Return the folders of metadata in a place, by distribution; read once while it is the same.
+
+    Args:
+        place: an element of `sys.path`.
+        changed: when it was changed last.
+    """
+    found: dict[str, list[str]] = {}
+    for folder in folders_of_metadata(place):
+        name = normalise(folder.rpartition(".")[0].partition("-")[0])
+        found.setdefault(name, []).append(f"{place}/{folder}")
+    return found
 
 
 def _versions(folders: Iterable[str]) -> Iterator[str]:
