@@ -45,6 +45,8 @@ TEST_TOOLS = [
     "moto[s3]==5.2.5",
     "s3fs==2026.9.0",
 ]
+# float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; both take the torch that is there.
+LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number, which indices have for CUDA alone.
@@ -63,6 +65,7 @@ def install_everything(session: nox.Session) -> None:
     """Torch, the tools, then the five packages from the source tree, editable."""
     session.install(TORCH)
     session.install(*BUILD_TOOLS, *TEST_TOOLS)
+    session.install("--no-deps", *LOW_PRECISIONS)
     session.install(DEEPSPEED)  # a source distribution, built in an environment of its own
     editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
     session.install("--no-build-isolation", *editable)
