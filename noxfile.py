@@ -47,6 +47,8 @@ TEST_TOOLS = [
 ]
 # float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; both take the torch that is there.
 LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
+# What CI leaves to sessions of their own.
+IN_CI = "not gpu and not cluster and not ops and not xla and not conformance"
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number, which indices have for CUDA alone.
@@ -105,7 +107,7 @@ def tests(session: nox.Session) -> None:
     check_lint(session)
     check_types(session)
     check_contracts(session)
-    run_pytest(session, "not gpu and not cluster and not ops and not xla")
+    run_pytest(session, IN_CI)
     session.notify("xla", posargs=[])  # after this one: its torch is another
 
 
@@ -134,7 +136,7 @@ def contracts(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """The tests without the wheels; what follows `--` goes to pytest."""
     install_everything(session)
-    run_pytest(session, "not gpu and not wheels and not cluster and not ops and not xla")
+    run_pytest(session, f"{IN_CI} and not wheels")
 
 
 @nox.session
@@ -176,6 +178,13 @@ def install_torch_xla(session: nox.Session) -> None:
     session.run("python", "packages/backend-xla/scripts/cuda_stand_ins.py")
     packages = ("-e", "./packages/core", "-e", "./packages/backend-xla")
     session.install("--no-build-isolation", "--no-deps", *packages)
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """The conformance kit on all our strategies; CI has it on ddp, and on planted bugs."""
+    install_everything(session)
+    run_pytest(session, "conformance")
 
 
 @nox.session

@@ -18,6 +18,7 @@ DEEPSPEED = Capabilities(
     sharded_state=True,
     checkpoint_io="directory",
     uneven_evaluation=False,
+    compiles=(),
 )
 """What an engine can do: at stage 3 forward gathers parameters, so ranks run as many batches."""
 

@@ -364,6 +364,7 @@ class Module(nn.Module):
         from stratagem.checkpoint import SingleFileCheckpointIO
         from stratagem.checkpoint.trainer_format import check
         from stratagem.errors import naming
+        from stratagem.interfaces.compiling import adopt_compiled
         from stratagem.state.state_dict import load_weights
 
         checkpoint = SingleFileCheckpointIO().load_checkpoint(checkpoint_path)
@@ -385,6 +386,7 @@ class Module(nn.Module):
             )
         model = cls(**arguments)
         model.configure_model()
+        adopt_compiled(model)
         model.on_load_checkpoint(checkpoint)
         with naming(checkpoint_path):
             load_weights(model, checkpoint["state_dict"], strict=strict)

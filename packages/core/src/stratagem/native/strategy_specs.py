@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec
 
+SINGLE_DEVICE = Capabilities(compiles=("model", "step"))
+"""What one process on one device can do."""
+
 DDP = Capabilities(
     launchers=None,
     one_process=False,
@@ -29,7 +32,7 @@ to reduce gradients at its end, so that a backward before it would be without ef
 MODEL_PARALLEL = FSDP
 """What a mesh of data and tensor parallelism can do."""
 
-DP = Capabilities(one_process=True, many_devices=True)
+DP = Capabilities(one_process=True, many_devices=True, compiles=())
 """What DataParallel can do."""
 
 _DDP = "stratagem.native.strategies.ddp:DDPStrategy"
@@ -44,6 +47,7 @@ def strategies() -> tuple[ComponentSpec, ...]:
             target="stratagem.native.strategies.single_device:SingleDeviceStrategy",
             api_version=1,
             summary="One process, one device",
+            capabilities=SINGLE_DEVICE,
         ),
         *_ddp_family(),
         StrategySpec(

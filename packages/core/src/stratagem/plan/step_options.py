@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stratagem.errors import ConfigurationError
+from stratagem.plan.compilation import Compilation
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class StepOptions:
         clip: how gradients are clipped; None: not at all.
         accumulation: micro-batches in a step, by first epoch.
         sync_batchnorm: whether batch norm layers take their statistics over all ranks.
+        compilation: how torch.compile is used; None: not at all.
 
     Example:
         >>> from stratagem.strategies import StepOptions
@@ -62,6 +64,7 @@ class StepOptions:
     clip: GradientClip | None = None
     accumulation: Mapping[int, int] = field(default_factory=lambda: {0: 1})
     sync_batchnorm: bool = False
+    compilation: Compilation | None = None
 
     @property
     def most_micro_batches(self) -> int:

@@ -172,6 +172,12 @@ def check_manual_optimization(
             f"{kind} has automatic_optimization = False, so gradient_clip_val and "
             "accumulate_grad_batches do nothing: clip and accumulate in training_step"
         )
+    if options.compilation is not None and options.compilation.whole_step:
+        raise ConfigurationError(
+            f"{kind} has automatic_optimization = False, so there is no step that "
+            f"{options.compilation} could take into one graph: pass compile=True, which compiles "
+            "the model"
+        )
     if strategy.join_uneven_inputs:
         raise ConfigurationError(
             f"{kind} has automatic_optimization = False, so the Trainer cannot weight its "

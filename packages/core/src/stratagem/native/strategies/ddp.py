@@ -122,6 +122,12 @@ class DDPStrategy(ParallelStrategy):
         """Take the components of the plan; see `ParallelStrategy.bind`."""
         super().bind(components)
         self.communication_hook.check_backend(self.communication_backend)
+        size, step = self.ddp_arguments["bucket_cap_mb"], components.step
+        if step is not None and step.compilation is not None and size is not None and size < 1:
+            raise ConfigurationError(
+                f"{step.compilation}: torch cuts a compiled model's graphs at buckets of 1 MiB or "
+                f"more, received bucket_cap_mb={size!r}: pass 1 or more, or leave it out"
+            )
 
     # -- the model
 
