@@ -15,6 +15,10 @@ HEAVY = ("torch", "numpy", "typer", "click", "rich", "pytest", "importlib_metada
 # What neither the listing nor a simple requirement needs; `dataclasses` and `pluggy` bring no more.
 UNUSED = ("packaging", "importlib.metadata", "email", "socket", "subprocess", "asyncio")
 
+SDKS = ("deepspeed", "torch_xla", "habana_frameworks", "poptorch")
+# Commands that are there at once: what they load beyond a bare interpreter counts in milliseconds.
+COMMANDS = {"strategies": 140, "explain": 140, "doctor": 170}
+
 PROGRAMS = {
     "import": "import stratagem",
     "list": "import stratagem\nassert 'ddp' in stratagem.StrategyRegistry.available_strategies()",
@@ -43,7 +47,7 @@ def loaded(code: str, path: Path | None = None) -> set[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +101,32 @@ def test_the_users_import_names_alone_load_nothing_heavy() -> None:
     names = ("strategies", "accelerators", "precision", "checkpoint", "environments")
     code = "\n".join(f"import stratagem.{name}; dir(stratagem.{name})" for name in names)
     assert loaded(code).isdisjoint(HEAVY)
+
+
+# -- the commands that list and look, with all five distributions installed
+
+COMMAND = """
+import sys
+from stratagem.cli import main
+
+def refuse(event, arguments):
+    if event in {{"subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec", "os.system"}}:
+        raise AssertionError(f"{{event}} {{arguments}}")
+
+sys.addaudithook(refuse)
+sys.argv = ["stratagem", {name!r}]
+assert main() == 0
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_lists_loads_nothing_heavy_and_starts_nothing(name: str) -> None:
+    modules = loaded(COMMAND.format(name=name))
+    assert modules.isdisjoint({*HEAVY, *SDKS, "pydantic", "importlib.metadata", "email"})
+    assert {"stratagem_deepspeed.plugin", "stratagem_xla.plugin"} <= modules
+
+
+@pytest.mark.parametrize(("name", "budget"), COMMANDS.items())
+def test_a_command_that_lists_loads_few_modules(name: str, budget: int) -> None:
+    """Their number, not the time: that one is the machine's (`benchmarks/import_cost.py`)."""
+    assert len(loaded(COMMAND.format(name=name)) - loaded("")) <= budget

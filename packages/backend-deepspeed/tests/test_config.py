@@ -21,7 +21,7 @@ from torch import nn
 
 from stratagem import Lite, Trainer
 from stratagem.errors import ConfigurationError
-from stratagem_deepspeed import library, ops
+from stratagem_deepspeed import library, op_builds, ops
 from stratagem_deepspeed.config import Facts, engine_config
 from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.known_keys import KNOWN_KEYS
@@ -373,7 +373,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "fails inside DeepSpeed with float32 parameters",
     ),
     "an nvme path that cannot be written": (
-        lambda: ops.check_nvme_path("/proc"),
+        lambda: op_builds.check_nvme_path("/proc"),
         "nvme_path='/proc' cannot be written",
     ),
     "several optimizers": (
@@ -418,7 +418,7 @@ def test_clipping_by_hand_is_refused() -> None:
 
 
 def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.16.4")
+    monkeypatch.setattr(library, "version_of", lambda name: "0.16.4")
     with pytest.raises(ConfigurationError, match=r"DeepSpeed 0\.16\.4 is installed; .*>=0\.19\.8"):
         DeepSpeedStrategy()
 
@@ -426,10 +426,7 @@ def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_missing_deepspeed_is_said_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def missing(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr(library, "version_of", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"not installed.*pip install 'deepspeed>="):
         DeepSpeedStrategy()
 
@@ -448,9 +445,9 @@ def test_no_compiler_is_said_before_a_process_starts(
 def test_a_lock_that_a_killed_build_left_is_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "_LOCK_IS_OLD", -1.0)
+    monkeypatch.setattr(op_builds, "_LOCK_IS_OLD", -1.0)
     (tmp_path / "lock").touch()
-    ops._remove_old_lock(tmp_path)
+    op_builds._remove_old_lock(tmp_path)
     assert not (tmp_path / "lock").exists()
     assert "left over by a build that did not end" in capsys.readouterr().err
 
@@ -470,6 +467,36 @@ def test_doctor_says_which_ops_can_be_built_and_what_is_missing(
     for check in list(checks())[1:]:
         assert check.status == "warning"
         assert "apt-get install g++" in check.detail
+
+
+def test_doctor_looks_for_headers_and_starts_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError(f"{arguments} was started")
+
+    monkeypatch.setattr("subprocess.run", refuse)
+    monkeypatch.setattr(ops, "_INCLUDED", (str(tmp_path),))
+    missing = "libaio.h is missing: apt-get install libaio-dev"
+    assert missing in ops.what_is_missing("async_io")
+    (tmp_path / "libaio.h").touch()
+    assert "libaio.h" not in ops.what_is_missing("async_io")
+    monkeypatch.setattr(ops, "_INCLUDED", ())
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    assert "libaio.h" not in ops.what_is_missing("async_io")
+
+
+def test_ops_are_where_torch_builds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The folder and the versions in its mark are found without torch, and are torch's own."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert str(ops.folder_of("cpu_adam")) == _get_build_directory("cpu_adam", verbose=False)
+    assert f"-torch-{torch.__version__}-" in ops.mark_of("cpu_adam").name
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert str(ops.folder_of("cpu_adam")) == _get_build_directory("cpu_adam", verbose=False)
 
 
 def test_a_config_that_switches_off_what_an_argument_asks_for_is_refused() -> None:

@@ -185,17 +185,44 @@ def test_an_sdk_that_cannot_be_imported_is_said() -> None:
         load_sdk()
 
 
-def test_a_strategy_that_knows_nothing_of_gaudi_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"strategy": "fsdp", "devices": 2},
+            "accelerator='hpu' takes strategies that were made for it alone, 'hpu_parallel' or "
+            "'hpu_single'; received 'fsdp': change one of the two",
+        ),
+        (
+            {"devices": 3},
+            "devices=3 asks for hpu device 2, but there are 2 here (2 Gaudi device(s)), counted "
+            "from 0",
+        ),
+        (
+            {"strategy": "hpu_single", "devices": 2},
+            "the strategy 'hpu_single' uses one device, received devices=2 (2 devices): pass "
+            "devices=1, or a strategy for several devices such as 'hpu_parallel'",
+        ),
+        (
+            {"strategy": "hpu_single", "num_nodes": 2},
+            "the strategy 'hpu_single' runs on one node, received num_nodes=2: pass num_nodes=1, "
+            "or a strategy for several nodes such as 'hpu_parallel'",
+        ),
+        (
+            {"strategy": "hpu_parallel", "accelerator": "cpu", "devices": 2},
+            "the strategy 'hpu_parallel' runs on 'hpu', received accelerator='cpu': change one of "
+            "the two",
+        ),
+    ],
+)
+def test_what_cannot_be_given_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str
 ) -> None:
     monkeypatch.setattr(hpu_probe, "has_sdk", lambda: True)
     monkeypatch.setattr(hpu_probe, "count_devices", lambda *_: 2)
     with pytest.raises(ConfigurationError) as refused:
-        Trainer(accelerator="hpu", strategy="fsdp", devices=2, logger=False)
-    assert str(refused.value) == (
-        "accelerator='hpu' takes strategies that were made for it alone, 'hpu_parallel' or "
-        "'hpu_single'; received 'fsdp': change one of the two"
-    )
+        Trainer(**{"accelerator": "hpu", **options}, logger=False)
+    assert str(refused.value) == expected
 
 
 def test_a_device_of_another_type_is_refused() -> None:

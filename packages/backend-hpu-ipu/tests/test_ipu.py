@@ -291,6 +291,63 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(
     assert str(refused.value) == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"devices": 5},
+            "devices=5 asks for ipu device 4, but there are 4 here (4 IPU(s) in this machine), "
+            "counted from 0",
+        ),
+        (
+            {"devices": 2, "num_nodes": 2, "strategy": "ipu_strategy"},
+            "the strategy 'ipu_strategy' runs on one node, received num_nodes=2: pass num_nodes=1",
+        ),
+        (
+            {"accelerator": "cpu", "strategy": "ipu_strategy"},
+            "the strategy 'ipu_strategy' runs on 'ipu', received accelerator='cpu': change one of "
+            "the two",
+        ),
+    ],
+)
+def test_what_cards_cannot_give_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, expected: str
+) -> None:
+    monkeypatch.delenv("POPTORCH_IPU_MODEL")
+    for index in range(4):
+        (tmp_path / f"ipu{index}").touch()
+    monkeypatch.setattr(ipu_probe, "DEVICES", tmp_path)
+    with pytest.raises(ConfigurationError) as refused:
+        trainer(tmp_path, **options)
+    assert str(refused.value) == expected
+
+
+@pytest.mark.parametrize("front_end", [Lite, Trainer])
+def test_without_poptorch_the_request_is_refused(
+    monkeypatch: pytest.MonkeyPatch, front_end: type[Lite | Trainer]
+) -> None:
+    monkeypatch.undo()  # the stub is off the path
+    monkeypatch.setitem(sys.modules, "poptorch", None)
+    with pytest.raises(ConfigurationError) as refused:
+        front_end(accelerator="ipu", devices=1)
+    assert str(refused.value) == (
+        "accelerator='ipu' is not available on this machine: the Poplar SDK is not enabled (no "
+        "package poptorch; it comes with the SDK, see https://docs.graphcore.ai); pass "
+        "accelerator='auto' to take what there is"
+    )
+    monkeypatch.undo()
+
+
+def test_several_ipus_are_one_rank_and_its_collectives_give_back_what_they_get(
+    tmp_path: Path,
+) -> None:
+    one = trainer(tmp_path, devices=4)
+    assert (one.plan.world_size, one.plan.processes_per_node) == (1, 1)
+    ranks = one.strategy.ranks
+    assert float(ranks.all_reduce(torch.tensor(3.0))) == 3.0
+    assert ranks.gather_plain({"rows": 2}) == [{"rows": 2}]
+
+
 def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="device_iterations=0: expected a whole number"):
         IPUStrategy(device_iterations=0)
@@ -332,14 +389,16 @@ def test_cards_are_taken_as_they_are_free(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_optimizers_that_no_program_takes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(ConfigurationError, match="received Adagrad: expected torch's own SGD, Ada"):
         fit(tmp_path, net=Net(torch.optim.Adagrad))
-    assert str(refused.value) == (
-        "a step on IPUs is compiled with its optimizer, received Adagrad: expected torch's own "
-        "SGD, Adam, AdamW, RMSprop"
-    )
     strategy = trainer(tmp_path).strategy
     net = nn.Linear(4, 1)
+    with pytest.raises(ConfigurationError) as refused:
+        strategy.prepare(net, [torch.optim.LBFGS(net.parameters())])
+    assert str(refused.value) == (
+        "a step on IPUs is compiled with its optimizer, received LBFGS: expected torch's own "
+        "SGD, Adam, AdamW, RMSprop"
+    )
     with pytest.raises(ConfigurationError) as refused:
         strategy.prepare(net, [torch.optim.SGD([p], lr=0.1) for p in net.parameters()])
     assert str(refused.value) == (
@@ -422,3 +481,31 @@ def test_the_stub_refuses_what_poptorch_refuses(poptorch: Any) -> None:
     executor.destroy()
     with pytest.raises(poptorch.Error, match="destroyed"):
         executor(torch.ones(1, 2))
+
+
+def test_the_stub_refuses_devices_that_are_taken_in_the_wrong_order(poptorch: Any) -> None:
+    first, second = (poptorch.inferenceModel(nn.Linear(2, 1), poptorch.Options()) for _ in "12")
+    rows = torch.ones(1, 2)
+    first.compile(rows)  # and attached
+    with pytest.raises(poptorch.Error, match="already attached"):
+        first.attachToDevice()
+    with pytest.raises(poptorch.Error, match="another program holds them"):
+        second.compile(rows)
+    first.detachFromDevice()
+    with pytest.raises(poptorch.Error, match="not attached"):
+        first.copyWeightsToHost()
+    second.compile(rows)
+    with pytest.raises(poptorch.Error, match="another program holds them"):
+        first.attachToDevice()
+
+
+def test_the_stub_takes_one_target(poptorch: Any) -> None:
+    with pytest.raises(poptorch.Error, match="exclude each other"):
+        poptorch.Options().useIpuModel(True).useOfflineIpuTarget(2)
+
+
+def test_the_stub_accumulates_in_training_only(poptorch: Any) -> None:
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(2)
+    with pytest.raises(AssertionError, match="left to its default for inference"):
+        poptorch.inferenceModel(nn.Linear(2, 1), options)

@@ -213,8 +213,17 @@ def test_tpu_cores_are_devices_of_the_accelerator_tpu(
 @pytest.mark.usefixtures("four")
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "single_device", "fsdp"])
 def test_strategies_that_know_nothing_of_xla_are_refused(strategy: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"does not run on XLA devices .*strategy='xla'"):
+    with pytest.raises(ConfigurationError) as refused:
         planned(strategy=strategy, accelerator="tpu")
+    assert str(refused.value) == (
+        "accelerator='tpu' takes strategies that were made for it alone, 'single_xla' or 'xla' or "
+        f"'xla_debug' or 'xla_fsdp'; received {strategy!r}: change one of the two"
+    )
+
+
+@pytest.mark.usefixtures("four")
+def test_strategies_that_know_nothing_of_xla_keep_the_processor() -> None:
+    assert planned(strategy="ddp", devices=2).accelerator.name == "cpu"
 
 
 @pytest.mark.usefixtures("four")
@@ -225,7 +234,14 @@ def test_strategies_that_know_nothing_of_xla_are_refused(strategy: str) -> None:
         ({"accelerator": "tpu", "devices": 1}, "works? under SPMD only .*set CPU_NUM_DEVICES=1"),
         ({"strategy": "single_xla"}, "works? under SPMD only .*replicated ones abort"),
         ({"strategy": "xla", "devices": 5}, "asks for tpu device 4, but there are 4"),
-        ({"strategy": "xla", "num_nodes": 2}, "num_nodes=2"),
+        (
+            {"strategy": "xla", "num_nodes": 2},
+            "'xla' runs on one node, received num_nodes=2: pass num_nodes=1$",
+        ),
+        (
+            {"strategy": "single_xla", "devices": 2},
+            "uses one device, .*=1, or a strategy for several devices such as 'xla'$",
+        ),
         ({"strategy": "xla", "precision": "16-true"}, "takes the precisions '32-true' or 'bf16"),
         ({"strategy": "xla", "accelerator": "cpu"}, "runs on 'tpu', received accelerator='cpu'"),
     ],
@@ -239,6 +255,23 @@ def test_what_cannot_be_given_is_refused(options: dict[str, Any], expected: str)
 def test_a_runtime_that_is_not_told_its_device_is_refused_before_processes_start() -> None:
     with pytest.raises(ConfigurationError, match=r"PJRT_DEVICE is not set .*CPU_NUM_DEVICES=4"):
         Lite(tpu_cores=8)
+
+
+@pytest.mark.parametrize("front_end", [Lite, Trainer])
+def test_a_wrong_pair_is_refused_before_anything_is_imported(
+    install: Install, monkeypatch: pytest.MonkeyPatch, front_end: type[Lite | Trainer]
+) -> None:
+    install(torch="2.13.0", torch_xla="2.9.0")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    with pytest.raises(ConfigurationError) as refused:
+        front_end(accelerator="tpu", devices=1)
+    assert str(refused.value) == (
+        "accelerator='tpu' is not available on this machine: torch_xla 2.9.0 needs torch 2.9, and "
+        f"2.13.0 is installed; in an environment of its own: {PAIR}; pass accelerator='auto' to "
+        "take what there is"
+    )
+    with pytest.raises(ConfigurationError, match=r"tpu \(torch_xla 2\.9\.0 needs torch 2\.9, and"):
+        front_end(strategy="xla")
 
 
 def test_without_xla_auto_takes_the_cpu() -> None:

@@ -30,7 +30,7 @@ def run(script: str, *arguments: object, devices: int = 1) -> tuple[Any, str]:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,  # minutes where a machine is busy; 40 s otherwise
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from stratagem._version import __version__
+from stratagem.cli.system import nvidia_gpus
 from stratagem.cli.tables import aligned, print_table
 
 CORE = "stratagem-core"
@@ -113,6 +115,36 @@ def test_an_unknown_command_is_refused(program: Program) -> None:
     assert "No such command 'trian'" in program("trian", code=2).stderr
 
 
+@pytest.mark.parametrize("command", ["strategies", "explain", "doctor"])
+def test_a_commands_own_help_says_what_it_prints(program: Program, command: str) -> None:
+    said = program(command, "--help").stdout
+    assert said.startswith(f"usage: stratagem {command}")
+    assert "--json" in said
+
+
+@pytest.mark.parametrize("command", ["strategies", "explain", "doctor"])
+def test_an_unknown_option_is_refused(program: Program, command: str) -> None:
+    done = program(command, "--jsn", code=2)
+    assert f"stratagem {command}: error: unrecognized arguments: --jsn" in done.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error(program: Program) -> None:
+    """As `stratagem strategies | head -1` has."""
+    readable, writable = os.pipe()
+    os.close(readable)
+    with os.fdopen(writable) as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "stratagem.cli", "strategies"],
+            env=program.environment(),
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_importing_the_program_loads_neither_torch_nor_typer(program: Program) -> None:
     code = (
         "import sys, stratagem.cli; print({'torch', 'typer', 'rich', 'click'} & set(sys.modules))"
@@ -212,6 +244,32 @@ def test_strategies_says_why_one_cannot_be_used_here(program: Program) -> None:
         "no: no accelerator is available for this request: cpu (not for this strategy). "
     )
     assert {row["name"]: row["usable"] for row in program.json("strategies")}["exotic"] is False
+
+
+def test_the_listing_asks_each_accelerator_once(program: Program) -> None:
+    """A probe may take milliseconds, as that of a driver does, and there are 50 strategies."""
+    program.install(
+        "abacus",
+        """
+        from stratagem.discovery import (
+            AcceleratorSpec, Availability, Capabilities, StrategySpec, hookimpl
+        )
+
+        def probe():
+            with open("probed.txt", "a") as file:
+                file.write("x")
+            return Availability(0, "no beads")
+
+        @hookimpl
+        def stratagem_components():
+            yield AcceleratorSpec(name="abacus", target="stratagem.strategies:Strategy",
+                                  api_version=1, probe=probe, priority=100)
+            yield StrategySpec(name="beads", target="stratagem.strategies:Strategy", api_version=1,
+                               capabilities=Capabilities(accelerators=("abacus",)))
+        """,
+    )
+    assert "abacus (no beads)" in row_of(program("strategies").stdout, "beads")[-1]
+    assert program.folder.joinpath("probed.txt").read_text() == "x"
 
 
 def test_a_strategy_is_judged_for_the_machine_not_for_the_job_around(program: Program) -> None:
@@ -321,6 +379,7 @@ def test_doctor_as_json(program: Program) -> None:
     assert found["ok"] is True
     assert found["versions"][CORE] == __version__
     (core,) = [report for report in found["plugins"] if report["distribution"] == CORE]
+    assert found["system"]["platform"] == platform.platform()
     assert (core["status"], core["slow"]) == ("loaded", False)
     kinds = {component["kind"] for component in found["components"]}
     assert kinds == {"accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher"}
@@ -441,30 +500,20 @@ def test_the_cluster_that_is_detected_is_marked(program: Program) -> None:
     assert rows["plain"] == ""
 
 
-def fake_nvidia_smi(program: Program, body: str) -> None:
-    script = program.folder / "bin" / "nvidia-smi"
-    script.parent.mkdir()
-    script.write_text(f"#!/bin/sh\n{body}\n")
-    script.chmod(0o755)
-    program.variables["PATH"] = f"{script.parent}{os.pathsep}{os.environ['PATH']}"
-
-
-def test_doctor_lists_the_gpus_that_nvidia_smi_lists(program: Program) -> None:
-    fake_nvidia_smi(program, "echo '0, NVIDIA H200, 143771 MiB, 570.86.15'")
-    gpus = program.json("doctor")["system"]["gpus"]
-    assert gpus == ["0: NVIDIA H200, 143771 MiB, driver 570.86.15"]
-
-
-def test_an_nvidia_smi_that_fails_is_a_warning(program: Program) -> None:
-    fake_nvidia_smi(program, "echo 'Driver/library version mismatch'; exit 18")
-    assert program.json("doctor")["checks"] == [
-        {
-            "plugin": "stratagem",
-            "name": "GPUs",
-            "status": "warning",
-            "detail": "nvidia-smi ended with exit code 18: Driver/library version mismatch",
-        }
-    ]
+def test_doctor_lists_the_gpus_that_the_driver_lists(tmp_path: Path) -> None:
+    for place, lines in {
+        "0000:19:00.0": "Model: \t\t NVIDIA H200\nIRQ: 5\n",
+        "0000:3b:00.0": "IRQ: 6\n",
+    }.items():
+        (tmp_path / "gpus" / place).mkdir(parents=True)
+        (tmp_path / "gpus" / place / "information").write_text(lines)
+    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+    (tmp_path / "version").write_text(version)
+    assert nvidia_gpus(tmp_path) == (
+        "0000:19:00.0: NVIDIA H200, driver 570.86.15",
+        "0000:3b:00.0: unknown model, driver 570.86.15",
+    )
+    assert nvidia_gpus(tmp_path / "nothing") == ()
 
 
 # -- plugins' commands

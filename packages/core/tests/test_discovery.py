@@ -7,6 +7,7 @@ import sys
 import types
 import zipfile
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from stratagem.discovery.entry_points import (
     why_incompatible,
 )
 from stratagem.discovery.hints import distribution_of, installation_hint, names_by_distribution
+from stratagem.discovery.installed import version_of
 from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import Registry
 from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
@@ -167,6 +169,30 @@ def test_nothing_on_the_path_takes_the_place_of_core(
         f"{__version__} runs: remove it there, or reinstall stratagem-core."
     )
     assert told in examine(registry, {}).problems()
+
+
+def test_a_version_is_read_from_metadata_of_each_form(tmp_path: Path) -> None:
+    wheel, egg, old, zipped = (tmp_path / name for name in ("wheel", "egg", "old", "zip.zip"))
+    for info, text in {
+        wheel / "Some_Thing-1.5.dist-info" / "METADATA": "Name: Some.Thing\nVersion: 1.5+cpu\n",
+        egg / "some_thing-1.4.egg-info" / "PKG-INFO": "Version: 1.4\n\nVersion: 9\n",
+        old / "some_thing-1.3.egg-info": "Name: some-thing\nVersion: 1.3\n",
+    }.items():
+        info.parent.mkdir(parents=True)
+        info.write_text(text)
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("some_thing-1.2.dist-info/METADATA", "Name: some-thing\nVersion: 1.2\n")
+    places = [str(place) for place in (tmp_path / "nothing", wheel, egg, old, zipped)]
+    assert [version_of("some-thing", [place]) for place in places] == [
+        *(None, "1.5+cpu", "1.4", "1.3", "1.2")
+    ]
+    assert version_of("Some.Thing", places) == "1.5+cpu"  # the first, as an import would take
+    assert version_of("some", places) is None
+
+
+def test_versions_are_those_of_the_library_for_metadata() -> None:
+    for name in ("torch", "pluggy", "stratagem-core", "Typing_Extensions"):
+        assert version_of(name) == metadata.version(name)
 
 
 def test_an_entry_says_what_the_metadata_say(site: Site) -> None:

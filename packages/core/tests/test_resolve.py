@@ -291,7 +291,13 @@ def test_single_device_leaves_the_other_devices_alone(plan: Plan) -> None:
 def test_a_strategy_for_one_node_is_refused_on_two(refused: Callable[..., str]) -> None:
     cluster = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "0"}
     text = refused(strategy="one_node", num_nodes=2, environ=cluster)
-    assert "'one_node' runs on one node, received num_nodes=2: pass num_nodes=1" in text
+    expected = (
+        "'one_node' runs on one node, received num_nodes=2: pass num_nodes=1, or a strategy for "
+        "several nodes such as 'ddp'"
+    )
+    assert expected in text
+    # Without a cluster too: to bring one up would not help.
+    assert expected in refused(strategy="one_node", num_nodes=2, environ={})
 
 
 def test_one_process_may_drive_all_devices(plan: Plan) -> None:

@@ -7,29 +7,15 @@ Programming Guide, "CUDA Environment Variables".
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stratagem.discovery import Availability
-
-
-@dataclass(frozen=True)
-class TorchBuild:
-    """What the installed torch was built for.
-
-    Attributes:
-        version: as in `torch.__version__`.
-        cuda: the version of CUDA, such as "13.0"; None: without CUDA.
-    """
-
-    version: str
-    cuda: str | None
+from stratagem.discovery.installed import TorchBuild as TorchBuild
+from stratagem.discovery.installed import torch_build as torch_build
 
 
 @dataclass(frozen=True)
@@ -178,17 +164,6 @@ def _one_instance(seen: list[GPU]) -> list[GPU]:
 
 
 # -- what is asked of the machine
-
-
-def torch_build() -> TorchBuild | None:
-    """Return what the installed torch was built for, without importing it; None: there is none."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return None
-    text = Path(found.origin).with_name("version.py").read_text()
-    version = re.search(r"^__version__ = '(.+?)'", text, re.MULTILINE)
-    cuda = re.search(r"^cuda(?:: Optional\[str\])? = '(.+?)'", text, re.MULTILINE)
-    return TorchBuild(version[1] if version else "?", cuda[1] if cuda else None)
 
 
 def driver() -> Driver | str:

@@ -1,10 +1,14 @@
-"""Checks of `stratagem doctor`: DeepSpeed's version, and which ops can be built here."""
+"""Checks of `stratagem doctor`: DeepSpeed's version, and which ops can be built here.
+
+Neither torch nor DeepSpeed is imported, and no compiler runs: doctor answers at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from stratagem.discovery import Check
+from stratagem.discovery.installed import torch_build
 from stratagem.errors import ConfigurationError
 from stratagem_deepspeed import ops
 from stratagem_deepspeed.library import installed_version
@@ -18,16 +22,15 @@ def checks() -> Iterator[Check]:
         yield Check("deepspeed", "error", str(error))
         return
     yield Check(f"deepspeed {version}", "ok", "a version that this backend supports")
-    import torch
-
+    torch = torch_build()
     for name, op in ops.OPS.items():
-        if torch.version.cuda is not None or not op.needs_nvcc:
+        if not op.needs_nvcc or (torch is not None and torch.cuda is not None):
             yield _check_op(name, op)
 
 
 def _check_op(name: str, op: ops.Op) -> Check:
     title = f"op {name} ({op.purpose})"
-    if ops.is_built(name, "cpu"):
+    if ops.is_built(name):
         return Check(title, "ok", "built")
     missing = ops.what_is_missing(name)
     if missing:

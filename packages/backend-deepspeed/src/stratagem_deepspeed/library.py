@@ -8,14 +8,13 @@ prints. Each of these is restored or prevented here.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
+from stratagem.discovery.installed import version_of
 from stratagem.errors import ConfigurationError
 
 OLDEST = (0, 19, 8)
@@ -38,12 +37,11 @@ def installed_version() -> str:
         ConfigurationError: it is not installed, or a version that was never tried.
     """
     wanted = f"deepspeed>={_dotted(OLDEST)},<{_dotted(TOO_NEW)}"
-    try:
-        version = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
+    version = version_of("deepspeed")
+    if version is None:
         raise ConfigurationError(
             f"DeepSpeed is not installed, which this strategy needs: pip install '{wanted}'"
-        ) from None
+        )
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
     if not OLDEST <= numbers < TOO_NEW:
         raise ConfigurationError(
@@ -125,6 +123,8 @@ def quiet_rank(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
 
 def _quieten() -> None:
     """Let its logger propagate warnings and worse to the root logger, as others do."""
+    import logging
+
     from deepspeed.utils import logger
 
     for handler in list(logger.handlers):

@@ -88,6 +88,6 @@ def _offloads(arguments: dict[str, object]) -> tuple[str, ...]:
 @hookimpl
 def stratagem_doctor() -> Iterable[Check]:
     """Examine DeepSpeed, and the ops that can be built here."""
-    # By name: it needs torch, which this module must not bring along.
+    # By name and here, since a listing of names does without it.
     found: Iterable[Check] = import_module("stratagem_deepspeed.doctor").checks()
     return found

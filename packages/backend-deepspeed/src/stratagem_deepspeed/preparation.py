@@ -12,7 +12,7 @@ from torch import nn
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.precision import EnginePrecision, Precision
 from stratagem.plan.step_options import StepOptions
-from stratagem_deepspeed import ops
+from stratagem_deepspeed import op_builds, ops
 from stratagem_deepspeed.config import offload_device
 from stratagem_deepspeed.optimizers import wants_cpu_adam, wants_fused_adam
 
@@ -55,12 +55,12 @@ def build_ops(config: Mapping[str, Any], device_type: str) -> None:
     """
     for what in ("offload_optimizer", "offload_param"):
         if offload_device(config, what) == "nvme":
-            ops.check_nvme_path(config["zero_optimization"][what]["nvme_path"])
-            ops.build("async_io", device_type)
+            op_builds.check_nvme_path(config["zero_optimization"][what]["nvme_path"])
+            op_builds.build("async_io", device_type)
     if wants_cpu_adam(config):
-        ops.build("cpu_adam", device_type)
+        op_builds.build("cpu_adam", device_type)
     if wants_fused_adam(config) and can_fuse_adam(device_type):
-        ops.build("fused_adam", device_type)
+        op_builds.build("fused_adam", device_type)
 
 
 def can_fuse_adam(device_type: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stratagem.discovery import Availability, Check
+from stratagem.discovery.installed import version_of
 from stratagem.errors import ConfigurationError
 
 SUPPORTED = "2.9"
@@ -35,7 +36,7 @@ def version_problem() -> str:
     advice = f"in an environment of its own: {install_command()}"
     if importlib.util.find_spec("torch_xla") is None:
         return f"torch_xla is not installed; {advice}"
-    xla, torch = version_of("torch_xla"), version_of("torch")
+    xla, torch = version_of("torch_xla") or "none", version_of("torch") or "none"
     if _minor(xla) != SUPPORTED:
         return f"this backend is made for torch_xla {SUPPORTED}, and {xla} is installed; {advice}"
     if _minor(torch) != SUPPORTED:
@@ -43,17 +44,6 @@ def version_problem() -> str:
     if importlib.util.find_spec("numpy") is None:
         return "torch_xla needs numpy, which is not installed: pip install numpy"
     return ""
-
-
-def version_of(distribution: str) -> str:
-    """Return the version of an installed distribution, or "none"."""
-    # Here, because a listing of names does not need it where torch_xla is not installed.
-    from importlib import metadata
-
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def _minor(version: str) -> str:
@@ -128,10 +118,10 @@ def checks() -> Iterator[Check]:
     """Yield the lines of `stratagem doctor`."""
     xla = version_of("torch_xla")
     problem = version_problem()
-    name = "torch_xla" if xla == "none" else f"torch_xla {xla}"
+    name = "torch_xla" if xla is None else f"torch_xla {xla}"
     if problem:
         # Not installed at all, it is only not to be used; a wrong pair is to be repaired.
-        yield Check(name, "warning" if xla == "none" else "error", problem)
+        yield Check(name, "warning" if xla is None else "error", problem)
         return
     yield Check(name, "ok", f"with torch {version_of('torch')}")
     found = availability()

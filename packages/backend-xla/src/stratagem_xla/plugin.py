@@ -14,7 +14,6 @@ from stratagem.discovery import (
     StrategySpec,
     hookimpl,
 )
-from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from stratagem.plan.plan import RunPlan, RunRequest
@@ -41,6 +40,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             aliases=("xla",),
             probe="stratagem_xla.installation:availability",
             priority=100,
+            own_strategies=True,
         ),
         _strategy("xla", "XLAStrategy", "Batches divided over all XLA devices (SPMD)", "tpu_spawn"),
         _strategy("xla_debug", "XLAStrategy", "xla, with PyTorch/XLA's reports of compilations"),
@@ -72,15 +72,9 @@ def stratagem_choose_strategy(request: RunRequest, candidates: tuple[str, ...]) 
 
 @hookimpl
 def stratagem_run_planned(plan: RunPlan) -> None:
-    """Refuse strategies that know nothing of XLA, and numbers of devices that cannot be given."""
+    """Refuse numbers of devices that cannot be given."""
     if plan.accelerator.name != TPU:
         return
-    if TPU not in (plan.capabilities.accelerators or ()):
-        raise ConfigurationError(
-            f"the strategy {plan.strategy.name!r} does not run on XLA devices "
-            f"(accelerator={TPU!r}), whose operations wait until a strategy has them compiled: "
-            "pass strategy='xla', 'xla_fsdp' or 'single_xla', or accelerator='cpu'"
-        )
     import_module("stratagem_xla.installation").check_devices(
         plan.strategy.name, len(plan.devices), all_of_them=plan.capabilities.many_devices
     )

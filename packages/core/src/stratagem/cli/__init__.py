@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import os
 import sys
 
 from stratagem.launch.streams import open_standard_streams
+
+AT_ONCE = ("run", "strategies", "explain", "doctor")
+"""Commands whose modules read their own arguments, without typer, which costs more than they do.
+Ranks wait for the first; the others are asked often, by people and by programs."""
 
 
 def main() -> int:
@@ -14,16 +20,19 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Paths may hold bytes that no encoding knows, and the locale may be C.
         sys.stdout.reconfigure(errors="backslashreplace")
-    arguments = sys.argv[1:]
-    # Ranks wait for nothing: typer and the plugins cost 80 ms that starting a script does not need.
-    if arguments[:1] == ["run"]:
-        from stratagem.cli.run import run
+    command, *arguments = sys.argv[1:] or [""]
+    if command not in AT_ONCE:
+        from stratagem.cli.app import run_app
 
-        return run(arguments[1:])
-
-    from stratagem.cli.app import run_app
-
-    return run_app()
+        return run_app()
+    try:
+        code: int = importlib.import_module(f"stratagem.cli.{command}").run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads the output has enough, as `head` has; nothing more must be written to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 __all__ = ["main"]

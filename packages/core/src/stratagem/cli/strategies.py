@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from stratagem.discovery.registry import Candidate, Registry
-from stratagem.discovery.specs import StrategySpec
+from stratagem.cli.arguments import parser_of
+from stratagem.cli.tables import print_table
+from stratagem.discovery import Availability, StrategySpec
+from stratagem.discovery.registry import Candidate, Registry, get_registry
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.plan.cluster import CLUSTER_VARIABLE
+from stratagem.plan.components import probe_accelerator
 from stratagem.plan.plan import RunRequest
 from stratagem.plan.resolve import resolve
+
+SUMMARY = "List all strategies and what can be used here."
+
+Probe = Callable[[Any], Availability]
+"""Returns what an accelerator (its spec, or an object) finds on this machine."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,43 @@ class ListedStrategy:
         return not self.why_not
 
 
+def run(arguments: Sequence[str]) -> int:
+    """Print the listing; return the exit code.
+
+    Raises:
+        SystemExit: the arguments are wrong (exit code 2), or ask for help.
+    """
+    options = parser_of("strategies", SUMMARY).parse_args(arguments)
+    registry = get_registry()
+    rows = listed_strategies(registry, os.environ)
+    if options.json:
+        import json
+
+        print(json.dumps([{**asdict(row), "usable": row.usable} for row in rows], indent=2))
+        return 0
+    print_table(
+        ("name", "aliases", "distribution", "accelerators", "summary", "usable here"),
+        [
+            (
+                row.name,
+                ", ".join(row.aliases),
+                f"{row.distribution} {row.version}",
+                "any" if row.accelerators is None else ", ".join(row.accelerators),
+                row.summary,
+                "yes" if row.usable else f"no: {row.why_not}",
+            )
+            for row in rows
+        ],
+    )
+    failed = [report for report in registry.reports if report.status in ("broken", "incompatible")]
+    if failed:
+        print(
+            f"{len(failed)} plugin(s) could not be loaded: `stratagem doctor` says why",
+            file=sys.stderr,
+        )
+    return 0
+
+
 def listed_strategies(registry: Registry, environ: Mapping[str, str]) -> list[ListedStrategy]:
     """Return every strategy, sorted by name; those behind an ambiguous name as well.
 
@@ -48,15 +96,33 @@ def listed_strategies(registry: Registry, environ: Mapping[str, str]) -> list[Li
         registry: what there is.
         environ: environment variables.
     """
+    probe = _asked_once()
     return [
-        _listed(candidate, candidate.spec, registry, environ)
+        _listed(candidate, candidate.spec, registry, environ, probe)
         for candidate in registry.candidates("strategy")
         if isinstance(candidate.spec, StrategySpec)
     ]
 
 
+def _asked_once() -> Probe:
+    """Return a probe that asks each accelerator at the first question: a driver's takes a while."""
+    found: dict[int, tuple[Any, Availability]] = {}
+
+    def probe(accelerator: Any) -> Availability:
+        key = id(accelerator)  # which is kept, so that no other has the same
+        if key not in found:
+            found[key] = accelerator, probe_accelerator(accelerator)
+        return found[key][1]
+
+    return probe
+
+
 def _listed(
-    candidate: Candidate, spec: StrategySpec, registry: Registry, environ: Mapping[str, str]
+    candidate: Candidate,
+    spec: StrategySpec,
+    registry: Registry,
+    environ: Mapping[str, str],
+    probe: Probe,
 ) -> ListedStrategy:
     return ListedStrategy(
         name=selecting_name(registry, candidate, spec.name),
@@ -65,7 +131,7 @@ def _listed(
         version=candidate.version,
         accelerators=spec.capabilities.accelerators,
         summary=spec.summary,
-        why_not=_why_not(candidate.qualified_name, registry, environ),
+        why_not=_why_not(candidate.qualified_name, registry, environ, probe),
     )
 
 
@@ -78,7 +144,7 @@ def selecting_name(registry: Registry, candidate: Candidate, name: str) -> str:
     return name if found is candidate else f"{candidate.distribution}:{name}"
 
 
-def _why_not(name: str, registry: Registry, environ: Mapping[str, str]) -> str:
+def _why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:
     """Return why no request for a strategy can be met here, or "" if one can."""
     # About this machine, not about the cluster job in which this program may run.
     environ = {**environ, CLUSTER_VARIABLE: "none"}
@@ -86,7 +152,7 @@ def _why_not(name: str, registry: Registry, environ: Mapping[str, str]) -> str:
     for devices in ("auto", 1, 2):
         request = RunRequest(strategy=name, devices=devices, environ=environ, interactive=False)
         try:
-            resolve(request, registry)
+            resolve(request, registry, probe=probe)
         except StratagemError as error:
             reasons.append(str(error))
         else:

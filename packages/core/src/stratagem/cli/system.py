@@ -1,19 +1,17 @@
-"""What `stratagem doctor` says of the machine: versions, cores, memory and GPUs."""
+"""What `stratagem doctor` says of the machine: cores, memory and GPUs."""
 
 from __future__ import annotations
 
 import os
 import platform
-import subprocess
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import importlib_metadata
-
 from stratagem.launch.environment import available_cores
 
-_GPU_TIMEOUT = 10.0
-"""Seconds for nvidia-smi, which takes long where a driver hangs."""
+_NVIDIA = Path("/proc/driver/nvidia")
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,8 @@ class System:
         all_cores: how many there are.
         memory: bytes that this process may use: those of the machine or, where that is less, of
             its control group (a container's or a job's limit); None if unknown.
-        gpus: a line for each NVIDIA GPU.
-        gpu_problem: why the GPUs could not be listed; empty if they could, or if there are none.
+        gpus: a line for each NVIDIA GPU that the kernel's driver lists, whether or not a
+            distribution is installed that trains on it.
     """
 
     platform: str
@@ -35,28 +33,26 @@ class System:
     all_cores: int
     memory: int | None
     gpus: tuple[str, ...]
-    gpu_problem: str
 
 
 def this_system() -> System:
     """Look at this machine."""
-    gpus, gpu_problem = _nvidia_gpus()
     return System(
-        platform=platform.platform(),
+        platform=_platform(),
         cores=available_cores(),
         all_cores=os.cpu_count() or 1,
         memory=_memory(),
-        gpus=gpus,
-        gpu_problem=gpu_problem,
+        gpus=nvidia_gpus(_NVIDIA),
     )
 
 
-def version_of(distribution: str) -> str | None:
-    """Return an installed distribution's version from its metadata, or None; imports nothing."""
-    try:
-        return importlib_metadata.version(distribution)
-    except importlib_metadata.PackageNotFoundError:
-        return None
+def _platform() -> str:
+    """Return what `platform.platform()` does, which starts a program for a name it leaves out."""
+    if sys.platform != "linux":
+        return platform.platform()
+    host = os.uname()
+    libc = "".join(platform.libc_ver())
+    return f"{host.sysname}-{host.release}-{host.machine}" + (f"-with-{libc}" if libc else "")
 
 
 def _memory() -> int | None:
@@ -71,46 +67,23 @@ def _memory() -> int | None:
         return total
 
 
-def _nvidia_gpus() -> tuple[tuple[str, ...], str]:
-    """Return a line for each GPU, and why they could not be listed."""
-    fields = "--query-gpu=index,name,memory.total,driver_version"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", fields, "--format=csv,noheader"],  # noqa: S607 - wherever the driver put it
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=_GPU_TIMEOUT,
-            check=False,
-        )
-    except FileNotFoundError:
-        return _gpus_of_driver(), ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return _gpus_of_driver(), f"nvidia-smi: {error}"
-    if done.returncode != 0:
-        # It prints its errors to either stream.
-        said = " ".join((done.stderr or done.stdout).split())
-        return _gpus_of_driver(), f"nvidia-smi ended with exit code {done.returncode}: {said}"
-    return tuple(_described(line) for line in done.stdout.splitlines() if line.strip()), ""
+def nvidia_gpus(driver: Path) -> tuple[str, ...]:
+    """Return a line for each GPU, from the files of the driver; nvidia-smi takes up to seconds.
 
-
-def _described(line: str) -> str:
-    parts = [part.strip() for part in line.split(",")]
-    if len(parts) != 4:
-        return line.strip()
-    index, name, memory, driver = parts
-    return f"{index}: {name}, {memory}, driver {driver}"
-
-
-def _gpus_of_driver() -> tuple[str, ...]:
-    """Return what the driver itself says, for containers that lack nvidia-smi."""
+    Args:
+        driver: its folder, /proc/driver/nvidia.
+    """
+    numbers = re.search(r"\d+\.\d+(\.\d+)?", _text(driver / "version"))
+    version = f", driver {numbers[0]}" if numbers else ""
     gpus = []
-    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        try:
-            lines = file.read_text().splitlines()
-        except OSError:
-            continue
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
-        gpus.append(f"{file.parent.name}: {models[0] if models else 'unknown model'}")
+    for file in sorted(driver.glob("gpus/*/information")):
+        model = re.search(r"^Model:\s*(.+?)\s*$", _text(file), re.MULTILINE)
+        gpus.append(f"{file.parent.name}: {model[1] if model else 'unknown model'}{version}")
     return tuple(gpus)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

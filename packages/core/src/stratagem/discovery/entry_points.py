@@ -133,13 +133,13 @@ def why_incompatible(entry: PluginEntry, core_version: str) -> str | None:
             f"a distribution in {entry.false_core!r} calls itself {CORE} too; core's own plugin is "
             f"{_OWN[1]!r} of the package that runs: remove that distribution"
         )
-    fits = _fits(entry.requires_core, core_version)
-    if fits is None:
+    holds = fits(entry.requires_core, core_version)
+    if holds is None:
         return (
             f"its requirement {CORE}{entry.requires_core} cannot be read: pip install --upgrade "
             f"{entry.distribution}"
         )
-    if fits:
+    if holds:
         return None
     return (
         f"requires {CORE}{entry.requires_core}, but {CORE} {core_version} is installed: "
@@ -174,28 +174,40 @@ def _distributions(
         marker: what an entry_points.txt contains that is looked for.
     """
     try:
-        with os.scandir(place) as found:
-            folders = sorted(f.name for f in found if f.name.endswith((".dist-info", ".egg-info")))
+        folders = folders_of_metadata(place)
     except NotADirectoryError:
         yield from _distributions_by_library(place, seen, marker=marker)
         return
-    except OSError:
-        return  # nothing is there, or nothing that an import could read
     for folder in folders:
         name = normalise(folder.rpartition(".")[0].partition("-")[0])
         # "~" marks what an interrupted pip has left behind.
         if (name in seen and name != CORE) or name.startswith("~"):
             continue
         seen.add(name)
-        declared = _read(f"{place}/{folder}/entry_points.txt")
+        declared = read_text(f"{place}/{folder}/entry_points.txt")
         if marker not in declared:
             continue
         if folder.endswith(".egg-info"):  # requirements are in another file and form
             yield from _distributions_by_library(place, seen - {name}, only=name, marker=marker)
             continue
-        metadata = _read(f"{place}/{folder}/METADATA")
-        version = next(_headers(metadata, "Version"), "unknown")
+        metadata = read_text(f"{place}/{folder}/METADATA")
+        version = next(header_values(metadata, "Version"), "unknown")
         yield name, version, metadata, declared
+
+
+def folders_of_metadata(place: str) -> list[str]:
+    """Return the folders in which distributions that lie in a place describe themselves, sorted.
+
+    Raises:
+        NotADirectoryError: it is a file, such as a zip file.
+    """
+    try:
+        with os.scandir(place) as found:
+            return sorted(f.name for f in found if f.name.endswith((".dist-info", ".egg-info")))
+    except NotADirectoryError:
+        raise
+    except OSError:
+        return []  # nothing is there, or nothing that an import could read
 
 
 def _distributions_by_library(
@@ -216,7 +228,8 @@ def _distributions_by_library(
             yield name, headers["Version"] or "unknown", requirements, declared
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
+    """Return a file's text, or "" where there is none to be read."""
     try:
         # Not by pathlib, which is slow to import.
         with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
@@ -255,7 +268,7 @@ def _load(value: str) -> Any:
 # -- metadata
 
 
-def _headers(metadata: str, key: str) -> Iterator[str]:
+def header_values(metadata: str, key: str) -> Iterator[str]:
     """Yield the values of a header of METADATA that is never folded."""
     head = metadata.partition("\n\n")[0]
     for line in head.splitlines():
@@ -266,7 +279,7 @@ def _headers(metadata: str, key: str) -> Iterator[str]:
 def _requirement_on_core(metadata: str) -> str:
     """Return the clauses on the version of core that hold here, or ""."""
     clauses = []
-    for text in _headers(metadata, "Requires-Dist"):
+    for text in header_values(metadata, "Requires-Dist"):
         if not normalise(text).startswith(CORE):
             continue
         clause = text[len(CORE) :].strip(" ()")
@@ -288,8 +301,8 @@ def _requirement_on_core(metadata: str) -> str:
     return ",".join(filter(None, clauses))
 
 
-def _fits(clauses: str, version: str) -> bool | None:
-    """Whether a version meets clauses such as "<0.2,>=0.1"; None if they cannot be read."""
+def fits(clauses: str, version: str) -> bool | None:
+    """Return whether a version meets clauses such as "<0.2,>=0.1"; None: they cannot be read."""
     # Plain numbers are compared here: importing `packaging` costs a quarter of what listing
     # strategies may cost.
     try:

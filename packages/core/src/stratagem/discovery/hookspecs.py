@@ -67,12 +67,18 @@ def stratagem_run_planned(plan: RunPlan) -> None:
 
 @hookspec
 def stratagem_doctor() -> Iterable[Check]:  # type: ignore[empty-body]
-    """Examine this backend for `stratagem doctor`; may import its SDK.
+    """Examine this backend for `stratagem doctor`.
 
-    Called only by that command. An exception is shown as a failed check.
+    Called only by that command, which is to answer at once: read metadata and files, and import
+    neither torch nor an SDK (`stratagem.discovery.installed` has what is asked most). An exception
+    is shown as a failed check.
     """
 
 
 @hookspec
 def stratagem_cli(app: typer.Typer) -> None:
-    """Add commands to the `stratagem` program. Called when that program starts."""
+    """Add commands to the `stratagem` program.
+
+    Called when that program starts, but for `run`, `strategies` and `explain`, which do without
+    typer. `doctor` calls it to see whether it fails.
+    """

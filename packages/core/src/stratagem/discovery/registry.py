@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -135,6 +134,8 @@ class Registry:
         qualifier, _, plain = name.rpartition(":")
         parts = [f"unknown {kind.replace('_', ' ')} {name!r}."]
         holders = self._candidates.get((kind, plain.casefold()), [])
+        import difflib  # which a listing of names does without
+
         near = difflib.get_close_matches(plain.casefold(), known, n=1, cutoff=0.6)
         if holders:
             others = ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)

@@ -134,6 +134,8 @@ def choose_num_nodes(
     asked = question.request.num_nodes
     if not is_index(asked) or asked < 1:
         raise ConfigurationError(f"num_nodes={asked!r}: expected a whole number of at least 1")
+    if asked > 1 and not capabilities.multi_node:
+        return asked  # which is refused in any cluster
     spans_nodes = can(launcher, "spans_nodes")
     if asked > 1 and not cluster.has_started_this and cluster.name == PLAIN and not spans_nodes:
         missing = [

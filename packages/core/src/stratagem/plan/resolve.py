@@ -204,14 +204,27 @@ def _check_strategy(
     if len(devices) > 1 and not capabilities.many_devices:
         raise ConfigurationError(
             f"the strategy {strategy.name!r} uses one device, received devices="
-            f"{question.request.devices!r} ({len(devices)} devices): pass devices=1, or a strategy "
-            "for several devices such as 'ddp'"
+            f"{question.request.devices!r} ({len(devices)} devices): pass devices=1"
+            + _or_another(question, accelerator, "many_devices", "several devices")
         )
     if num_nodes > 1 and not capabilities.multi_node:
         raise ConfigurationError(
             f"the strategy {strategy.name!r} runs on one node, received num_nodes={num_nodes}: "
-            "pass num_nodes=1, or a strategy for several nodes such as 'ddp'"
+            "pass num_nodes=1" + _or_another(question, accelerator, "multi_node", "several nodes")
         )
+
+
+def _or_another(question: Question, accelerator: Selection, capability: str, what: str) -> str:
+    """Return the advice to pass a strategy with a capability; "": none has it on these devices."""
+    names = [
+        candidate.spec.name
+        for candidate in question.registry.candidates("strategy")
+        if isinstance(candidate.spec, StrategySpec)
+        and uses(candidate.spec.capabilities, accelerator)
+        and getattr(candidate.spec.capabilities, capability)
+    ]
+    name = "ddp" if "ddp" in names else next(iter(names), "")
+    return f", or a strategy for {what} such as {name!r}" if name else ""
 
 
 def _strategies_of(question: Question, accelerator: Selection) -> tuple[str, ...]:
