@@ -538,7 +538,9 @@ def test_adam_of_a_config_is_fused_where_its_kernels_can_be_had(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = []
-    monkeypatch.setattr(ops, "build", lambda name, device_type: built.append((name, device_type)))
+    monkeypatch.setattr(
+        op_builds, "build", lambda name, device_type: built.append((name, device_type))
+    )
     zero: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     config: dict[str, Any] = {**zero, "optimizer": {"type": kind, "params": {"lr": 0.1}}}
     monkeypatch.setattr(ops, "_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
