@@ -35,6 +35,7 @@ TEST_TOOLS = [
     "nox==2026.10.20",
     "numpy==2.4.6",
     "pytest==9.2.0",
+    "pytest-xdist==3.8.0",
     "ruff==0.17.5",
     "safetensors==0.8.0",
     "scikit-learn==1.9.1",
@@ -47,6 +48,8 @@ TEST_TOOLS = [
 ]
 # float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; both take the torch that is there.
 LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
+# One file of tests on each of two processes.
+TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
 IN_CI = "not gpu and not cluster and not ops and not xla and not conformance"
 MPI = "mpi4py==4.1.2"
@@ -113,9 +116,9 @@ def check_contracts(session: nox.Session) -> None:
     session.run("lint-imports", "--no-logo")
 
 
-def run_pytest(session: nox.Session, markers: str) -> None:
+def run_pytest(session: nox.Session, markers: str, *options: str) -> None:
     """Pytest on the tests that `markers` selects, with this session's further arguments."""
-    session.run("pytest", "-m", markers, *session.posargs)
+    session.run("pytest", "-m", markers, *options, *session.posargs)
 
 
 @nox.session
@@ -125,7 +128,7 @@ def tests(session: nox.Session) -> None:
     check_lint(session)
     check_types(session)
     check_contracts(session)
-    run_pytest(session, IN_CI)
+    run_pytest(session, IN_CI, *TWO_AT_ONCE)
     session.notify("oldest", posargs=[])
     session.notify("newest", posargs=[])
 
@@ -150,7 +153,7 @@ def newest(session: nox.Session) -> None:
 def torch_versions(session: nox.Session, torch: str) -> None:
     """The tests without the wheels, with the versions of torch that core takes; not in CI."""
     install_everything(session, f"torch=={torch}")
-    run_pytest(session, f"{IN_CI} and not wheels")
+    run_pytest(session, f"{IN_CI} and not wheels", *TWO_AT_ONCE)
 
 
 @nox.session
@@ -178,7 +181,7 @@ def contracts(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """The tests without the wheels; what follows `--` goes to pytest."""
     install_everything(session)
-    run_pytest(session, f"{IN_CI} and not wheels")
+    run_pytest(session, f"{IN_CI} and not wheels", *TWO_AT_ONCE)
 
 
 @nox.session
