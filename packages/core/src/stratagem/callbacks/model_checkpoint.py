@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
+from stratagem.callbacks.checkpoint_arguments import check_arguments
 from stratagem.callbacks.checkpoint_names import CheckpointNames, filled
 from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
 from stratagem.callbacks.resumed_checkpoints import ResumedCheckpoints, in_folder
-from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.errors import CheckpointError
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
@@ -35,22 +36,23 @@ class ModelCheckpoint(Callback):
             beside the logs.
         filename: name without `.ckpt`, with values in braces: "{epoch}-{val_acc:.3f}"; None:
             "epoch=E-step=S".
-        monitor: logged value that says which are the best; None: the newest are.
+        monitor: logged value that says which are the best, or "epoch" or "step"; None: the newest
+            are.
         mode: "min": smaller is better; "max".
         save_top_k: how many of the best to keep (without `monitor`: of the newest); -1: all; 0:
             none.
         keep_latest_k: how many of the newest to keep as well, whatever their values.
         save_last: let `last.ckpt` name the newest, which is then kept: as a symbolic link, on an
-            object store as a copy. It moves once the newest is durable.
+            object store as a copy. It moves once the newest is durable. "link" means the same.
         save_weights_only: leave optimizer and loop state out.
-        every_n_train_steps: save after every so many optimizer steps.
-        every_n_epochs: save after every so many epochs; the default is 1, unless steps or time are
-            given.
+        every_n_train_steps: save after every so many optimizer steps; 0: not by steps.
+        every_n_epochs: save after every so many epochs, 0: not by epochs; the default is 1, unless
+            steps or time are given.
         train_time_interval: save when so much time has gone by since the last save. With several
             ranks half a second may be added: they agree on the time about twice a second.
         save_on_train_epoch_end: save at the end of the training epoch (True), where the values of
-            training and of validation are there, or after validation (False); None: after
-            validation if it comes in the middle of epochs.
+            training and of validation are there, or after validation (False), in a fit that has
+            one; None: after validation if it comes in the middle of epochs.
         save_on_exception: save as `exception-step=S.ckpt` when training ends by an error or by
             Ctrl-C. Only where one process trains: of several, the others are elsewhere.
 
@@ -58,7 +60,8 @@ class ModelCheckpoint(Callback):
     place of none: it counts among neither the best nor the newest, and `last.ckpt` stays. A
     monitored value that is NaN is the worst.
 
-    With `monitor`, an epoch without validation is passed over where others have it. A signal that
+    With `monitor`, an epoch without validation is passed over where others have it, and what calls
+    for a save before there is a first value, which is said once. A signal that
     ends training saves `interrupted-step=S.ckpt`. That file, and the one of an error, stay until
     this run, resumed, has saved another.
 
@@ -98,7 +101,7 @@ class ModelCheckpoint(Callback):
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
         keep_latest_k: int = 0,
-        save_last: bool = False,
+        save_last: bool | Literal["link"] | None = False,
         save_weights_only: bool = False,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -106,13 +109,13 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         save_on_exception: bool = False,
     ) -> None:
-        self.dirpath = None if dirpath is None else paths.at(dirpath)
+        self.dirpath = None if dirpath is None else paths.given(dirpath)
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k
         self.keep_latest_k = keep_latest_k
-        self.save_last = save_last
+        self.save_last = bool(save_last)
         self.save_weights_only = save_weights_only
         self.every_n_train_steps = every_n_train_steps
         if every_n_epochs is None and every_n_train_steps is None and train_time_interval is None:
@@ -121,14 +124,14 @@ class ModelCheckpoint(Callback):
         self.train_time_interval = train_time_interval
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.save_on_exception = save_on_exception
-        _check_arguments(self)
+        check_arguments(self)
         self.last_model_path = ""
         self._key = self._key_without_folder() + f", dirpath={dirpath})"
         # Without a monitor the value is the step: the newest are the best.
         self._kept = KeptCheckpoints(
             "max" if monitor is None else mode,
             top_k=save_top_k,
-            latest_k=max(keep_latest_k, int(save_last)),
+            latest_k=max(keep_latest_k, int(self.save_last)),
         )
         self._resumed: dict[str, Any] | None = None
         """What was loaded, until rank 0 has looked at what of it is still there."""
@@ -276,7 +279,7 @@ class ModelCheckpoint(Callback):
         if step == self._last_step_saved:
             return
         every, interval = self.every_n_train_steps, self.train_time_interval
-        if (every is not None and step % every == 0) or (
+        if (every and step % every == 0) or (
             interval is not None
             and trainer.run.interruption.agreed_time() - self._last_time_saved
             >= interval.total_seconds()
@@ -326,12 +329,12 @@ class ModelCheckpoint(Callback):
         self._names.release_all()
 
     def _after_training_epoch(self, trainer: Trainer) -> bool:
-        if self.save_on_train_epoch_end is not None:
-            return self.save_on_train_epoch_end
-        return not trainer.run.validates_within_epochs
+        if self.save_on_train_epoch_end is None:
+            return not trainer.run.validates_within_epochs
+        return self.save_on_train_epoch_end or not trainer.run.has_validation
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
-        if self.every_n_epochs is None or trainer.global_step == self._last_step_saved:
+        if not self.every_n_epochs or trainer.global_step == self._last_step_saved:
             return False
         return (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
@@ -340,20 +343,9 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer, *, among_best: bool = True) -> None:
         self._last_step_saved = trainer.global_step
         self._last_time_saved = trainer.run.interruption.agreed_time()
-        value = None
-        if among_best and self.save_top_k != 0:
-            value = float(trainer.global_step)
-            if self.monitor is not None:
-                value = float(trainer.run.metric(self.monitor, "ModelCheckpoint"))
-                if math.isnan(value):
-                    self._warn_once(
-                        trainer,
-                        f"ModelCheckpoint(monitor={self.monitor!r}): the value is NaN",
-                        "NaN is the worst value in either mode: such a checkpoint takes the place "
-                        "of no better one",
-                    )
-            if not self._kept.is_among_best(value):
-                value = None
+        value = self._monitored(trainer) if among_best and self.save_top_k != 0 else None
+        if value is not None and not self._kept.is_among_best(value):
+            value = None
         if value is None and not (self.keep_latest_k or self.save_last):
             return
         assert self.dirpath is not None
@@ -382,6 +374,30 @@ class ModelCheckpoint(Callback):
             if old not in self._spared:
                 trainer.checkpoint_writer.remove(old)
         self._names.release()
+
+    def _monitored(self, trainer: Trainer) -> float | None:
+        """Return the value that the present checkpoint would be kept for; None: not there yet."""
+        positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        name = "step" if self.monitor is None else self.monitor
+        if name in positions and (self.monitor is None or name not in trainer.callback_metrics):
+            return float(positions[name])
+        if trainer.run.may_come_later(name):
+            self._warn_once(
+                trainer,
+                f"ModelCheckpoint(monitor={name!r}): there is no value yet",
+                "What calls for a save before the first one saves nothing among the best; "
+                "keep_latest_k=1 keeps the newest in any case",
+            )
+            return None
+        value = float(trainer.run.metric(name, "ModelCheckpoint"))
+        if math.isnan(value):
+            self._warn_once(
+                trainer,
+                f"ModelCheckpoint(monitor={name!r}): the value is NaN",
+                "NaN is the worst value in either mode: such a checkpoint takes the place of no "
+                "better one",
+            )
+        return value
 
     def _weights(self, trainer: Trainer) -> Weights:
         """Return what is to be saved, and say where it is not finite."""
@@ -421,26 +437,3 @@ class ModelCheckpoint(Callback):
         values["epoch"] = trainer.current_epoch
         values["step"] = trainer.global_step
         return filled(self.filename, values)
-
-
-def _check_arguments(given: ModelCheckpoint) -> None:
-    interval: object = given.train_time_interval
-    if given.mode not in ("min", "max"):
-        raise ConfigurationError(f"ModelCheckpoint(mode={given.mode!r}): expected 'min' or 'max'")
-    if interval is not None and not isinstance(interval, timedelta):
-        raise ConfigurationError(
-            f"ModelCheckpoint(train_time_interval={interval!r}): expected a "
-            "datetime.timedelta, such as timedelta(minutes=30)"
-        )
-    if given.save_top_k < -1:
-        raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={given.save_top_k!r}): expected a number of checkpoints, "
-            "or -1 for all"
-        )
-    for name, value, least in (
-        ("keep_latest_k", given.keep_latest_k, 0),
-        ("every_n_train_steps", given.every_n_train_steps, 1),
-        ("every_n_epochs", given.every_n_epochs, 1),
-    ):
-        if value is not None and value < least:
-            raise ConfigurationError(f"ModelCheckpoint({name}={value}): expected at least {least}")

@@ -390,7 +390,7 @@ class Lite(Launched, Observed):
                 "save() expects a path and a dict of state, received "
                 f"{type(path).__name__} and {type(state).__name__}"
             )
-        self.checkpoint_writer.save(collect(self.strategy, state), paths.at(path))
+        self.checkpoint_writer.save(collect(self.strategy, state), paths.given(path))
 
     def load(
         self, path: PathLike, state: dict[str, Any] | None = None, *, strict: bool = True
@@ -412,7 +412,7 @@ class Lite(Launched, Observed):
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
                 wrong with it.
         """
-        checkpoint = self.checkpoint_writer.load(paths.at(path))
+        checkpoint = self.checkpoint_writer.load(paths.given(path))
         if state is not None:
             restore(self.strategy, checkpoint, state, path=path, strict=strict)
         checkpoint.pop(STRATEGY_STATE, None)

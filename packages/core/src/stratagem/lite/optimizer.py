@@ -17,7 +17,7 @@ class LiteOptimizer:
     """The user's optimizer, whose step goes through the strategy.
 
     An instance is one of the optimizer's own class too, and has its name and its repr, so that
-    schedulers take it.
+    schedulers take it. A copy, and what is pickled, is the user's optimizer: a run is not copied.
     """
 
     optimizer: Optimizer
@@ -50,6 +50,9 @@ class LiteOptimizer:
             self._clear_gradients()
         else:
             self.optimizer.zero_grad(set_to_none=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.optimizer.__reduce_ex__(protocol)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter names."""

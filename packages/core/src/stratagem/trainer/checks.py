@@ -18,26 +18,21 @@ from stratagem.plan.step_options import StepOptions
 from stratagem.state.hyperparameters import savable
 from stratagem.trainer.progress import RunState
 
-# Methods of the library that our users come from, which are not called here.
-_UNCALLED = (
-    "backward",
-    "configure_gradient_clipping",
-    "configure_sharded_model",
-    "lr_scheduler_step",
-    "on_after_batch_transfer",
-    "on_before_batch_transfer",
-    "on_predict_model_eval",
-    "on_test_model_eval",
-    "on_test_model_train",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "training_epoch_end",
-    "training_step_end",
-    "transfer_batch_to_device",
-    "validation_epoch_end",
-)
+_OTHERWISE = "use automatic_optimization = False, a Callback or a Strategy for what it does"
+# Methods of the library that our users come from, which are not called here, and what to do.
+_UNCALLED = {
+    "backward": _OTHERWISE,
+    "configure_gradient_clipping": _OTHERWISE,
+    "configure_sharded_model": "rename it to configure_model",
+    "lr_scheduler_step": _OTHERWISE,
+    "optimizer_step": _OTHERWISE,
+    "optimizer_zero_grad": _OTHERWISE,
+    "training_epoch_end": "rename it to on_train_epoch_end, and keep outputs in an attribute",
+    "training_step_end": "put it into training_step",
+    "validation_epoch_end": (
+        "rename it to on_validation_epoch_end, and keep outputs in an attribute"
+    ),
+}
 _NEEDED = {
     "fit": ("training_step", "configure_optimizers"),
     "validate": ("validation_step",),
@@ -89,8 +84,7 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
     if uncalled := sorted(name for name in _UNCALLED if hasattr(model, name)):
         raise UserCodeError(
             f"{type(model).__name__} defines {' and '.join(uncalled)}, which Stratagem does not "
-            "call, so training would differ silently: use automatic_optimization = False, a "
-            "Callback or a Strategy for what they do"
+            f"call, so training would differ silently: for {uncalled[0]}, {_UNCALLED[uncalled[0]]}"
         )
     missing = [method for method in _NEEDED[stage] if not model.defines(method)]
     if makes_optimizers and "configure_optimizers" in missing:

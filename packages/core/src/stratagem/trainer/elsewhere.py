@@ -44,8 +44,8 @@ def take_over(
     if not set(model.state_dict()) >= set(outcome["weights"]):
         model.configure_model()
     model.load_state_dict(outcome["weights"])
-    latest.values.update(outcome["callback_metrics"])
-    latest.of_epochs.update(outcome["logged_metrics"])
+    latest.values = dict(outcome["callback_metrics"])
+    latest.of_epochs = dict(outcome["logged_metrics"])
     states = outcome["callbacks"]
     for callback in callbacks:
         if callback.state_key in states:

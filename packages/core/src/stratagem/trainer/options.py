@@ -259,7 +259,7 @@ def seconds(value: Any) -> float | None:
 def root_folder(given: str | Path | None) -> paths.Location:
     """Return the folder for logs and checkpoints; by default the current one."""
     if given is not None:
-        return paths.at(given)
+        return paths.given(given)
     try:
         return Path.cwd()
     except OSError as error:

@@ -133,6 +133,9 @@ class Trainer(Ranked, OptionAttributes):
         tpu_cores: int | str | list[int] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
+        defaults: dict[str, Any] = Trainer.__init__.__kwdefaults__
+        # None is what a config says of an option that it leaves alone.
+        given = {k: defaults[k] if value is None else value for k, value in given.items()}
         vars(self).update(vars(TrainerOptions.parse(given)))
         self._launched = Launched(
             step_options=self.step_options, **{name: given[name] for name in REQUESTED}
@@ -140,7 +143,10 @@ class Trainer(Ranked, OptionAttributes):
         check_divergence_detection(self.plan, self.detect_divergence)
         self.loggers = make_loggers(logger, self.default_root_dir, quick=self.fast_dev_run > 0)
         self.callbacks = make_callbacks(
-            callbacks, enable_checkpointing, enable_progress_bar, quick=self.fast_dev_run > 0
+            callbacks,
+            given["enable_checkpointing"],
+            given["enable_progress_bar"],
+            quick=self.fast_dev_run > 0,
         )
         self.state = RunState()
         self.should_stop = False
@@ -234,7 +240,7 @@ class Trainer(Ranked, OptionAttributes):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest value of everything that was logged."""
+        """The latest value of everything that was logged since the last fit began."""
         return {name: torch.as_tensor(value) for name, value in self._latest.values.items()}
 
     @property
@@ -344,21 +350,22 @@ class Trainer(Ranked, OptionAttributes):
         model: Module | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
     ) -> Any:
         """Predict; return what `predict_step` returned, for this rank's part of the data.
 
         Args:
             model, dataloaders, datamodule, ckpt_path: as in `validate`.
-            return_predictions: False drops them; callbacks see each.
+            return_predictions: False drops them; callbacks see each. None: True.
 
         Returns:
             A list of batches, or a list of those for several loaders; None if they are dropped.
         """
         job = Job.of("predict", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
-        predictions = self._execute(replace(job, keeps_predictions=return_predictions))
-        if not return_predictions:
+        keeps = return_predictions is not False
+        predictions = self._execute(replace(job, keeps_predictions=keeps))
+        if not keeps:
             return None
         return predictions[0] if len(predictions) == 1 else predictions
 
@@ -420,6 +427,8 @@ class Trainer(Ranked, OptionAttributes):
             self.should_stop = False
             # A checkpoint, if one is given, says where to go on; otherwise every fit begins anew.
             self._progress = Progress()
+            # A callback that waits for a value waits for one of this fit.
+            self._latest = LatestValues()
         self._run = Run(
             self, launched, job, progress=self._progress, latest=self._latest, before=self._run
         )
@@ -437,4 +446,4 @@ class Trainer(Ranked, OptionAttributes):
         Raises:
             CheckpointContentError: something in it is not plain data; says what.
         """
-        self.run.save(paths.at(filepath), weights_only=weights_only)
+        self.run.save(paths.given(filepath), weights_only=weights_only)
