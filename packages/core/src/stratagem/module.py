@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stratagem.callbacks.module_hooks import ModuleHooks
 from stratagem.data.pytree import map_tensors
@@ -408,6 +408,6 @@ def _device_for(map_location: Any) -> Any:
     if isinstance(map_location, Mapping):
         return map_location.get("cpu", "cpu")
     if callable(map_location):
-        moved = map_location(torch.UntypedStorage(0), "cpu")
+        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
         return "cpu" if moved is None else moved.device
     return map_location

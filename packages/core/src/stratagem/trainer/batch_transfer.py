@@ -1,4 +1,4 @@
-"""From a loader's batch to the step's: the strategy's conversion, and the user's hooks around it."""
+"""From a loader's batch to the step's: the strategy's conversion, the user's hooks around it."""
 
 from __future__ import annotations
 

@@ -238,13 +238,11 @@ def _computed(entry: EpochValue) -> Tensor:
     value = entry.metric.compute()
     if isinstance(value, Tensor) and value.numel() == 1:
         return value
-    kind = type(value).__name__
+    found = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
     raise UserCodeError(
-        f"self.log({entry.name!r}, {type(entry.metric).__name__}) expected a metric whose compute() "
-        "returns a tensor with one element, received "
-        + (f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {kind}")
-        + ": log what is of interest in it, in on_train_epoch_end or on_validation_epoch_end, as in "
-        "self.log_dict(metric.compute())"
+        f"self.log({entry.name!r}, {type(entry.metric).__name__}(...)): expected a metric whose "
+        f"compute() returns a tensor with one element, received {found}: log its parts, as in "
+        "self.log_dict(metric.compute()) in on_train_epoch_end or on_validation_epoch_end"
     )
 
 

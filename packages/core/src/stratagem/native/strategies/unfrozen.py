@@ -48,11 +48,11 @@ class _UnfrozenGradients:
         """Those of the present backward, by their place in the model, which all ranks agree on."""
         self._hooks = [self._watch(index, parameter) for index, parameter in enumerate(frozen)]
 
-    def expect(self, model: nn.Module, args: Any) -> None:
+    def expect(self, model: Any, args: Any) -> None:
         """Look, before DDP's forward, whether the backward after it reduces gradients."""
-        self._is_expected = torch.is_grad_enabled() and model.require_backward_grad_sync is True
+        self._is_expected = torch.is_grad_enabled() and model.require_backward_grad_sync
 
-    def _watch(self, index: int, parameter: nn.Parameter) -> torch.utils.hooks.RemovableHandle:
+    def _watch(self, index: int, parameter: nn.Parameter) -> Any:
         def note(unfrozen: nn.Parameter) -> None:
             if self._is_expected or self._is_within_forward():
                 if not self._found:
@@ -63,7 +63,7 @@ class _UnfrozenGradients:
         # torch takes a hook for what requires a gradient, and keeps it for what does not.
         parameter.requires_grad_(True)
         try:
-            return parameter.register_post_accumulate_grad_hook(note)
+            return parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         finally:
             parameter.requires_grad_(False)
 
@@ -77,7 +77,8 @@ class _UnfrozenGradients:
         for gradients in by_dtype.values():
             whole = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(whole)
-            parts = (whole / dist.get_world_size()).split([one.numel() for one in gradients])
+            whole /= dist.get_world_size()
+            parts = torch.split(whole, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
