@@ -1131,10 +1131,10 @@ def test_saving_needs_a_run(tmp_path: Path) -> None:
             "ModelCheckpoint(save_top_k=-2): expected a number of checkpoints, or -1 for all",
         ),
         ({"keep_latest_k": -1}, "ModelCheckpoint(keep_latest_k=-1): expected at least 0"),
-        ({"every_n_epochs": 0}, "ModelCheckpoint(every_n_epochs=0): expected at least 1"),
+        ({"every_n_epochs": -1}, "ModelCheckpoint(every_n_epochs=-1): expected at least 0"),
         (
             {"every_n_train_steps": -1},
-            "ModelCheckpoint(every_n_train_steps=-1): expected at least 1",
+            "ModelCheckpoint(every_n_train_steps=-1): expected at least 0",
         ),
     ],
 )

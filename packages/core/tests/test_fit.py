@@ -17,7 +17,9 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stratagem import Callback, DataModule, Module, Trainer
+from stratagem.callbacks import EarlyStopping
 from stratagem.errors import ConfigurationError, NonFiniteLossError, UserCodeError
+from stratagem.plan.step_options import GradientClip
 from stratagem.trainer.hooks import HOOKS
 from stratagem.trainer.progress import RunState
 
@@ -471,6 +473,39 @@ def test_a_second_fit_begins_at_the_first_epoch() -> None:
     assert (trainer.current_epoch, trainer.global_step) == (2, 22)
 
 
+def test_a_second_fit_of_the_same_model_says_what_it_begins_with() -> None:
+    trainer, model = quiet(max_epochs=2), Regression()
+    trainer.fit(model, loader())
+    with pytest.warns(UserWarning, match="fit.. of the same model again: epochs and steps are cou"):
+        trainer.fit(model, loader())
+    assert_same_weights(model.net, raw_fits_twice())
+
+
+def raw_fits_twice() -> nn.Module:
+    """A loop of two epochs, and another one with a new optimizer."""
+    net = network()
+    for _ in range(2):
+        optimizer = sgd(net.parameters())
+        for _ in range(2):
+            for inputs, targets in loader():
+                optimizer.zero_grad()
+                mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+    return net
+
+
+def test_a_value_of_the_fit_before_ends_no_other() -> None:
+    class Silent(Regression):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            pass
+
+    trainer = quiet(max_epochs=2, callbacks=EarlyStopping("val_loss", patience=1))
+    trainer.fit(Regression(), loader(8), loader(8))
+    assert "val_loss" in trainer.callback_metrics
+    with pytest.raises(UserCodeError, match="no value of that name was logged; there is nothing"):
+        trainer.fit(Silent(), loader(8), loader(8))
+
+
 class Endless(IterableDataset[Batch]):
     """Samples without a number of them."""
 
@@ -617,6 +652,64 @@ def test_reduce_on_plateau_waits_for_the_epochs_that_have_validation() -> None:
     ).fit(model, loader(), loader(4))
     # Values come after epochs 1, 3 and 5; the second is no better than the first.
     assert model.rates == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_manual_optimization_steps_its_schedulers_itself(named: bool) -> None:
+    class Manual(Configured):
+        automatic_optimization = False
+
+        def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_value", 1.0, on_step=False, on_epoch=True)
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+        def on_train_epoch_end(self) -> None:
+            for _ in range(steps):
+                self.lr_schedulers().step(1.0)
+
+    steps = 0
+    monitor = {"monitor": "train_value"} if named else {}
+
+    def configured(optimizer: Optimizer) -> Any:
+        return [optimizer], [{"scheduler": plateau(optimizer), **monitor}]
+
+    model = Manual(configured)
+    quiet(max_epochs=4, limit_train_batches=1).fit(model, loader())
+    assert model.rates == [0.1] * 4
+    steps = 1
+    model = Manual(configured)
+    quiet(max_epochs=4, limit_train_batches=1).fit(model, loader())
+    assert model.rates == [0.1, 0.1, 0.05, 0.025]
+
+
+def test_none_leaves_an_option_at_its_default() -> None:
+    given: dict[str, Any] = dict.fromkeys(
+        ("enable_checkpointing", "enable_progress_bar", "gradient_clip_algorithm", "deterministic")
+    )
+    given.update(num_sanity_val_steps=None, log_every_n_steps=None, precision=None, strategy=None)
+    trainer = Trainer(accelerator="cpu", logger=False, gradient_clip_val=0.5, **given)
+    assert trainer.checkpoint_callback is not None
+    assert len(trainer.callbacks) == 2
+    assert trainer.step_options.clip == GradientClip(0.5, "norm")
+    assert (trainer.num_sanity_val_steps, trainer.log_every_n_steps) == (2, 1)
+    predicted = quiet().predict(Regression(), DataLoader(data().tensors[0]), None, None)
+    assert len(predicted) == 44
+
+
+def test_a_checkpoint_may_stand_where_the_datamodule_would(tmp_path: Path) -> None:
+    trainer, model = quiet(max_epochs=1), Regression()
+    trainer.fit(model, loader(8))
+    trainer.save_checkpoint(tmp_path / "fitted.ckpt")
+    other: Any = Regression()
+    for path in (tmp_path / "fitted.ckpt", str(tmp_path / "fitted.ckpt")):
+        nn.init.zeros_(first_weight(other.net))
+        quiet().validate(other, loader(8), path, verbose=False)
+        assert_same_weights(other.net, model.net)
+    wrong: Any = 7
+    with pytest.raises(ConfigurationError, match="datamodule=7: expected a stratagem.DataModule"):
+        quiet().validate(model, loader(8), wrong)
 
 
 def test_manual_optimization_of_two_networks_equals_a_raw_loop() -> None:

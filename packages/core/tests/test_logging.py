@@ -762,11 +762,45 @@ def test_log_works_within_a_run_only() -> None:
     with pytest.raises(UserCodeError) as caught:
         model.log("x", 1.0)
     assert str(caught.value) == (
-        "self.log('x', ...) works while a Trainer runs this model, in its steps and hooks only"
+        "self.log('x', ...) works while a Trainer runs this model, in its steps and in hooks up to "
+        "the end of an epoch (on_train_epoch_end, on_validation_epoch_end, on_test_epoch_end); "
+        "later, use self.logger.log_metrics({...})"
     )
     trainer_with().fit(model, numbers())
     with pytest.raises(UserCodeError, match="works while a Trainer runs this model"):
         model.log("x", 1.0)
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end", "on_validation_end", "teardown"])
+def test_what_would_be_lost_is_not_logged(hook: str) -> None:
+    late = type("Late", (Logs,), {hook: lambda self, *stage: self.log("late", 1.0)})()
+    late.validation_step = lambda batch, batch_idx: None
+    with pytest.raises(UserCodeError, match="works while a Trainer runs this model, in its steps"):
+        trainer_with(num_sanity_val_steps=0).fit(late, numbers(), numbers())
+
+
+def test_a_metric_that_computes_several_values_is_refused_with_what_to_do() -> None:
+    class Both(MeanMetric):
+        def compute(self) -> Any:
+            return {"a": super().compute()}
+
+    class LogsBoth(Logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = Both()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.both.update(1.0)
+            self.log("both", self.both, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(UserCodeError) as caught:
+        trainer_with().fit(LogsBoth(), numbers())
+    assert str(caught.value) == (
+        "self.log('both', Both(...)): expected a metric whose compute() returns a tensor with one "
+        "element, received <class 'dict'>: log its parts, as in self.log_dict(metric.compute()) in "
+        "on_train_epoch_end or on_validation_epoch_end"
+    )
 
 
 def test_what_needs_a_trainer_says_so() -> None:

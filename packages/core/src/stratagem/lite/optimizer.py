@@ -52,7 +52,7 @@ class LiteOptimizer:
             self.optimizer.zero_grad(set_to_none=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.optimizer.__reduce_ex__(protocol)
+        return _itself, (self.optimizer,)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter names."""
@@ -61,6 +61,10 @@ class LiteOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state by parameter names."""
         self.strategy.load_optimizer_state(self.prepared, self.optimizer, state)
+
+
+def _itself(optimizer: Optimizer) -> Optimizer:
+    return optimizer
 
 
 def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Strategy) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,6 +17,10 @@ from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions
 from stratagem.state.hyperparameters import savable
 from stratagem.trainer.progress import RunState
+
+if TYPE_CHECKING:
+    from stratagem.trainer.job import Job
+    from stratagem.trainer.run import Run
 
 _OTHERWISE = "use automatic_optimization = False, a Callback or a Strategy for what it does"
 # Methods of the library that our users come from, which are not called here, and what to do.
@@ -106,6 +110,25 @@ def warn_of_unsavable_hyperparameters(module: Module) -> None:
             f"{type(module).__name__}, which could not be loaded without executing code ({name}: "
             f"{reason}): pass them to load_from_checkpoint again. "
             f"save_hyperparameters(ignore={list(reasons)!r}) says that this is meant",
+            stacklevel=2,
+        )
+
+
+def warn_of_fitting_again(before: Run | None, job: Job) -> None:
+    """Say on rank 0 what a second fit of a model begins with, where nothing says otherwise.
+
+    In the library that our users come from it goes on where the first one ended, at its limit.
+
+    Args:
+        before: the run before.
+        job: the fit that begins.
+    """
+    again = before is not None and before.stage == "fit" and before.module is job.model
+    if before is not None and again and job.ckpt_path is None and before.trainer.is_global_zero:
+        warnings.warn(
+            "fit() of the same model again: epochs and steps are counted from 0 and optimizers are "
+            "made anew, while the weights are those that the last fit has left. To go on with that "
+            "one, pass ckpt_path='last' and a larger max_epochs",
             stacklevel=2,
         )
 
