@@ -213,6 +213,21 @@ def test_a_precision_equals_the_same_formats_by_hand(
     )
 
 
+@pytest.mark.parametrize("precision", ["64-true", "16-true", "bf16-true"])
+def test_a_precision_leaves_complex_numbers_whole(precision: str) -> None:
+    class Rotates(Regression):
+        angle: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angle", torch.tensor([1 + 2j]))
+
+    model = Rotates()
+    quiet(max_epochs=1, precision=precision, limit_train_batches=1).fit(model, loader())
+    assert model.angle.tolist() == [1 + 2j]
+    assert first_weight(model.net).dtype.itemsize == int(precision[:2].replace("bf", "16")) // 8
+
+
 def test_a_batch_is_skipped_where_training_step_returns_none() -> None:
     class Skipping(Regression):
         def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -708,7 +723,7 @@ def test_a_checkpoint_may_stand_where_the_datamodule_would(tmp_path: Path) -> No
         quiet().validate(other, loader(8), path, verbose=False)
         assert_same_weights(other.net, model.net)
     wrong: Any = 7
-    with pytest.raises(ConfigurationError, match="datamodule=7: expected a stratagem.DataModule"):
+    with pytest.raises(ConfigurationError, match=r"datamodule=7: expected a stratagem\.DataModule"):
         quiet().validate(model, loader(8), wrong)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError
+from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
@@ -63,6 +64,8 @@ class Job:
             loaders, datamodule = None, loaders
         if isinstance(datamodule, (str, Path)) and ckpt_path is None:
             datamodule, ckpt_path = None, datamodule
+        if isinstance(ckpt_path, (str, Path)) and ckpt_path not in ("best", "last"):
+            ckpt_path = paths.given(ckpt_path)
         if datamodule is not None and not isinstance(datamodule, DataModule):
             raise ConfigurationError(
                 f"datamodule={datamodule!r}: expected a stratagem.DataModule, received a "

@@ -28,7 +28,7 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
     from stratagem.callbacks.model_checkpoint import ModelCheckpoint
 
     if asked not in ("best", "last"):
-        return paths.given(asked)
+        return paths.at(asked)
     savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
     if not savers:
         raise CheckpointNotFoundError(
