@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -1184,7 +1185,7 @@ def test_a_file_name_takes_values_that_are_there(tmp_path: Path) -> None:
         ((1.0, 0.9, 0.8, 0.7, 0.6, 0.5), {"patience": 1}, 6),
         ((1.0, 0.99, 0.98, 0.97, 0.5, 0.5), {"patience": 2, "min_delta": 0.1}, 3),
         ((1.0, 2.0, 1.5, 1.7, 3.0, 3.0), {"patience": 2, "mode": "max"}, 4),
-        ((NAN, NAN, NAN, 1.0, 1.0, 1.0), {"patience": 2}, 2),
+        ((NAN, NAN, NAN, 1.0, 1.0, 1.0), {"patience": 2, "check_finite": False}, 2),
     ],
 )
 def test_early_stopping_ends_training_when_a_value_stops_improving(
@@ -1195,6 +1196,18 @@ def test_early_stopping_ends_training_when_a_value_stops_improving(
     trainer.fit(Scored(scores), loader(), loader(4))
     assert trainer.current_epoch == epochs
     assert stopping.stopped_epoch == (epochs - 1 if epochs < 6 else 0)
+
+
+@pytest.mark.parametrize("score", [NAN, float("inf"), -float("inf")])
+def test_early_stopping_ends_training_when_a_value_is_not_finite(
+    score: float, tmp_path: Path
+) -> None:
+    stopping = EarlyStopping("score", patience=5)
+    trainer = trainer_in(tmp_path, max_epochs=6, limit_train_batches=1, callbacks=stopping)
+    text = f"EarlyStopping ends training after step 2: score is {score}. check_finite=False goes on"
+    with pytest.warns(UserWarning, match=re.escape(text)):
+        trainer.fit(Scored((1.0, score, 0.5, 0.5, 0.5, 0.5)), loader(), loader(4))
+    assert (trainer.current_epoch, stopping.stopped_epoch) == (2, 1)
 
 
 def test_early_stopping_counts_on_across_a_resume(tmp_path: Path) -> None:

@@ -636,9 +636,7 @@ def fit_epochs(saver: ModelCheckpoint, epochs: int, *, validates: bool = True) -
 
 def test_a_save_by_steps_waits_for_the_first_value_that_it_monitors(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", every_n_train_steps=1)
-    with pytest.warns(
-        UserWarning, match=r"step 1: .*monitor='val_loss'.*there is no"
-    ):
+    with pytest.warns(UserWarning, match=r"step 1: .*monitor='val_loss'.*there is no"):
         fit_epochs(saver, 2)
     # Of the first epoch's value, which is the smaller one; the first step after it.
     assert names(tmp_path) == ["step=3.ckpt"]
@@ -703,9 +701,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert lite.load("~/again.ckpt")["epoch"] == 0
     assert names(tmp_path) == ["home"]
     assert names(tmp_path / "home") == ["again.ckpt", "logs", "saved"]
-    with pytest.raises(
-        ConfigurationError, match=r"'~no-such-user/x': .*write the folder out"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'~no-such-user/x': .*write the folder out"):
         ModelCheckpoint("~no-such-user/x")
 
 

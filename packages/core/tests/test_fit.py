@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stratagem import Callback, DataModule, Module, Trainer
@@ -1394,3 +1394,91 @@ def test_callbacks_of_a_model_are_asked_for_once_and_remember() -> None:
     trainer.validate(model, loader(), verbose=False)
     assert len(made) == 1
     assert made[0] in trainer.callbacks
+
+
+# ---------------------------------------------------------------- what users read
+
+
+def test_a_trainer_tells_what_it_runs_and_on_what() -> None:
+    trainer = quiet(
+        max_epochs=6,
+        limit_train_batches=10,
+        limit_val_batches=0.5,
+        accumulate_grad_batches={0: 1, 4: 8},
+        gradient_clip_val=0.5,
+        callbacks=[early := EarlyStopping("val_loss", patience=99)],
+        num_sanity_val_steps=1,
+    )
+    nothing: list[Any] = [trainer.model, trainer.datamodule, trainer.ckpt_path]
+    nothing += [trainer.train_dataloader, trainer.val_dataloaders, trainer.progress_bar_callback]
+    assert nothing == [None] * 6
+    assert (trainer.num_val_batches, trainer.state.finished) == ([], True)
+    seen: list[Any] = []
+
+    class Asks(Regression):
+        def configure_optimizers(self) -> Any:
+            steps: Any = self.trainer.estimated_stepping_batches
+            optimizer = SGD(self.parameters(), lr=0.1)
+            seen.append(steps)
+            return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, steps)}]
+
+        def on_train_start(self) -> None:
+            seen.append((self.trainer.training, self.trainer.validating))
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if not seen[1:]:
+                seen.append((self.trainer.training, self.trainer.validating))
+
+        def on_fit_end(self) -> None:
+            seen.append(self.trainer.accumulate_grad_batches)
+
+    model, train, evaluated = Asks(), loader(), loader(24)
+    trainer.fit(model, train, evaluated)
+    assert seen == [44, (False, True), (True, False), 8]
+    assert trainer.global_step == 44
+    assert trainer.model is trainer.lightning_module is model
+    assert trainer.train_dataloader.dataset is train.dataset
+    assert trainer.val_dataloaders.dataset is evaluated.dataset
+    assert (trainer.num_training_batches, trainer.num_val_batches) == (10, [3])
+    assert trainer.num_sanity_val_batches == [1]
+    assert (trainer.limit_train_batches, trainer.limit_val_batches) == (10, 0.5)
+    assert (trainer.limit_test_batches, trainer.limit_predict_batches) == (1.0, 1.0)
+    assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "norm")
+    assert (trainer.num_devices, trainer.device_ids, trainer.num_nodes) == (1, [0], 1)
+    assert (trainer.accelerator.name, trainer.precision) == ("cpu", "32-true")
+    assert trainer.early_stopping_callback is early
+    assert trainer.checkpoint_callbacks == []
+    trainer.validate(model, [loader(8), loader(8)], verbose=False)
+    assert len(trainer.val_dataloaders) == 2
+    trainer.predict(model, DataLoader(data(8).tensors[0], 2))
+    assert (trainer.num_predict_batches, trainer.num_test_batches) == ([4], [])
+    assert not trainer.interrupted
+    assert quiet(max_epochs=-1, max_steps=7).max_steps == 7
+
+
+def test_the_steps_of_a_fit_without_an_end_are_infinitely_many() -> None:
+    class Asks(Regression):
+        steps: list[float]
+
+        def configure_optimizers(self) -> Any:
+            self.steps.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    model = Asks()
+    model.steps = []
+    endless = DataLoader(Endless(8), batch_size=4)
+    quiet(max_epochs=1).fit(model, endless)
+    quiet(max_epochs=-1, max_steps=3).fit(model, loader())
+    quiet(max_epochs=1, max_steps=99).fit(model, loader())
+    assert model.steps == [float("inf"), 3, 11]
+
+
+def test_a_model_is_frozen_and_unfrozen_as_a_whole() -> None:
+    model = Regression()
+    model.freeze()
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.unfreeze()
+    assert model.net.training
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -803,6 +803,30 @@ def test_a_metric_that_computes_several_values_is_refused_with_what_to_do() -> N
     )
 
 
+def test_a_logger_needs_no_folder(tmp_path: Path) -> None:
+    class Sends(Logger):
+        sent: list[Any]
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            self.sent.append((step, dict(metrics)))
+
+    logger = Sends()
+    logger.sent = []
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=logger,
+        max_epochs=1,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    model = Logs()
+    trainer.fit(model, numbers())
+    assert logger.sent
+    assert (logger.log_dir, trainer.log_dir) == ("", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert model.loggers == [logger]
+
+
 def test_what_needs_a_trainer_says_so() -> None:
     with pytest.raises(UserCodeError) as caught:
         _ = Logs().trainer

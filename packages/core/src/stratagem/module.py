@@ -208,6 +208,19 @@ class Module(ModuleHooks):
         """The Trainer's first logger, or None."""
         return self.trainer.logger
 
+    @property
+    def loggers(self) -> list[Any]:
+        """The Trainer's loggers."""
+        return list(self.trainer.loggers)
+
+    def freeze(self) -> None:
+        """Let no parameter require a gradient, and set evaluation mode."""
+        self.requires_grad_(False).eval()
+
+    def unfreeze(self) -> None:
+        """Let every parameter require a gradient, and set training mode."""
+        self.requires_grad_(True).train()
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
         if self.trainer.is_global_zero:

@@ -38,7 +38,7 @@ class Lite(Launched, Observed):
     """Gives a hand-written loop devices, processes, precision and checkpoints.
 
     Either subclass it, write the loop in `run` and call that; or make one, call `launch` and go on
-    in the same script.
+    in the same script. One rank needs no `launch`.
 
     Args:
         accelerator: a name ("cpu", "gpu", ...), an Accelerator, or "auto".
@@ -390,6 +390,7 @@ class Lite(Launched, Observed):
                 "save() expects a path and a dict of state, received "
                 f"{type(path).__name__} and {type(state).__name__}"
             )
+        self._launched_strategy()
         self.checkpoint_writer.save(collect(self.strategy, state), paths.given(path))
 
     def load(
@@ -412,6 +413,7 @@ class Lite(Launched, Observed):
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
                 wrong with it.
         """
+        self._launched_strategy()
         checkpoint = self.checkpoint_writer.load(paths.given(path))
         if state is not None:
             restore(self.strategy, checkpoint, state, path=path, strict=strict)

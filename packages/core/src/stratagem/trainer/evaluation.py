@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.module import Module
     from stratagem.trainer.hooks import Hook
     from stratagem.trainer.loaders import EvaluationLoader
     from stratagem.trainer.run import Run
@@ -48,7 +47,7 @@ def evaluate(
         metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     else:
         metrics = Metrics(run.strategy, run.rows, run.latest)
-    with module.logging_to(metrics), _EvaluationMode(module, what):
+    with module.logging_to(metrics), _EvaluationMode(run, what):
         hooks.call(f"on_{what}_start")
         with run.strategy.evaluation(prepared), _inference(run):
             hooks.call(f"on_{what}_epoch_start")
@@ -72,7 +71,7 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     hooks = run.hooks
     metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
-    with _EvaluationMode(run.module, "predict"):
+    with _EvaluationMode(run, "predict"):
         hooks.call("on_predict_start")
         with run.strategy.evaluation(prepared), _inference(run):
             hooks.call("on_predict_epoch_start")
@@ -155,17 +154,20 @@ def _with_index(hooks: Sequence[Hook], arguments: int) -> list[Hook]:
 class _EvaluationMode(AbstractContextManager[None]):
     """Evaluation mode without gradients; every submodule gets its own mode back afterwards."""
 
-    def __init__(self, module: Module, what: str) -> None:
-        self._module = module
+    def __init__(self, run: Run, what: str) -> None:
+        self._run = run
+        self._module = run.module
         self._what = what
 
     def __enter__(self) -> None:
+        self._run.evaluating = self._what
         self._modes = [(part, part.training) for part in self._module.modules()]
         self._gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         getattr(self._module, f"on_{self._what}_model_eval")()
 
     def __exit__(self, *exception: Any) -> None:
+        self._run.evaluating = ""
         torch.set_grad_enabled(self._gradients)
         leave = f"on_{self._what}_model_train"
         if is_users(self._module, leave):

@@ -109,6 +109,10 @@ class Run:
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
         self.resumed_from: paths.Location | None = None
         """In a fit that was resumed: from what, which the user named and no checkpoint did."""
+        self.evaluating = ""
+        """What of "validation", "test" and "predict" is running now."""
+        self.evaluation_loaders: dict[str, list[EvaluationLoader]] = {}
+        """This rank's, by what they are for."""
         self.evaluated_batches = 0
         """Batches of validation or testing in this run; the step of what is logged for each."""
         self.restarts: Restarts | None = None
@@ -272,13 +276,14 @@ class Run:
         return evaluation.predict(self, self._prepare_to_evaluate(), loaders)
 
     def _evaluation_loaders(self, source: Any, what: str) -> list[EvaluationLoader]:
-        return evaluation_loaders(
+        loaders = self.evaluation_loaders[what] = evaluation_loaders(
             source,
             self.strategy,
             what=what,
             limit=self.trainer.limits["val" if what == "validation" else what],
             use_distributed_sampler=self.trainer.use_distributed_sampler,
         )
+        return loaders
 
     def _prepare_to_evaluate(self) -> PreparedModel:
         path = self._find(self.job.ckpt_path)
@@ -337,8 +342,7 @@ class Run:
 
     def accumulation(self, epoch: int) -> int:
         """Return how many batches an optimizer step takes in an epoch."""
-        by_epoch = self.trainer.step_options.accumulation
-        return by_epoch[max(first for first in by_epoch if first <= epoch)]
+        return self.trainer.step_options.micro_batches_in(epoch)
 
     def should_stop(self) -> bool:
         """Whether training is to end here, by `Trainer.should_stop`; not before its minimum."""
