@@ -29,7 +29,7 @@ if kind == "different collectives":
         lite.broadcast([1, 2, 3])  # LINE broadcast
 if kind == "asleep":
     if rank == 1:
-        time.sleep(60)  # LINE sleep
+        time.sleep(600)  # LINE sleep
     step()
 if kind == "one step more on rank 1":
     for _ in range(3 + rank):

@@ -29,6 +29,8 @@ _KNOWN_GRACE = 0.5
 """The same, where the ranks have been asked already where they are."""
 _REACTION_GRACE = 5.0
 """Seconds that the main thread has to notice that a peer has failed."""
+_ASK_AGAIN = 0.1
+"""Seconds after which the main thread is signalled again, where it could not be interrupted."""
 
 
 def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
@@ -120,19 +122,23 @@ class Watch:
         if self._noticed.is_set() or this_rank.ending or this_rank.interrupted:
             return
         main = threading.main_thread().ident
-        if main is not None:
-            signal.pthread_kill(main, signal.SIGURG)
-        if not self._noticed.wait(_REACTION_GRACE):
-            # Stuck where no signal handler runs: there is no other way out.
-            print(f"\n{failure.error(self.world_size)}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            self.ranks.kill()
-            self.ranks.forget()
-            os._exit(1)
+        deadline = time.monotonic() + _REACTION_GRACE
+        while time.monotonic() < deadline:
+            if main is not None:
+                signal.pthread_kill(main, signal.SIGURG)
+            if self._noticed.wait(_ASK_AGAIN) or this_rank.ending or this_rank.interrupted:
+                return
+        # Stuck where no signal handler runs: there is no other way out.
+        print(f"\n{failure.error(self.world_size)}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        self.ranks.kill()
+        self.ranks.forget()
+        os._exit(1)
 
     def _raise_in_main_thread(self, number: int, frame: FrameType | None) -> None:
         failure = self.ranks.failure
-        if failure is not None and not self._noticed.is_set():
+        # What a finalizer raises is printed and ignored; the next signal comes after it.
+        if failure is not None and not self._noticed.is_set() and not _in_finalizer(frame):
             self._noticed.set()
             raise failure.error(self.world_size)
 
@@ -159,6 +165,15 @@ class Watch:
             print(f"{failure.error(self.world_size)}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    """Whether a `__del__` is running here: a DataLoader's, which waits for its workers, say."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _prepared = False
