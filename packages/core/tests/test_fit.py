@@ -452,7 +452,9 @@ def test_a_model_may_prepare_data_once_a_node_before_anything_else() -> None:
 
 def test_a_hook_that_would_end_an_epoch_elsewhere_is_refused() -> None:
     class Ends(Regression):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+        def on_train_batch_start(  # type: ignore[override]
+            self, batch: Any, batch_idx: int
+        ) -> int:
             return -1
 
     with pytest.raises(UserCodeError, match="on_train_batch_start returned -1, which does not end"):
@@ -709,8 +711,8 @@ def test_none_leaves_an_option_at_its_default() -> None:
     assert len(trainer.callbacks) == 2
     assert trainer.step_options.clip == GradientClip(0.5, "norm")
     assert (trainer.num_sanity_val_steps, trainer.log_every_n_steps) == (2, 1)
-    predicted = quiet().predict(Regression(), DataLoader(data().tensors[0]), None, None)
-    assert len(predicted) == 44
+    predicted = quiet().predict(Regression(), [data().tensors[0]] * 3, None, None)
+    assert len(predicted) == 3
 
 
 def test_a_checkpoint_may_stand_where_the_datamodule_would(tmp_path: Path) -> None:
@@ -718,7 +720,8 @@ def test_a_checkpoint_may_stand_where_the_datamodule_would(tmp_path: Path) -> No
     trainer.fit(model, loader(8))
     trainer.save_checkpoint(tmp_path / "fitted.ckpt")
     other: Any = Regression()
-    for path in (tmp_path / "fitted.ckpt", str(tmp_path / "fitted.ckpt")):
+    paths: list[Any] = [tmp_path / "fitted.ckpt", str(tmp_path / "fitted.ckpt")]
+    for path in paths:
         nn.init.zeros_(first_weight(other.net))
         quiet().validate(other, loader(8), path, verbose=False)
         assert_same_weights(other.net, model.net)
@@ -1451,7 +1454,7 @@ def test_a_trainer_tells_what_it_runs_and_on_what() -> None:
     assert trainer.checkpoint_callbacks == []
     trainer.validate(model, [loader(8), loader(8)], verbose=False)
     assert len(trainer.val_dataloaders) == 2
-    trainer.predict(model, DataLoader(data(8).tensors[0], 2))
+    trainer.predict(model, [data(8).tensors[0]] * 4)
     assert (trainer.num_predict_batches, trainer.num_test_batches) == ([4], [])
     assert not trainer.interrupted
     assert quiet(max_epochs=-1, max_steps=7).max_steps == 7

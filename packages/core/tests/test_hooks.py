@@ -50,10 +50,10 @@ def quiet(**arguments: Any) -> Trainer:
     return Trainer(accelerator="cpu", devices=1, max_epochs=1, **{**defaults, **arguments})
 
 
-def run_all(trainer: Trainer, model: Module, **data: Any) -> None:
-    trainer.fit(model, *([] if data else [loader(), loader()]), **data)
-    trainer.test(model, *([] if data else [loader()]), **data, verbose=False)
-    trainer.predict(model, *([] if data else [loader()]), **data)
+def run_all(trainer: Trainer, model: Module) -> None:
+    trainer.fit(model, loader(), loader())
+    trainer.test(model, loader(), verbose=False)
+    trainer.predict(model, loader())
 
 
 # ---------------------------------------------------------------- in which mode
@@ -260,7 +260,9 @@ def test_hooks_and_steps_take_the_loaders_index_or_leave_it() -> None:
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self.log("x", 1.0)
 
-        def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
+        def test_step(  # type: ignore[override]
+            self, batch: Tensor, batch_idx: int, dataloader_idx: int
+        ) -> None:
             self.indices.append(dataloader_idx)
 
     class Short(Callback):

@@ -104,7 +104,7 @@ class Module(ModuleHooks):
         """Evaluate a test batch; log what is of interest."""
         raise NotImplementedError
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the predictions for a batch; by default what `forward` returns."""
         return self(batch)
 
