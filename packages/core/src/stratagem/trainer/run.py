@@ -64,6 +64,12 @@ class Run:
         before: the run before, whose prepared model is used again if it is the same model.
     """
 
+    evaluating = ""
+    """What of "validation", "test" and "predict" is running now."""
+    has_ended_epoch = False
+    """In a fit: whether an epoch has ended in it, with its values."""
+    has_failed = False
+
     def __init__(
         self,
         trainer: Trainer,
@@ -109,8 +115,6 @@ class Run:
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
         self.resumed_from: paths.Location | None = None
         """In a fit that was resumed: from what, which the user named and no checkpoint did."""
-        self.evaluating = ""
-        """What of "validation", "test" and "predict" is running now."""
         self.evaluation_loaders: dict[str, list[EvaluationLoader]] = {}
         """This rank's, by what they are for."""
         self.evaluated_batches = 0
@@ -121,9 +125,6 @@ class Run:
         """In a fit: the optimizer step, which may be under way."""
         self.saves_due: list[paths.Location] = []
         """Checkpoints that were asked for within the present step, to be saved after it."""
-        self.has_failed = False
-        self.has_ended_epoch = False
-        """In a fit: whether an epoch has ended in it, with its values."""
         self.interruption = Interruption(
             self.strategy.ranks, self.strategy.cluster_environment, trainer.max_time
         )
