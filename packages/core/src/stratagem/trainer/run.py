@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,45 +142,43 @@ class Run:
         ranks = self.strategy.ranks
         ranks.report_status(self._position)
         folders.check_on_ranks(trainer, stage)
-        with ExitStack() as until_end:
-            until_end.callback(
-                options.set_determinism(
-                    self.strategy.accelerator,
-                    deterministic=trainer.deterministic,
-                    benchmark=trainer.benchmark,
-                )
-            )
-            try:
-                self.job.prepare_data(ranks)
-                if datamodule is not None:
-                    datamodule.setup(stage)
-                release_others(self)
-                self.strategy.setup(trainer)
-                self.hooks.call("setup", stage)
-                with self.launched.init_module():
-                    module.configure_model()
-                with fit_loop.anomaly_detection(trainer.detect_anomaly):
-                    result = stages[stage]()
-                self.hooks.call("teardown", stage)
-                if datamodule is not None:
-                    datamodule.teardown(stage)
-                status = "success"
-                return result
-            except BaseException as error:
-                self.has_failed = True
-                self.hooks.call("on_exception", error)
-                if datamodule is not None:
-                    datamodule.on_exception(error)
-                self._let_saves_finish()
-                raise
-            finally:
-                # It holds the graph of the last loss, and so what hooks of an engine hold.
-                self.step = None
-                # What was logged before an error is what explains it.
-                self.rows.flush()
-                if ranks.is_global_zero:
-                    for logger in trainer.loggers:
-                        logger.finalize(status)
+        restore_determinism = options.set_determinism(
+            self.strategy.accelerator,
+            deterministic=trainer.deterministic,
+            benchmark=trainer.benchmark,
+        )
+        try:
+            self.job.prepare_data(ranks)
+            if datamodule is not None:
+                datamodule.setup(stage)
+            release_others(self)
+            self.strategy.setup(trainer)
+            self.hooks.call("setup", stage)
+            with self.launched.init_module():
+                module.configure_model()
+            with fit_loop.anomaly_detection(trainer.detect_anomaly):
+                result = stages[stage]()
+            self.hooks.call("teardown", stage)
+            if datamodule is not None:
+                datamodule.teardown(stage)
+            status = "success"
+            return result
+        except BaseException as error:
+            self.has_failed = True
+            self.hooks.call("on_exception", error)
+            if datamodule is not None:
+                datamodule.on_exception(error)
+            self._let_saves_finish()
+            raise
+        finally:
+            restore_determinism()
+            # It holds the graph of the last loss, and so what hooks of an engine hold.
+            self.step = None
+            # What was logged before an error is what explains it.
+            self.rows.flush()
+            if ranks.is_global_zero:
+                for logger in trainer.loggers:
+                    logger.finalize(status)
 
     def _let_saves_finish(self) -> None:
         """While an error ends the run: what was saved before it becomes durable."""
