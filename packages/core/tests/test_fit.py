@@ -490,11 +490,16 @@ def test_a_second_fit_begins_at_the_first_epoch() -> None:
     assert (trainer.current_epoch, trainer.global_step) == (2, 22)
 
 
-def test_a_second_fit_of_the_same_model_says_what_it_begins_with() -> None:
+def test_a_second_fit_of_the_same_model_says_what_it_begins_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     trainer, model = quiet(max_epochs=2), Regression()
     trainer.fit(model, loader())
-    with pytest.warns(UserWarning, match="fit.. of the same model again: epochs and steps are cou"):
-        trainer.fit(model, loader())
+    assert capsys.readouterr().err == ""
+    trainer.fit(model, loader())
+    assert capsys.readouterr().err.startswith(
+        "stratagem: fit() of the same model again: epochs and steps are counted from 0 and "
+    )
     assert_same_weights(model.net, raw_fits_twice())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,7 @@ def warn_of_unsavable_hyperparameters(module: Module) -> None:
         )
 
 
-def warn_of_fitting_again(before: Run | None, job: Job) -> None:
+def say_what_begins_again(before: Run | None, job: Job) -> None:
     """Say on rank 0 what a second fit of a model begins with, where nothing says otherwise.
 
     In the library that our users come from it goes on where the first one ended, at its limit.
@@ -125,11 +126,13 @@ def warn_of_fitting_again(before: Run | None, job: Job) -> None:
     """
     again = before is not None and before.stage == "fit" and before.module is job.model
     if before is not None and again and job.ckpt_path is None and before.trainer.is_global_zero:
-        warnings.warn(
-            "fit() of the same model again: epochs and steps are counted from 0 and optimizers are "
-            "made anew, while the weights are those that the last fit has left. To go on with that "
-            "one, pass ckpt_path='last' and a larger max_epochs",
-            stacklevel=2,
+        # No warning: it is well meant as often as not, and one rank alone must not raise it.
+        print(
+            "stratagem: fit() of the same model again: epochs and steps are counted from 0 and "
+            "optimizers are made anew, while the weights are those that the last fit has left. To "
+            "go on with that one, pass ckpt_path='last' and a larger max_epochs",
+            file=sys.stderr,
+            flush=True,
         )
 
 

@@ -28,7 +28,7 @@ from stratagem.trainer.checks import (
     check_divergence_detection,
     check_module,
     check_not_running,
-    warn_of_fitting_again,
+    say_what_begins_again,
 )
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
@@ -337,7 +337,7 @@ class Trainer(TrainerAttributes):
             asked = as_list(job.model.configure_callbacks())
             self.callbacks = merge_callbacks(self.callbacks, asked, quick=self.fast_dev_run > 0)
         if job.stage == "fit":
-            warn_of_fitting_again(self._run, job)
+            say_what_begins_again(self._run, job)
             self.should_stop = False
             # A checkpoint, if one is given, says where to go on; otherwise every fit begins anew.
             self._progress = Progress()
