@@ -45,22 +45,50 @@ TEST_TOOLS = [
     "moto[s3]==5.2.5",
     "s3fs==2026.9.0",
 ]
+# float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; both take the torch that is there.
+LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
+# What CI leaves to sessions of their own.
+IN_CI = "not gpu and not cluster and not ops and not xla and not conformance"
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
 XLA = ["torch==2.9.0", "torch_xla==2.9.0"]
+# Core takes torch from 2.9 on; CI tries the newest that pip may install, up to the last one tried.
+NEWEST = "torch>=2.14.1,<2.16"
+TORCH_VERSIONS = ["2.9.1", "2.11.0", "2.13.0", "2.15.0"]
+# What leans on the insides of torch, in some minutes: what CI runs with the oldest and the newest.
+TORCH_TESTS = [
+    "packages/core/tests/test_ddp_options.py",
+    "packages/core/tests/test_ddp_sharded.py",
+    "packages/core/tests/test_directory.py",
+    "packages/core/tests/test_end_of_rank.py",
+    "packages/core/tests/test_examples.py",
+    "packages/core/tests/test_fsdp.py",
+    "packages/core/tests/test_lite.py",
+    "packages/core/tests/test_saved_before.py",
+    "tests/test_readme.py",
+]
 # What the session `cluster` brings clusters up with.
 DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 
 
-def install_everything(session: nox.Session) -> None:
+def install_everything(session: nox.Session, torch: str = TORCH) -> None:
     """Torch, the tools, then the five packages from the source tree, editable."""
-    session.install(TORCH)
+    session.install(torch)
     session.install(*BUILD_TOOLS, *TEST_TOOLS)
+    session.install("--no-deps", *LOW_PRECISIONS)
     session.install(DEEPSPEED)  # a source distribution, built in an environment of its own
     editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
     session.install("--no-build-isolation", *editable)
+
+
+def install_core(session: nox.Session, *torch: str) -> None:
+    """A torch, what TORCH_TESTS need, and core with the XLA backend, editable."""
+    session.install(*torch)
+    names = ("numpy==", "pytest==", "safetensors==")
+    session.install(*BUILD_TOOLS, *(tool for tool in TEST_TOOLS if tool.startswith(names)))
+    session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/backend-xla")
 
 
 def check_lint(session: nox.Session) -> None:
@@ -97,7 +125,32 @@ def tests(session: nox.Session) -> None:
     check_lint(session)
     check_types(session)
     check_contracts(session)
-    run_pytest(session, "not gpu and not cluster and not ops and not xla")
+    run_pytest(session, IN_CI)
+    session.notify("oldest", posargs=[])
+    session.notify("newest", posargs=[])
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """What leans on the insides of torch, with the oldest one: that of torch_xla, and its tests."""
+    install_core(session, *XLA)
+    session.run("pytest", *TORCH_TESTS, *session.posargs)
+    session.run("pytest", "-m", "xla", "packages/backend-xla/tests")
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The same, with the newest torch, and with triton as a user gets it."""
+    install_core(session, NEWEST)
+    session.run("pytest", *TORCH_TESTS, *session.posargs)
+
+
+@nox.session
+@nox.parametrize("torch", TORCH_VERSIONS)
+def torch_versions(session: nox.Session, torch: str) -> None:
+    """The tests without the wheels, with the versions of torch that core takes; not in CI."""
+    install_everything(session, f"torch=={torch}")
+    run_pytest(session, f"{IN_CI} and not wheels")
 
 
 @nox.session
@@ -125,7 +178,7 @@ def contracts(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """The tests without the wheels; what follows `--` goes to pytest."""
     install_everything(session)
-    run_pytest(session, "not gpu and not wheels and not cluster and not ops and not xla")
+    run_pytest(session, f"{IN_CI} and not wheels")
 
 
 @nox.session
@@ -152,11 +205,15 @@ def deepspeed_ops(session: nox.Session) -> None:
 @nox.session
 def xla(session: nox.Session) -> None:
     """PyTorch/XLA on PJRT's CPU client, in an environment with its own torch."""
-    session.install(*XLA)
-    tools = [tool for tool in TEST_TOOLS if tool.startswith(("numpy==", "pytest=="))]
-    session.install(*BUILD_TOOLS, *tools)
-    session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/backend-xla")
+    install_core(session, *XLA)
     session.run("pytest", "-m", "xla", "packages/backend-xla/tests", *session.posargs)
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """The conformance kit on all our strategies; CI has it on ddp, and on planted bugs."""
+    install_everything(session)
+    run_pytest(session, "conformance")
 
 
 @nox.session

@@ -32,6 +32,7 @@ import json, resource, sys
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which the first optimizer imports
 from torch import nn
 
 from stratagem import Callback, Module, Trainer
@@ -77,6 +78,7 @@ def used():
     return now.ru_utime + now.ru_stime
 
 
+libraries = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 clock = Clock()
 trainer = Trainer(
     accelerator="cpu", strategy=way, devices=2, max_steps=steps + 2, callbacks=clock,
@@ -87,6 +89,7 @@ trainer.fit(module, [torch.randn(16, width) for _ in range(steps + 2)])
 figures = {
     "seconds": (used() - clock.began) / steps,
     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    "libraries": libraries,
     "parameters": sum(p.numel() for p in module.parameters()),
 }
 Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(figures))
@@ -96,7 +99,7 @@ Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(figures))
 def measure(
     way: str, layers: int, width: int, steps: int, *, whole: bool = False
 ) -> dict[str, float]:
-    """Return the figures of one run: MB of the larger rank, seconds of both."""
+    """Return the figures of one run: MB of the larger rank, and of libraries; seconds of both."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "script.py").write_text(SCRIPT)
         command = [sys.executable, "script.py", way, *map(str, (layers, width, steps, int(whole)))]
@@ -106,6 +109,7 @@ def measure(
         ranks = [json.loads(file.read_text()) for file in Path(folder).glob("rank*.json")]
     return {
         "peak": max(rank["peak"] for rank in ranks),
+        "libraries": ranks[0]["libraries"],
         "seconds": sum(rank["seconds"] for rank in ranks),
         "parameters": ranks[0]["parameters"],
     }

@@ -15,12 +15,14 @@ import sys
 import venv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TORCH = "torch==2.13.0"
+# The version that the tests run with, whatever its build.
+TORCH = f"torch=={version('torch').partition('+')[0]}"
 TIMEOUT = 300  # seconds, for any one command
 
 

@@ -23,7 +23,7 @@ PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml")
 
 # Folders that only some machines have; as a pattern, so that this file does not hold them.
 MACHINE_PATH = re.compile(r"(?<![\w.\-/])/(work|root|home/\w+|opt/(wheels|pypi)|tmp/venv)\b")
-IGNORED_FOLDERS = {".git", ".nox", ".venv", "venv", "build", "dist", "__pycache__"}
+IGNORED_FOLDERS = {".git", ".hypothesis", ".nox", ".venv", "venv", "build", "dist", "__pycache__"}
 
 
 def test_the_packages_are_the_five_distributions() -> None:

@@ -140,6 +140,12 @@ def test_its_class_comes_from_the_users_import_name(environment: Environment) ->
     assert printed.split() == ["2", "stratagem_local_sgd.strategy"]
 
 
+def test_it_passes_the_conformance_kit(environment: Environment, tmp_path: Path) -> None:
+    script = FOLDER / "check_local_sgd.py"
+    printed = environment.python("-W", "ignore", script, tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert json.loads(printed) == {}
+
+
 # Last in this file, since it changes the environment.
 def test_once_uninstalled_its_name_is_unknown(
     environment: Environment, trained: dict[str, Any]

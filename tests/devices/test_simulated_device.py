@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.slow]
 
 
-def run(script: str, folder: Path) -> str:
+def run(script: str, folder: Path, *arguments: str, fails: bool = False) -> str:
     """Run a script where the plugin of this folder is installed; return what it prints."""
     pytest.importorskip("torch.utils.cpp_extension")
     sys.path.insert(0, str(HERE))
@@ -29,15 +29,15 @@ def run(script: str, folder: Path) -> str:
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / script), str(folder)],
+        [sys.executable, "-W", "error", str(HERE / script), str(folder), *arguments],
         env={**environment, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == int(fails), done.stdout + done.stderr
+    return done.stderr if fails else done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +153,50 @@ def test_batch_statistics_are_those_of_all_devices(ranks: list[Any]) -> None:
 def test_ddp_with_dropout_resumes_bit_for_bit(ranks: list[Any]) -> None:
     assert all(rank["resumed"] for rank in ranks)
     assert all(rank["mixed"] == ["torch.bfloat16"] for rank in ranks)
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("waiting")
+    run("waiting.py", folder)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_no_step_of_several_ranks_waits_for_a_device(
+    waiting: list[Any], strategy: str, accumulate: int
+) -> None:
+    """With all that the Trainer does beside a step: log, show, clip, schedule, look for signals."""
+    for rank in waiting:
+        waits = rank[f"{strategy}, {accumulate}"]
+        # Between epochs, of six batches each, epoch values are read and a checkpoint is saved. In
+        # the first two steps DDP arranges its buckets.
+        within = [count for index, count in enumerate(waits, start=1) if index % 6 and index > 2]
+        assert set(within) == {0}
+
+
+def test_fsdp_computes_on_devices_what_ddp_computes_on_the_cpu(waiting: list[Any]) -> None:
+    for rank in waiting:
+        ours, reference = rank["losses"]
+        assert ours == pytest.approx(reference, abs=1e-6)
+
+
+def test_a_rank_without_memory_is_named_with_what_it_held_and_all_ranks_end(tmp_path: Path) -> None:
+    error = run("failing.py", tmp_path, "full", "1", "3", fails=True)
+    assert "OutOfMemoryError: sim out of memory. Tried to allocate 67108864 bytes" in error
+    script = HERE / "failing.py"
+    line = script.read_text().partition("torch.empty(2**24")[0].count("\n") + 1
+    assert f"rank 1 of 2 (sim:3), at {script}:{line} in training_step, is out of memory" in error
+    for size, what in (("1.00", "parameters"), ("2.00", "optimizer state"), ("64.00", "more was")):
+        assert f"{size} MiB  {what}" in error
+    assert "what would fit" in error.lower() or "nothing that is installed here" in error
+
+
+def test_a_device_that_fails_is_named_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    error = run("failing.py", tmp_path, "lost", "1", "3", fails=True)
+    assert "AcceleratorError: sim error: device-side assert triggered" in error
+    assert "rank 1 of 2 (sim:3), at " in error
+    assert "so that a line before this one may be the cause" in error
+    # The first error is the one that is shown.
+    assert "During handling of the above exception" not in error

@@ -15,6 +15,7 @@ import pytest
 from stratagem import Trainer
 from stratagem.discovery import Availability
 from stratagem.errors import ConfigurationError
+from stratagem.strategies import DDPStrategy
 from stratagem_cuda import probe
 from stratagem_cuda.probe import GPU, Driver, TorchBuild, availability, visible_gpus
 
@@ -92,6 +93,103 @@ def test_a_gpu_that_others_hold_is_said_and_not_counted_where_it_is_the_only_one
     # Its index stays taken: torch counts it as well.
     assert both.count == 2
     assert both.reason.endswith("; device 0 is in exclusive use by the process 7")
+    assert both.problems == ((0, "is in exclusive use by the process 7"),)
+
+
+# -- what a user asks for, on a machine that is played
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let this machine have GPUs, some of them in use, and a torch with CUDA."""
+
+    def play(*problems: str, build: TorchBuild = TorchBuild("2.13.0", "13.0")) -> None:  # noqa: B008
+        gpus = tuple(GPU(i, f"GPU-{i}", H100, problem) for i, problem in enumerate(problems))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(probe, "torch_build", lambda: build)
+        monkeypatch.setattr(probe, "driver", lambda: Driver("580.65", (13, 0), gpus))
+
+    return play
+
+
+HELD = "is in exclusive use by the process 7"
+
+
+def devices_of(**options: Any) -> tuple[int, ...]:
+    return Trainer(
+        accelerator="gpu", enable_checkpointing=False, logger=False, **options
+    ).plan.devices
+
+
+def test_a_gpu_that_others_hold_is_passed_over(machine: Callable[..., None]) -> None:
+    machine(HELD, "", "")
+    assert devices_of(devices=1) == (1,)
+    assert devices_of(devices=2, strategy="ddp") == (1, 2)
+    assert devices_of() == (1, 2)
+    assert devices_of(strategy="single_device") == (1,)
+    assert devices_of(devices=[2]) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"devices": [0, 1]},
+            rf"devices=\[0, 1\] asks for 2 cuda device\(s\), and device 0 {HELD}: pass "
+            r"devices=\[1, 2\]",
+        ),
+        ({"devices": 3}, rf"devices=3 asks for 3 .* device 0 {HELD}: pass devices=\[1, 2\]"),
+        ({"devices": -1}, rf"devices=-1 asks for 3 .* device 0 {HELD}: pass devices=\[1, 2\]"),
+        ({"devices": 4}, "devices=4 asks for cuda device 3, but there are 3 here"),
+        ({"devices": [7]}, r"devices=\[7\] asks for cuda device 7, but there are 3 here .*from 0"),
+        ({"devices": 0}, "devices=0 leaves nothing to train on with accelerator='cuda'"),
+    ],
+)
+def test_gpus_that_cannot_be_had_are_refused_before_processes_start(
+    options: dict[str, Any], expected: str, machine: Callable[..., None]
+) -> None:
+    machine(HELD, "", "")
+    with pytest.raises(ConfigurationError, match=expected):
+        devices_of(**options)
+
+
+def test_where_others_hold_every_gpu_there_is_none(machine: Callable[..., None]) -> None:
+    machine(HELD)
+    with pytest.raises(
+        ConfigurationError, match=rf"'cuda' is not available .*\(NVIDIA H100\) {HELD}"
+    ):
+        devices_of(devices=1)
+
+
+def test_a_driver_that_is_too_old_is_said_before_processes_start(
+    machine: Callable[..., None],
+) -> None:
+    machine("", build=TorchBuild("2.15.0", "14.0"))
+    with pytest.raises(
+        ConfigurationError, match=r"driver 580\.65 serves CUDA up to 13\.0, and torc"
+    ):
+        devices_of(devices=1)
+
+
+def test_hidden_gpus_are_said_before_processes_start(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match="CUDA_VISIBLE_DEVICES='' hides every GPU"):
+        devices_of(devices=1)
+
+
+def test_nccl_on_the_processor_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"process_group_backend='nccl' (is not in|commun)"
+    ):
+        Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=DDPStrategy(process_group_backend="nccl"),
+            enable_checkpointing=False,
+        )
 
 
 # -- NVML, whose answers are played

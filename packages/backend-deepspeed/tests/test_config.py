@@ -25,10 +25,10 @@ from stratagem_deepspeed import library, ops
 from stratagem_deepspeed.config import Facts, engine_config
 from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.known_keys import KNOWN_KEYS
-from stratagem_deepspeed.optimizers import check_elementwise, only_one
+from stratagem_deepspeed.optimizers import check_elementwise, only_one, use_torchs_adam
 from stratagem_deepspeed.options import Options, documentation
 from stratagem_deepspeed.plugin import stratagem_components
-from stratagem_deepspeed.preparation import check_shapes
+from stratagem_deepspeed.preparation import build_ops, can_fuse_adam, check_shapes
 from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 
@@ -463,7 +463,9 @@ def test_doctor_says_which_ops_can_be_built_and_what_is_missing(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     first, *of_ops = checks()
     assert first.name.startswith("deepspeed 0.")
-    assert [check.name.split()[1] for check in of_ops] == list(ops.OPS)
+    has_cuda = torch.version.cuda is not None  # kernels for GPUs are of no use to other builds
+    names = [name for name, op in ops.OPS.items() if has_cuda or not op.needs_nvcc]
+    assert [check.name.split()[1] for check in of_ops] == names
     monkeypatch.setenv("CXX", "no-such-compiler")
     for check in list(checks())[1:]:
         assert check.status == "warning"
@@ -502,3 +504,34 @@ def test_where_to_offload_needs_something_to_offload() -> None:
     with pytest.raises(ConfigurationError, match=r"'cpu' says where to, but nothing is offloaded"):
         DeepSpeedStrategy(stage=2, offload_optimizer_device="cpu")
     DeepSpeedStrategy(reduce_bucket_size=2e8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw"])
+def test_adam_of_a_config_is_fused_where_its_kernels_can_be_had(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    monkeypatch.setattr(ops, "build", lambda name, device_type: built.append((name, device_type)))
+    zero: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    config: dict[str, Any] = {**zero, "optimizer": {"type": kind, "params": {"lr": 0.1}}}
+    monkeypatch.setattr(ops, "_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    build_ops(config, "cuda")
+    assert built == [("fused_adam", "cuda")]
+    # Not on a device without such kernels, and not for other optimizers.
+    build_ops(config, "cpu")
+    build_ops({**zero, "optimizer": {"type": kind, "params": {"torch_adam": True}}}, "cuda")
+    build_ops({**zero, "optimizer": {"type": "SGD"}}, "cuda")
+    assert len(built) == 1
+    monkeypatch.setattr(ops, "_nvcc", lambda: None)
+    build_ops(config, "cuda")
+    assert len(built) == 1
+    assert not can_fuse_adam("cuda")
+    use_torchs_adam(config)
+    assert config["optimizer"]["params"] == {"lr": 0.1, "torch_adam": True}
+
+
+def test_a_missing_compiler_for_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_nvcc", lambda: None)
+    missing = ops.what_is_missing("fused_adam")
+    assert missing.startswith("CUDA's compiler nvcc is missing: install CUDA's toolkit of torch's")
+    assert missing.endswith("(torch's Adam)")

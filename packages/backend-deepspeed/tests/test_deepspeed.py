@@ -164,3 +164,30 @@ def test_trainers_in_a_row_free_their_engines_and_keep_memory_flat(behaviour: Ra
         assert rank["modules alive"] == [False] * 9
         # Of 6.3M parameters with Adam: an engine of stage 2 holds 75 MiB and more.
         assert max(rank["MiB"][4:]) - max(rank["MiB"][:4]) < 15
+
+
+# ---------------------------------------------------------------- float16
+
+
+@pytest.fixture(scope="module")
+def float16(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    (found,), _ = launch("deepspeed_float16.py", tmp_path_factory.mktemp("float16"))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_a_step_that_overflows_in_float16_is_left_out_and_not_counted(
+    precision: str, stage: int, float16: Any
+) -> None:
+    steps, rates, scales, weights = zip(*float16[f"{precision}, {stage}"], strict=True)
+    assert steps == (1, 1, 2, 2, 3, 4)
+    assert rates == (0.005, 0.005, 0.0025, 0.0025, 0.00125, 0.000625)
+    assert scales == (1024.0, 512.0, 512.0, 256.0, 256.0, 256.0)
+    # Both are names of the engine's float16, and all stages compute the same.
+    taken = [weights[batch] for batch in (0, 2, 4, 5)]
+    assert taken == [float16["16-mixed, 1"][batch][3] for batch in (0, 2, 4, 5)]
+
+
+def test_a_run_in_float16_resumes_with_its_scale(float16: Any) -> None:
+    assert float16["resumed"] == float16["16-mixed, 2"][3:]

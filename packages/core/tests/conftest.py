@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch_output import without_torchs_own
 
 # Unbuffered, a line is written in two pieces, between which another rank may write.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -88,6 +89,7 @@ def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
             timeout=timeout,
             check=False,
         )
+        finished.stdout = without_torchs_own(finished.stdout)
         if expect is not None:
             assert finished.returncode == expect, (
                 f"exit code {finished.returncode}, expected {expect}\n"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.nn.functional import mse_loss
 
@@ -24,6 +24,7 @@ from stratagem import Lite
 from stratagem.distributed import allocator
 from stratagem.errors import ConfigurationError
 from stratagem.native.sharding.wrap_policy import find_groups
+from stratagem.native.torch_versions import takes_unused_parameters
 from stratagem.strategies import FSDPStrategy, apply_activation_checkpointing
 
 HERE = Path(__file__).parent
@@ -291,6 +292,10 @@ def test_compiled_layers_train_alike(behaviour: Ranks) -> None:
 
 
 def test_parameters_that_one_rank_uses_get_the_mean_gradient(behaviour: Ranks) -> None:
+    if not takes_unused_parameters(FSDPModule):
+        with pytest.raises(ConfigurationError, match=r"needs a newer torch.*2\.13 has it"):
+            FSDPStrategy(find_unused_parameters=True)
+        return
     for rank in behaviour:
         assert rank["branches"] == [[0.5] * 3, [0.5] * 5, 1.5]
 
@@ -398,7 +403,9 @@ def test_a_rank_needs_half_the_memory_that_it_needs_under_ddp() -> None:
     script = load(HERE.parents[2] / "benchmarks" / "memory.py")
     ddp, fsdp = (script.measure(way, 12, 1024, 2) for way in ("ddp", "fsdp"))
     assert ddp["parameters"] == pytest.approx(100.7e6, rel=1e-3)
-    assert fsdp["peak"] <= 0.55 * ddp["peak"]
+    # Of libraries, a torch with CUDA has 300 MB more than one without.
+    own = [figures["peak"] - figures["libraries"] for figures in (ddp, fsdp)]
+    assert own[1] <= 0.48 * own[0]
 
 
 @pytest.mark.parametrize(

@@ -703,6 +703,24 @@ def test_a_precision_object_is_taken_as_it_is(plan: Plan) -> None:
     assert (made.precision.name, made.precision.build()) == ("mine", given)
 
 
+def test_a_precision_object_is_judged_like_one_selected_by_name(
+    refused: Callable[..., str],
+) -> None:
+    text = refused(strategy="zero", precision=types.SimpleNamespace(name="mine"))
+    assert "'zero' takes the precisions 'bf16-mixed', received precision=namespace(name=" in text
+
+
+def test_a_precision_whose_parameters_cannot_be_divided_is_refused(
+    refused: Callable[..., str],
+) -> None:
+    given = types.SimpleNamespace(name="four-bits", shardable=False)
+    text = refused(strategy="fsdp", precision=given, accelerator="cpu")
+    assert text == (
+        "the strategy 'fsdp' divides parameters between ranks, which those of "
+        "precision='four-bits' cannot be: pass strategy='ddp', or another precision"
+    )
+
+
 @pytest.mark.parametrize("given", [1.5, [16], object()])
 def test_something_else_is_no_precision(refused: Callable[..., str], given: object) -> None:
     text = refused(precision=given)

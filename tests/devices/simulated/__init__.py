@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -59,6 +60,9 @@ def _device_module(name: str) -> Any:
         for index in range(COUNT):
             torch.ops.simulated.manual_seed(seed, index)
 
+    def memory(device: Any = None) -> tuple[int, int]:
+        return 0, torch.ops.simulated.memory_limit(index_of(device))
+
     module.device = lambda device: torch.accelerator.device_index(index_of(device))
     module.is_available = lambda: True
     module.is_initialized = lambda: bool(torch.ops.simulated.is_initialized())
@@ -68,11 +72,17 @@ def _device_module(name: str) -> Any:
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index
     module.synchronize = torch.accelerator.synchronize
+    # Streams, as torch.cuda has them: what FSDP2 asks a device's module for.
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(index_of(device))
+    module.Stream = lambda device=None, priority=0: torch.Stream(f"{name}:{index_of(device)}")
+    module.Event = lambda **options: torch.Event(name)
+    module.stream = lambda stream: stream or contextlib.nullcontext()
     module.get_rng_state = lambda device=None: torch.ops.simulated.rng_state(index_of(device))
     module.set_rng_state = lambda state, device=None: torch.ops.simulated.set_rng_state(
         state, index_of(device)
     )
     module.manual_seed_all = manual_seed_all
     module.manual_seed = lambda seed: torch.ops.simulated.manual_seed(seed, index_of())
+    module.mem_get_info = memory
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]
     return module

@@ -40,8 +40,18 @@ struct Blocks {
   std::mutex mutex;
   std::unordered_map<const void*, std::pair<int, size_t>> device, pinned;
   std::array<int64_t, kCount> bytes{}, peak{};
+  std::array<int64_t, kCount> limit = {1L << 40, 1L << 40, 1L << 40, 1L << 40};
   std::atomic<bool> initialized{false};
 } blocks;
+
+// A device that was lost fails in every later call, as one does after an assert in a kernel.
+std::atomic<bool> lost{false};
+
+void check_alive() {
+  if (!lost) return;
+  const c10::SourceLocation here = {__func__, __FILE__, static_cast<uint32_t>(__LINE__)};
+  throw c10::AcceleratorError(here, 710, "sim error: device-side assert triggered");
+}
 
 void free_device(void* pointer) {
   std::lock_guard<std::mutex> lock(blocks.mutex);
@@ -63,8 +73,11 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     blocks.initialized = true;
     if (size == 0) return {nullptr, nullptr, &free_device, device};
     void* pointer = nullptr;
-    TORCH_CHECK(posix_memalign(&pointer, 64, size) == 0, "the simulated device is out of memory");
     std::lock_guard<std::mutex> lock(blocks.mutex);
+    TORCH_CHECK_WITH(OutOfMemoryError,
+                     blocks.bytes[current] + static_cast<int64_t>(size) <= blocks.limit[current] &&
+                         posix_memalign(&pointer, 64, size) == 0,
+                     "sim out of memory. Tried to allocate ", size, " bytes");
     blocks.device[pointer] = {current, size};
     blocks.bytes[current] += size;
     blocks.peak[current] = std::max(blocks.peak[current], blocks.bytes[current]);
@@ -186,6 +199,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static void waited() {
+    check_alive();
+    ++counters.synchronizations;
+  }
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override {
     return {kType, std::exchange(current, device.index())};
@@ -210,16 +227,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
   c10::DeviceIndex deviceCount() const noexcept override { return kCount; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { ++counters.synchronizations; }
-  void synchronizeDevice(const c10::DeviceIndex) const override { ++counters.synchronizations; }
+  void synchronizeStream(const c10::Stream&) const override { waited(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { waited(); }
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
       const override {
     static int recorded;
     *event = &recorded;
   }
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override { ++counters.synchronizations; }
+  bool queryEvent(void*) const override {
+    check_alive();
+    return true;
+  }
+  void synchronizeEvent(void*) const override { waited(); }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };
@@ -257,6 +277,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  check_alive();
   if (!in_kernel && source.is_cpu() != target.is_cpu()) {
     const bool waits = !non_blocking || !(source.is_cpu() ? source : target).is_pinned();
     ++(source.is_cpu() ? counters.host_to_device : counters.device_to_host);
@@ -312,6 +333,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
 
 // Everything else: on copies in host memory. What draws random numbers draws the device's.
 void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check_alive();
   c10::DeviceIndex index = current;
   const auto count = op.schema().arguments().size();
   for (auto& value : torch::jit::last(*stack, count)) {
@@ -403,6 +425,16 @@ std::vector<int64_t> counts() {
           counters.blocking_host_to_device, counters.kernels, counters.recorded_streams};
 }
 
+void limit_memory(int64_t bytes, int64_t index) {
+  std::lock_guard<std::mutex> lock(blocks.mutex);
+  blocks.limit.at(index) = bytes;
+}
+
+int64_t memory_limit(int64_t index) {
+  std::lock_guard<std::mutex> lock(blocks.mutex);
+  return blocks.limit.at(index);
+}
+
 // The tensor's memory as a CPU tensor, which a process group communicates.
 at::Tensor host_alias(const at::Tensor& tensor) { return on_host(tensor); }
 
@@ -411,6 +443,9 @@ TORCH_LIBRARY(simulated, m) {
   m.def("set_rng_state(Tensor state, int index) -> ()", &set_rng_state);
   m.def("manual_seed(int seed, int index) -> ()", &manual_seed);
   m.def("counts() -> int[]", &counts);
+  m.def("limit_memory(int bytes, int index) -> ()", &limit_memory);
+  m.def("memory_limit(int index) -> int", &memory_limit);
+  m.def("lose() -> ()", [] { lost = true; });
   m.def("is_initialized() -> bool", [] { return blocks.initialized.load(); });
   m.def("host_alias(Tensor tensor) -> Tensor", &host_alias);
 }

@@ -22,6 +22,20 @@ def register(device_type: str) -> None:
         dist.Backend.register_backend(BACKEND, _create, devices=[device_type, "cpu"])
 
 
+def _all_gather(tensor: Tensor, world_size: int, group_name: str) -> Tensor:
+    """Gather as DTensor's functional collectives do, which look for a group written in C++."""
+    group = c10d._resolve_process_group(group_name)
+    gathered = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
+    group.allgather([list(gathered.chunk(world_size))], [tensor.contiguous()])
+    return gathered
+
+
+_functional: Any = torch.library.Library(  # type: ignore[no-untyped-call]
+    "_c10d_functional", "IMPL", "PrivateUse1"
+)
+_functional.impl("all_gather_into_tensor", _all_gather)
+
+
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return _HostGroup(store, rank, size, timeout)
 
@@ -73,6 +87,10 @@ class _HostGroup(_ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter_base(self, output: Tensor, own: Tensor, options: Any = None) -> Any:
         options = options or dist.ReduceScatterOptions()
         return self._run("_reduce_scatter_base", output, _on_host(own), options)
+
+    # Their names since torch 2.13.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
 
     def gather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
         options = options or dist.GatherOptions()

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from stratagem.accelerators import DeviceAccelerator
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import DeviceMemory
+from stratagem_cuda import nvml
+
+_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""How CUDA and its libraries say that memory is full where torch's allocator was not asked."""
+_BLOCKING = "CUDA_LAUNCH_BLOCKING"
+
+TF32 = (8, 0)
+"""The first compute capability with TF32: Ampere (CUDA C++ Programming Guide)."""
 
 
 class CUDAAccelerator(DeviceAccelerator):
@@ -20,9 +31,87 @@ class CUDAAccelerator(DeviceAccelerator):
     """
 
     name = "cuda"
-    process_group_backend = "nccl"
+    # Plain data of the ranks goes over gloo, so that it never waits for a GPU.
+    process_group_backend = "cpu:gloo,cuda:nccl"
     sync_batchnorm_kernels = True
     data_parallel_kernels = True
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make it torch's current device, and take it; see `DeviceAccelerator.setup_device`.
+
+        Raises:
+            ConfigurationError: it is of another type, or cannot be had, as where another process
+                has it in exclusive mode.
+        """
+        try:
+            super().setup_device(device)
+            torch.zeros(1, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
+            cause = str(error).partition("\n")[0]
+            raise ConfigurationError(
+                f"the GPU {device} cannot be used by this process: {cause}. `nvidia-smi` shows "
+                "which processes are on it, and `stratagem doctor` which GPUs this one can see"
+            ) from error
+
+    def device_stats(self, device: torch.device) -> dict[str, Any]:
+        """Return torch's memory figures, and what NVML says of the GPU.
+
+        `allocated_bytes`, `reserved_bytes` and their peaks, `alloc_retries` (how often the
+        allocator has returned memory to find room), then those of `stratagem_cuda.nvml.stats`.
+        """
+        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+        index = device.index or 0
+        return {**super().device_stats(device), "alloc_retries": retries, **nvml.stats(index)}
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether torch, CUDA or one of its libraries says that a GPU's memory is full."""
+        return super().is_out_of_memory(error) or any(text in str(error) for text in _FULL)
+
+    def device_memory(self, device: torch.device) -> DeviceMemory:
+        """Return who holds the GPU's memory, with other processes by their number and name."""
+        own = super().device_memory(device)
+        free, total = torch.cuda.mem_get_info(device)
+        others = nvml.other_processes(device.index or 0)
+        unknown = total - free - own.reserved - sum(size for _, size in others)
+        others.append(("CUDA itself, and what is not known", max(0, unknown)))
+        return DeviceMemory(total, own.allocated, own.peak, own.reserved, tuple(others))
+
+    def explain_lost_device(self, error: BaseException) -> str | None:
+        """Return how to find the line of a failed kernel; None: CUDA has not failed."""
+        text = str(error)
+        if not isinstance(error, torch.AcceleratorError) and "CUDA error" not in text:
+            return None
+        if "no kernel image is available" in text:
+            return (
+                "this build of torch has no kernels for this GPU: install one that was built for "
+                "it (torch.cuda.get_arch_list() says for which ones this was)"
+            )
+        if os.environ.get(_BLOCKING) == "1":
+            line = f"each call has waited for its kernel ({_BLOCKING}=1), so that the line is right"
+        else:
+            line = (
+                "kernels run after the calls that started them, so that an earlier line may be the "
+                f"cause: run again with {_BLOCKING}=1 in the environment, and the line is right"
+            )
+        if "device-side assert" in text:
+            line += ". An assert in a kernel is most often an index, label or token out of range"
+        return f"{line}. This process cannot use the GPU any more"
+
+    def hints(self, device: torch.device, dtype: torch.dtype) -> Sequence[str]:
+        """Say that TF32 is off, where the GPU has it and nothing was said of it.
+
+        torch leaves it off in matrix products ("highest"), and on in cuDNN's convolutions. What is
+        wanted is the user's to say, by torch's own setting, which this does not touch.
+        """
+        is_set = torch.backends.cuda.matmul.fp32_precision != "none"
+        if is_set or dtype is not torch.float32 or torch.cuda.get_device_capability(device) < TF32:
+            return ()
+        name = torch.cuda.get_device_name(device)
+        return (
+            f"matrix products in float32 do not use the TF32 cores of {name}: "
+            "torch.set_float32_matmul_precision('high') makes large ones several times as fast, "
+            "with 10 bits of mantissa in place of 23; 'highest' keeps them exact, and this quiet",
+        )
 
     def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
         """Set cuDNN's choice of convolutions, and cuBLAS's workspace for determinism."""

@@ -1,6 +1,17 @@
 """What this distribution offers for NVIDIA GPUs: specs only, no torch and no SDK."""
 
 from stratagem.discovery import AcceleratorSpec, ComponentSpec, PrecisionSpec, hookimpl
+from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
+
+_QUANTIZED = {
+    "nf4": "frozen weights in 4 bits",
+    "nf4-dq": "frozen weights in 4 bits, with quantised scales",
+    "fp4": "frozen weights in 4 bits, of another kind",
+    "fp4-dq": "frozen weights in 4 bits, of another kind, with quantised scales",
+    "int8": "frozen weights in 8 bits",
+    "int8-training": "weights in float16 and multiply in 8 bits",
+}
+_TRANSFORMER_ENGINE = {"transformer-engine": "bfloat16", "transformer-engine-float16": "float16"}
 
 
 @hookimpl
@@ -18,10 +29,41 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         ),
         PrecisionSpec(
             name="16-mixed",
-            target="stratagem_cuda.precision:Float16Mixed",
+            target="stratagem_cuda.precision.float16:Float16Mixed",
             api_version=1,
             summary="float32 parameters, float16 where autocast finds it safe, losses scaled",
             aliases=("16",),
             accelerators=("cuda",),
+        ),
+        PrecisionSpec(
+            name="float8",
+            target="stratagem_cuda.precision.float8:Float8Precision",
+            api_version=1,
+            summary="linear layers multiply in float8 (torchao), the rest as bf16-mixed",
+            requires=(str(TORCHAO),),
+        ),
+        *(
+            PrecisionSpec(
+                name=mode,
+                target="stratagem_cuda.precision.bitsandbytes:BitsandbytesPrecision",
+                api_version=1,
+                summary=f"linear layers have {what} (bitsandbytes)",
+                init_args={"mode": mode},
+                shardable=False,
+                requires=(str(BITSANDBYTES),),
+            )
+            for mode, what in _QUANTIZED.items()
+        ),
+        *(
+            PrecisionSpec(
+                name=name,
+                target="stratagem_cuda.precision.transformer_engine:TransformerEnginePrecision",
+                api_version=1,
+                summary=f"linear layers multiply in float8 (Transformer Engine), else {dtype}",
+                init_args={"name": name},
+                accelerators=("cuda",),
+                requires=(str(TRANSFORMER_ENGINE),),
+            )
+            for name, dtype in _TRANSFORMER_ENGINE.items()
         ),
     )

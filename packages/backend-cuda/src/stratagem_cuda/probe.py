@@ -122,8 +122,9 @@ def availability(
     count = len(seen)
     which = f"{count} GPU(s)" if visible is None else _chosen(count, len(found.gpus))
     names = ", ".join(dict.fromkeys(gpu.name for gpu in usable))
-    problems = "".join(f"; device {i} {gpu.problem}" for i, gpu in enumerate(seen) if gpu.problem)
-    return Availability(count, f"{which}: {names}{problems}")
+    problems = tuple((i, gpu.problem) for i, gpu in enumerate(seen) if gpu.problem)
+    said = "".join(f"; device {index} {problem}" for index, problem in problems)
+    return Availability(count, f"{which}: {names}{said}", problems=problems)
 
 
 def _chosen(count: int, of: int) -> str:

@@ -44,6 +44,7 @@ class Op:
         builder: DeepSpeed's class.
         purpose: what it is for, in a few words.
         header: a C header that must be there, beside a compiler; "": none.
+        needs_nvcc: whether it has kernels for GPUs, so that CUDA's compiler must be there.
         package: the Debian package that holds the header.
         without: how to do without the op.
     """
@@ -51,6 +52,7 @@ class Op:
     builder: str
     purpose: str
     header: str = ""
+    needs_nvcc: bool = False
     package: str = ""
     without: str = ""
 
@@ -60,6 +62,12 @@ OPS = {
         "CPUAdamBuilder",
         "DeepSpeedCPUAdam, for an offloaded optimizer",
         without='config={"zero_force_ds_cpu_optimizer": False} (torch\'s optimizer on the CPU)',
+    ),
+    "fused_adam": Op(
+        "FusedAdamBuilder",
+        "FusedAdam, for Adam in an engine's config on a GPU",
+        needs_nvcc=True,
+        without='config={"optimizer": {"params": {"torch_adam": True}}} (torch\'s Adam)',
     ),
     "async_io": Op(
         "AsyncIOBuilder",
@@ -113,11 +121,22 @@ def what_is_missing(name: str) -> str:
         )
     elif op.header and not _compiles(compiler, f"#include <{op.header}>\nint main() {{}}\n"):
         problems.append(f"{op.header} is missing: apt-get install {op.package}")
+    if op.needs_nvcc and not _nvcc():
+        problems.append(
+            "CUDA's compiler nvcc is missing: install CUDA's toolkit of torch's version of CUDA, "
+            "and set CUDA_HOME to its folder"
+        )
     if importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
         problems.append("ninja is missing: pip install ninja")
     if problems and op.without:
         problems.append(f"or do without it, by {op.without}")
     return "; ".join(problems)
+
+
+def _nvcc() -> str | None:
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return shutil.which("nvcc", path=None if CUDA_HOME is None else f"{CUDA_HOME}/bin")
 
 
 def check_nvme_path(path: str) -> None:

@@ -71,17 +71,24 @@ def wants_cpu_adam(config: Mapping[str, Any]) -> bool:
     return offload_device(config, "offload_optimizer") is not None and config.get(FORCE, True)
 
 
-def use_torchs_adam(config: dict[str, Any]) -> None:
-    """Let "Adam" and "AdamW" in a config mean torch's, on a device without fused kernels.
+def wants_fused_adam(config: Mapping[str, Any]) -> bool:
+    """Whether "Adam" or "AdamW" in a config means DeepSpeed's FusedAdam."""
+    section = config.get("optimizer") or {}
+    is_adam = str(section.get("type", "")).lower() in ("adam", "adamw")
+    asked_for_torchs = section.get("params", {}).get("torch_adam", False)
+    return is_adam and not asked_for_torchs and not wants_cpu_adam(config)
 
-    DeepSpeed would compile its FusedAdam in the ranks, for two minutes without a line.
+
+def use_torchs_adam(config: dict[str, Any]) -> None:
+    """Let "Adam" and "AdamW" in a config mean torch's, where FusedAdam cannot be had.
+
+    DeepSpeed would try to compile it in the ranks, for two minutes without a line.
 
     Args:
         config: the engine's; a key may be added.
     """
-    section = config.get("optimizer") or {}
-    if str(section.get("type", "")).lower() in ("adam", "adamw") and not wants_cpu_adam(config):
-        section.setdefault("params", {}).setdefault("torch_adam", True)
+    if wants_fused_adam(config):
+        config["optimizer"].setdefault("params", {}).setdefault("torch_adam", True)
 
 
 def suited(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:

@@ -18,6 +18,7 @@ DEEPSPEED = Capabilities(
     sharded_state=True,
     checkpoint_io="directory",
     uneven_evaluation=False,
+    compiles=(),
 )
 """What an engine can do: at stage 3 forward gathers parameters, so ranks run as many batches."""
 
@@ -51,6 +52,14 @@ _PRESETS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+_SHARDED_AT: dict[object, tuple[str, ...]] = {
+    1: ("optimizer",),
+    2: ("gradients", "optimizer"),
+    3: ("parameters", "gradients", "optimizer"),
+}
+"""What each stage divides over the ranks."""
+
+
 @hookimpl
 def stratagem_components() -> tuple[ComponentSpec, ...]:
     """Return the strategies: one class, with further presets."""
@@ -62,9 +71,18 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             summary=summary,
             capabilities=DEEPSPEED,
             init_args=arguments,
+            shards=_SHARDED_AT[arguments.get("stage", 2)],
+            offloads=_offloads(arguments),
         )
         for name, (summary, arguments) in _PRESETS.items()
     )
+
+
+def _offloads(arguments: dict[str, object]) -> tuple[str, ...]:
+    """Return what lies in host memory; gradients go there with the optimizer that uses them."""
+    parameters = ("parameters",) if arguments.get("offload_parameters") else ()
+    rest = ("gradients", "optimizer") if arguments.get("offload_optimizer") else ()
+    return parameters + rest
 
 
 @hookimpl

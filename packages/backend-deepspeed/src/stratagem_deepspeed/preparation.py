@@ -14,7 +14,7 @@ from stratagem.interfaces.precision import EnginePrecision, Precision
 from stratagem.plan.step_options import StepOptions
 from stratagem_deepspeed import ops
 from stratagem_deepspeed.config import offload_device
-from stratagem_deepspeed.optimizers import wants_cpu_adam
+from stratagem_deepspeed.optimizers import wants_cpu_adam, wants_fused_adam
 
 
 def facts_of_steps(step: StepOptions | None) -> dict[str, Any]:
@@ -59,6 +59,13 @@ def build_ops(config: Mapping[str, Any], device_type: str) -> None:
             ops.build("async_io", device_type)
     if wants_cpu_adam(config):
         ops.build("cpu_adam", device_type)
+    if wants_fused_adam(config) and can_fuse_adam(device_type):
+        ops.build("fused_adam", device_type)
+
+
+def can_fuse_adam(device_type: str) -> bool:
+    """Whether DeepSpeed has kernels for Adam on a device, which are or can be built here."""
+    return device_type == "cuda" and not ops.what_is_missing("fused_adam")
 
 
 def share_start(model: nn.Module, precision: Precision) -> None:

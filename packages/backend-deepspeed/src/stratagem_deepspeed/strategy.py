@@ -43,6 +43,7 @@ from stratagem_deepspeed.options import Options
 from stratagem_deepspeed.plugin import DEEPSPEED
 from stratagem_deepspeed.preparation import (
     build_ops,
+    can_fuse_adam,
     check_float16,
     check_shapes,
     checkpointing_options,
@@ -304,7 +305,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             config.pop("scheduler", None)
         else:
             check_shapes(model)
-            if self.device.type == "cpu":
+            if not can_fuse_adam(self.device.type):
                 use_torchs_adam(config)
             apply_activation_checkpointing(model, self.activation_checkpointing)
         share_start(model, self.precision)

@@ -10,7 +10,7 @@ from stratagem.discovery import (
     hookimpl,
 )
 
-HPU_SINGLE = Capabilities(accelerators=("hpu",))
+HPU_SINGLE = Capabilities(accelerators=("hpu",), compiles=())
 """What one Gaudi device can do."""
 
 HPU_PARALLEL = Capabilities(
@@ -19,6 +19,7 @@ HPU_PARALLEL = Capabilities(
     one_process=False,
     many_devices=True,
     multi_node=True,
+    compiles=(),
 )
 """What DistributedDataParallel over hccl can do."""
 

@@ -17,6 +17,7 @@ IPU = Capabilities(
     manual_backward=False,
     backward_in_forward=False,
     gradient_clipping=False,
+    compiles=(),
 )
 """What poptorch can do: a step is one call of a compiled program, which nobody can look into."""
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 TPU = "tpu"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
-SINGLE = Capabilities(accelerators=(TPU,), precisions=_PRECISIONS)
+SINGLE = Capabilities(accelerators=(TPU,), precisions=_PRECISIONS, compiles=())
 """One device of one process."""
 
-SPMD = Capabilities(accelerators=(TPU,), precisions=_PRECISIONS, many_devices=True)
+SPMD = Capabilities(accelerators=(TPU,), precisions=_PRECISIONS, many_devices=True, compiles=())
 """All devices of one process, which the compiler divides one program over."""
 
 

@@ -388,6 +388,7 @@ class Module(ModuleHooks):
         from stratagem.checkpoint import SingleFileCheckpointIO
         from stratagem.checkpoint.trainer_format import check
         from stratagem.errors import naming
+        from stratagem.interfaces.compiling import adopt_compiled
         from stratagem.state.state_dict import load_weights
         from stratagem.storage import paths
 
@@ -410,6 +411,7 @@ class Module(ModuleHooks):
             )
         model = cls(**arguments)
         model.configure_model()
+        adopt_compiled(model)
         model.on_load_checkpoint(checkpoint)
         with naming(checkpoint_path):
             load_weights(model, checkpoint["state_dict"], strict=strict)

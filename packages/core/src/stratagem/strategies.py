@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stratagem.native.strategies.single_device import (
         SingleDeviceStrategy as SingleDeviceStrategy,
     )
+    from stratagem.plan.compilation import Compilation as Compilation
     from stratagem.plan.step_options import GradientClip as GradientClip
     from stratagem.plan.step_options import StepOptions as StepOptions
 else:
@@ -43,6 +44,7 @@ else:
         {
             "Capabilities": "stratagem.discovery.capabilities",
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
+            "Compilation": "stratagem.plan.compilation",
             "Components": "stratagem.interfaces.components",
             "GradientClip": "stratagem.plan.step_options",
             "Optimizers": "stratagem.interfaces.prepared_model",

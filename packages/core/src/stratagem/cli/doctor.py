@@ -10,7 +10,7 @@ from typing import Any, cast
 from stratagem._version import __version__
 from stratagem.cli.system import System, this_system, version_of
 from stratagem.cli.tables import aligned, print_table
-from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec
+from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec, PrecisionSpec
 from stratagem.discovery.checks import check_spec
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.hints import names_by_distribution
@@ -33,8 +33,8 @@ class ListedComponent:
 
     Attributes:
         kind, name, distribution, version, summary: what it is and who provides it.
-        here: what was found of it on this machine: an accelerator's devices, or whether a cluster
-            environment was detected.
+        here: what was found of it on this machine: an accelerator's devices, whether a cluster
+            environment was detected, the libraries that a precision needs.
     """
 
     kind: str
@@ -144,6 +144,8 @@ def _listed(candidate: Candidate, environ: Mapping[str, str]) -> ListedComponent
         here = f"available: {found.reason}" if found.count else f"not available: {found.reason}"
     elif isinstance(spec, ClusterEnvironmentSpec):
         here = _detected(spec, environ)
+    elif isinstance(spec, PrecisionSpec):
+        here = "; ".join(map(_required, spec.requires))
     return ListedComponent(
         kind=spec.kind,
         name=spec.name,
@@ -162,6 +164,19 @@ def _detected(spec: ClusterEnvironmentSpec, environ: Mapping[str, str]) -> str:
     why_not = spec.why_not(environ)
     verb = "is" if len(spec.variables) == 1 else "are"
     return why_not or f"detected: {', '.join(spec.variables)} {verb} set"
+
+
+def _required(text: str) -> str:
+    """Return whether a distribution is there, in a version that a precision takes."""
+    from packaging.requirements import Requirement
+
+    requirement = Requirement(text)
+    version = version_of(requirement.name)
+    if version is None:
+        return f"not available: needs {text}, which is not installed"
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"not available: needs {text}, and {version} is installed"
+    return f"{requirement.name} {version}"
 
 
 def _specs_checks(registry: Registry) -> list[tuple[str, Check]]:

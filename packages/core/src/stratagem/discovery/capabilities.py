@@ -46,6 +46,8 @@ class Capabilities:
         checkpoint_io: the checkpoint format that it takes where none is asked for.
         uneven_evaluation: ranks may run different numbers of evaluation batches (no collective in
             a forward without gradients).
+        compiles: what `compile=...` may take: "model" (the forward of a model and its parts),
+            "step" (a whole step as one graph).
 
     Example:
         >>> from stratagem.strategies import Capabilities
@@ -69,3 +71,4 @@ class Capabilities:
     replicated: bool = True
     checkpoint_io: str = "single_file"
     uneven_evaluation: bool = True
+    compiles: tuple[str, ...] = ("model",)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 _OURS = {
-    "stratagem-backend-cuda": ("cuda", "gpu", "nccl", "16-mixed", "16", "transformer-engine"),
+    "stratagem-backend-cuda": (
+        *("cuda", "gpu", "nccl", "16-mixed", "16", "float8"),
+        *("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"),
+        *("transformer-engine", "transformer-engine-float16"),
+    ),
     "stratagem-backend-deepspeed": ("deepspeed",),
     "stratagem-backend-xla": ("xla", "xla_debug", "single_xla", "xla_fsdp", "tpu", "tpu_spawn"),
     "stratagem-backend-hpu-ipu": ("hpu", "hpu_single", "hpu_parallel", "ipu", "ipu_strategy"),
@@ -21,6 +25,10 @@ _CLASSES = {
     "XLAFSDPStrategy": "stratagem-backend-xla",
     "XLAAccelerator": "stratagem-backend-xla",
     "CUDAAccelerator": "stratagem-backend-cuda",
+    "Float16Mixed": "stratagem-backend-cuda",
+    "Float8Precision": "stratagem-backend-cuda",
+    "BitsandbytesPrecision": "stratagem-backend-cuda",
+    "TransformerEnginePrecision": "stratagem-backend-cuda",
     "HPUParallelStrategy": "stratagem-backend-hpu-ipu",
     "SingleHPUStrategy": "stratagem-backend-hpu-ipu",
     "IPUStrategy": "stratagem-backend-hpu-ipu",

@@ -19,6 +19,9 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 Target = str | Callable[..., Any]
 
+_PARTS = ("parameters", "gradients", "optimizer")
+"""What training holds of a model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentSpec:
@@ -96,9 +99,21 @@ class StrategySpec(ComponentSpec):
 
     kind: ClassVar[str] = "strategy"
     capabilities: Capabilities = field(default_factory=Capabilities)
+    shards: tuple[str, ...] = ()
+    """Of "parameters", "gradients" and "optimizer" (its state), what each rank has a part of only;
+    from it follows whether a model that is too large for a device would fit."""
+    offloads: tuple[str, ...] = ()
+    """Of the same, what lies in host memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("shards", "offloads"):
+            parts = getattr(self, name)
+            if not isinstance(parts, tuple) or not set(parts) <= set(_PARTS):
+                raise PluginError(
+                    f"the strategy spec {self.name!r} has {name}={parts!r}; expected a tuple of "
+                    f"some of {', '.join(map(repr, _PARTS))}"
+                )
         if not isinstance(self.capabilities, Capabilities):
             raise PluginError(
                 f"the strategy spec {self.name!r} has capabilities={self.capabilities!r}; expected "
@@ -116,12 +131,15 @@ class Availability:
         auto_count: how many `devices="auto"` takes; None: all of them.
         indexed: devices have indices and no more than `count` can be used; False (the CPU): any
             number of processes may share what there is.
+        problems: indices of devices that are counted and that this process cannot use, each with
+            what completes "device 0 ..." ("is in exclusive use by the process 7").
     """
 
     count: int
     reason: str
     auto_count: int | None = None
     indexed: bool = True
+    problems: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +166,11 @@ class PrecisionSpec(ComponentSpec):
     kind: ClassVar[str] = "precision"
     accelerators: tuple[str, ...] | None = None
     """Names of the accelerators that it works on; None: any."""
+    shardable: bool = True
+    """Whether the parameters that it makes can be divided between ranks; as in its class."""
+    requires: tuple[str, ...] = ()
+    """Distributions that it needs beside its own, such as "torchao>=0.13,<1", for a listing: the
+    class itself refuses to be bound without them."""
 
 
 class CheckpointIOSpec(ComponentSpec):

@@ -103,11 +103,11 @@ class _Checkpointed:
 
     def __init__(self, part: nn.Module, forward: Callable[..., Any]) -> None:
         self._part = part
-        self._forward = forward
+        self.forward_to_repeat = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(
-            self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
+            self.forward_to_repeat, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
         )
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -29,6 +29,12 @@ def leave_process_group(statuses: RankStatuses) -> None:
     except RuntimeError:
         pass  # the store has gone with the rank that held it: there is nobody to wait for
     statuses.leave()
+    if this_rank.device_is_lost:
+        # The group would wait for what its device still has to do. Nor can threads of a group that
+        # is alive be left to the end of the interpreter.
+        if this_rank.failed:
+            this_rank.at_end.insert(0, _exit_with_error)
+        return
     if dist.is_initialized():
         dist.destroy_process_group()
         statuses.exchange.close()

@@ -75,6 +75,14 @@ class ProcessGroupRanks(Ranks):
             )
         return self.device
 
+    def _data_device(self) -> torch.device:
+        """Return where plain data lies while it is exchanged.
+
+        In host memory where the group communicates that too: it never waits for a device.
+        """
+        device = self._device()
+        return torch.device("cpu") if "cpu:" in dist.get_backend_config() else device
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         """Return the reduction over ranks; see `Ranks.all_reduce`."""
         if op not in _OPERATIONS:
@@ -89,10 +97,7 @@ class ProcessGroupRanks(Ranks):
 
     def reduce_numbers(self, numbers: Sequence[int], op: Literal["sum", "max", "min"]) -> list[int]:
         """Return integers reduced over ranks; see `Ranks.reduce_numbers`."""
-        device = self._device()
-        if "cpu:" in dist.get_backend_config():
-            device = torch.device("cpu")
-        reduced = torch.tensor(numbers, dtype=torch.long, device=device)
+        reduced = torch.tensor(numbers, dtype=torch.long, device=self._data_device())
         dist.all_reduce(reduced, op=_OPERATIONS[op])
         result: list[int] = reduced.tolist()
         return result
@@ -104,13 +109,16 @@ class ProcessGroupRanks(Ranks):
             from torch.distributed.nn.functional import all_gather
 
             return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
+        return torch.stack(self._gathered(tensor.detach()))
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor.detach())
-        return torch.stack(gathered)
+        dist.all_gather(gathered, tensor)
+        return gathered
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data; see `Ranks.broadcast`."""
-        device = self._device()
+        device = self._data_device()
         encoded = plain_data.encode(data) if self.global_rank == src else torch.empty(0)
         size = torch.tensor(encoded.numel(), dtype=self.size_dtype, device=device)
         dist.broadcast(size, src)
@@ -123,18 +131,21 @@ class ProcessGroupRanks(Ranks):
 
     def gather_plain(self, data: Any) -> list[Any]:
         """Return every rank's plain data; see `Ranks.gather_plain`."""
-        device = self._device()
+        device = self._data_device()
         encoded = plain_data.encode(data).to(device)
-        sizes = self.all_gather(torch.tensor(encoded.numel(), dtype=self.size_dtype))
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+        size = torch.tensor(encoded.numel(), dtype=self.size_dtype, device=device)
+        sizes = self._gathered(size)
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
         padded[: encoded.numel()] = encoded
-        rows = self.all_gather(padded)
+        rows = self._gathered(padded)
         return [plain_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes on rank 0; see `Ranks.gather_bytes`."""
-        size = int(self.all_reduce(torch.tensor(len(data), dtype=self.size_dtype), "max"))
-        message = _padded(data, size).to(self._device())
+        device = self._data_device()
+        size = torch.tensor(len(data), dtype=self.size_dtype, device=device)
+        dist.all_reduce(size, dist.ReduceOp.MAX)
+        message = _padded(data, int(size)).to(device)
         received = None
         if self.is_global_zero:
             received = [torch.empty_like(message) for _ in range(self.world_size)]
@@ -143,7 +154,7 @@ class ProcessGroupRanks(Ranks):
 
     def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
         """Return this rank's part of what rank 0 has; see `Ranks.scatter_bytes`."""
-        device = self._device()
+        device = self._data_device()
         longest = max(map(len, parts), default=0)
         size = torch.tensor(longest, dtype=self.size_dtype, device=device)
         dist.broadcast(size, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,6 +14,25 @@ from torch import Tensor
 
 from stratagem.data.pytree import move_to_device
 from stratagem.discovery.specs import Availability
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Who holds a device's memory, in bytes.
+
+    Attributes:
+        total: all that there is; None: not known.
+        allocated: in tensors of this process, now.
+        peak: the same, the most there was.
+        reserved: what torch's allocator of this process has taken from the device.
+        others: what other processes hold, by a text that names each.
+    """
+
+    total: int | None
+    allocated: int
+    peak: int
+    reserved: int
+    others: tuple[tuple[str, int], ...] = ()
 
 
 class Accelerator(ABC):
@@ -28,8 +48,11 @@ class Accelerator(ABC):
         4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
            `set_rng_state(device, state)`. Where logged values go to the loggers: `start_reading`.
         5. On every rank, by the front ends: `batch_mover(device)`, once for each loop; by the
-           Trainer around each stage: `configure_kernels`.
-        6. On every rank, at the end: `teardown()`.
+           Trainer around each stage: `configure_kernels`. By the Trainer on rank 0 at the start of
+           a fit: `hints`.
+        6. On a rank that fails, with its error: `is_out_of_memory(error)`, then
+           `device_memory(device)`; else `explain_lost_device(error)`.
+        7. On every rank, at the end: `teardown()`.
 
     Only `availability` and `device` have to be implemented; the other defaults are right for any
     device whose `torch.get_device_module` follows torch's conventions. `DeviceAccelerator`
@@ -105,8 +128,28 @@ class Accelerator(ABC):
         """Wait until the device has done all queued work; for timing."""
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return memory figures and the like, by name, in bytes; empty if there are none."""
+        """Return memory figures and the like, by name; empty if there are none.
+
+        Asked for between steps (`DeviceStatsMonitor`), so it does not wait for the device. Names
+        end in their unit, such as `_bytes`.
+        """
         return {}
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that the memory of a device is full."""
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def device_memory(self, device: torch.device) -> DeviceMemory | None:
+        """Return who holds the device's memory; None: nobody counts. After a failure only."""
+        return None
+
+    def explain_lost_device(self, error: BaseException) -> str | None:
+        """Return what to do about an error after which this process cannot use the device any more.
+
+        None: it is another error. Nothing touches the device from then on, since whoever waited
+        for it might wait forever.
+        """
+        return None
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
         """Begin to copy tensors of one element to the host, all in one.
@@ -155,6 +198,15 @@ class Accelerator(ABC):
         module = torch.get_device_module(kind)
         supported = getattr(module, "get_amp_supported_dtype", lambda: [dtype])
         return torch.autocast(kind, dtype=dtype) if dtype in supported() else None
+
+    def hints(self, device: torch.device, dtype: torch.dtype) -> Sequence[str]:
+        """Return what a user may want to know before training: a sentence each, said once.
+
+        Args:
+            device: this rank's.
+            dtype: what large matrix products are computed in; see `Precision.dtype`.
+        """
+        return ()
 
     def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
         """Set how the devices' libraries choose kernels; return what restores it.

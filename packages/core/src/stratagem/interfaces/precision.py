@@ -45,6 +45,11 @@ class Precision(ABC):
 
     name: str
     """The name that it is selected by, such as "bf16-mixed"."""
+    dtype: torch.dtype = torch.float32
+    """What large matrix products are computed in."""
+    shardable: bool = True
+    """Whether the parameters that `convert_module` leaves can be divided between ranks; False:
+    strategies with sharded state refuse it."""
     scales_loss: bool = False
     """Whether `scale_loss`, `unscale_gradients` and `optimizer_step` do something."""
     step_was_skipped: bool = False

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.optim import Optimizer
 
+from stratagem.interfaces.compiling import compile_model
+from stratagem.interfaces.step_module import StepModule
+from stratagem.plan.compilation import Compilation
+
 Optimizers = Sequence[Optimizer] | Callable[[], Sequence[Optimizer]]
 
 
@@ -43,6 +47,18 @@ class PreparedModel:
     def __post_init__(self) -> None:
         self.clear_gradients = [self.gradient_clearer(one) for one in self.optimizers]
 
+    def compile(self, compilation: Compilation) -> None:
+        """Compile the model with torch.compile, in place: its names stay as they are.
+
+        Called once it is prepared, where `compile=...` asks for it and `capabilities.compiles` has
+        "model". An engine that compiles in its own way returns a subclass that overrides this.
+        """
+        compile_model(_model_in(self.original), compilation, self.groups_to_compile())
+
+    def groups_to_compile(self) -> list[nn.Module]:
+        """Return the modules to compile each by itself; none: the model as its code calls it."""
+        return []
+
     def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return a function that sets the gradients of one optimizer's parameters to None.
 
@@ -58,6 +74,10 @@ class PreparedModel:
                     parameter.grad = None
 
         return clear
+
+
+def _model_in(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, StepModule) else module
 
 
 def make_optimizers(optimizers: Optimizers) -> list[Optimizer]:

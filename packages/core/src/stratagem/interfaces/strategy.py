@@ -22,6 +22,7 @@ from stratagem.interfaces.author_checks import (
 )
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.interfaces.compiling import check_compilation
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
@@ -54,8 +55,9 @@ class Strategy(Stepping, ABC):
         5. `model_context()` around the code that builds a model.
         6. `take_batch_size` before a fit; then for each model `synchronize_batch_norm(module)`,
            where `sync_batchnorm` is set, and `prepare(module, optimizers)`: converts and moves it,
-           calls `wrap(module)`, then makes the optimizers. A module may be prepared again (validate
-           and then fit, a second Trainer): `release` of what was prepared of it comes first.
+           calls `wrap(module)`, then makes the optimizers. `PreparedModel.compile`
+           follows, where `compile=...` asks for it. A module may be prepared again (validate and
+           then fit, a second Trainer): `release` of what was prepared of it comes first.
         7. Under the Trainer, each optimizer step: `train_step(prepared, step, micro_batches)`, made
            of `accumulate_all` (with `no_sync`, `accumulate`, `backward`) and `finish_step` (with
            `clip_gradients`, `optimizer_step`). In a loop under Lite, `no_sync`, `backward`,
@@ -178,6 +180,8 @@ class Strategy(Stepping, ABC):
         self.precision = self.precision_plugin = components.precision
         self.checkpoint_io = components.checkpoint_io
         self.cluster_environment = components.cluster_environment
+        if components.step is not None and components.step.compilation is not None:
+            check_compilation(components.step.compilation, on_host=self.accelerator.is_host)
         self.precision.bind(components.accelerator)
         self.checkpoint_io.bind(components.accelerator)
         self.ranks = self.make_ranks()

@@ -144,6 +144,7 @@ class ThisRank:
         lost_peer: a rank that it has started has failed.
         interrupted: it ends, with all others, because a signal asks for it.
         ending: it is at its end, where nobody catches an exception.
+        device_is_lost: its device has failed, and nothing may wait for it any more.
         explain: returns a better error for one that ends this rank, or None; it may ask the other
             ranks, until its second argument returns True.
         report: sends an error that ends this rank to the other ranks.
@@ -157,6 +158,7 @@ class ThisRank:
     lost_peer: bool = False
     interrupted: bool = False
     ending: bool = False
+    device_is_lost: bool = False
     explain: Explain | None = None
     report: Callable[[BaseException], None] | None = None
     at_end: list[Callable[[], None]] = field(default_factory=list)

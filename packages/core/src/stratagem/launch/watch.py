@@ -167,6 +167,17 @@ class Watch:
             os._exit(1)
 
 
+def _end_quickly() -> None:
+    """Spare the interpreter's end the search for garbage: half a second once torch is loaded.
+
+    Extensions of nanobind (triton, which torch imports for its compiler) check at the very end that
+    their types and functions have gone, which only that search removes, and print each one that has
+    not. With one of them loaded, the interpreter ends as it would anywhere.
+    """
+    if not any(metaclass.__module__ == "nanobind" for metaclass in type.__subclasses__(type)):
+        gc.freeze()
+
+
 def _in_finalizer(frame: FrameType | None) -> bool:
     """Whether a `__del__` is running here: a DataLoader's, which waits for its workers, say."""
     while frame is not None:
@@ -187,8 +198,7 @@ def prepare_this_rank() -> None:
     _prepared = True
     rank.die_with_parent()
     rank.record_crashes()
-    # Without it the interpreter takes half a second longer to end once torch is loaded.
-    atexit.register(gc.freeze)
+    atexit.register(_end_quickly)
     print_exception = sys.excepthook
 
     def report(

@@ -15,15 +15,24 @@ from stratagem.data import sharding
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
+from stratagem.interfaces.compiling import own_module
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
+from stratagem.lite.device_errors import explained_device_errors, raise_explained
 from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
 from stratagem.lite.observed import Observed
 from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
-from stratagem.lite.prepare import check_backward, prepare, prepared_of
+from stratagem.lite.prepare import (
+    Compile,
+    check_backward,
+    check_setup,
+    compilation_of_setup,
+    prepare,
+    prepared_of,
+)
 from stratagem.lite.request import Devices, Plugin
 from stratagem.lite.state import STRATEGY_STATE, collect, restore
 from stratagem.plan.step_options import GradientClip, StepOptions
@@ -111,13 +120,21 @@ class Lite(Launched, Observed):
 
     # -- models, optimizers, data
 
-    def setup(self, module: nn.Module, *optimizers: Optimizer, move_to_device: bool = True) -> Any:
+    def setup(
+        self,
+        module: nn.Module,
+        *optimizers: Optimizer,
+        move_to_device: bool = True,
+        compile: Compile = None,
+    ) -> Any:
         """Prepare a model and its optimizers for the strategy.
 
         Args:
             module: a model; once for each of several.
             *optimizers: made from its parameters.
             move_to_device: move the parameters to this rank's device.
+            compile: True: torch.compile of the model; or a dict of its arguments; None: as
+                `step_options` says. See docs/compiling.md.
 
         Returns:
             The model, or (model, optimizer, ...) if optimizers were given, or if the strategy's
@@ -128,19 +145,13 @@ class Lite(Launched, Observed):
                 parameters.
         """
         strategy = self._launched_strategy()
-        if isinstance(module, LiteModule):
-            raise ConfigurationError(
-                "setup() received a model that was set up before; call it once for each model"
+        module = own_module(module)
+        check_setup(self.plan, module, optimizers)
+        compilation = compilation_of_setup(self.plan, strategy, compile)
+        with explained_device_errors(strategy, module, optimizers):
+            prepared = prepare(
+                strategy, module, optimizers, move_to_device=move_to_device, compilation=compilation
             )
-        if optimizers and not self.plan.capabilities.rebinds_optimizers:
-            raise ConfigurationError(
-                f"the strategy {self.plan.strategy.name!r} cannot take an optimizer that was made "
-                "before the model is sharded: call setup_module(model), make the optimizer from "
-                "its parameters, then setup_optimizers(optimizer)"
-            )
-        if optimizers:
-            check_backward(self.plan)
-        prepared = prepare(strategy, module, optimizers, move_to_device=move_to_device)
         self._prepared.append(prepared)
         model = LiteModule(module, prepared, strategy)
         if not prepared.optimizers:
@@ -148,9 +159,11 @@ class Lite(Launched, Observed):
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         return (model, *wrapped)
 
-    def setup_module(self, module: nn.Module, *, move_to_device: bool = True) -> LiteModule:
+    def setup_module(
+        self, module: nn.Module, *, move_to_device: bool = True, compile: Compile = None
+    ) -> LiteModule:
         """Prepare a model without optimizers; `setup_optimizers` follows."""
-        model = self.setup(module, move_to_device=move_to_device)
+        model = self.setup(module, move_to_device=move_to_device, compile=compile)
         prepared: LiteModule = model[0] if isinstance(model, tuple) else model
         return prepared
 
@@ -231,10 +244,7 @@ class Lite(Launched, Observed):
         try:
             self.strategy.backward(prepared, loss, *args, **kwargs)
         except RuntimeError as error:
-            explained = self.strategy.explain(prepared, error)
-            if explained is None:
-                raise
-            raise explained from error
+            raise_explained(error, self.strategy, prepared)
 
     def _only_prepared(self) -> PreparedModel:
         if not self._prepared:

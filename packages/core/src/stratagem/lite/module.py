@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
+from stratagem.lite.device_errors import raise_explained
 
 
 class LiteModule(nn.Module):
@@ -57,7 +58,10 @@ class LiteModule(nn.Module):
         """Run the model's forward."""
         own = self.__dict__
         if own["_is_direct"]:
-            return own["module"](*args, **kwargs)
+            try:
+                return own["module"](*args, **kwargs)
+            except RuntimeError as error:
+                raise_explained(error, own["_strategy"], own["prepared"])
         return self._call("forward", *args, **kwargs)
 
     def _module_to_call(self) -> nn.Module:
@@ -75,10 +79,7 @@ class LiteModule(nn.Module):
                 with own["_context"]:
                     output = self._module_to_call()(method, *args, **kwargs)
         except RuntimeError as error:
-            explained = own["_strategy"].explain(own["prepared"], error)
-            if explained is None:
-                raise
-            raise explained from error
+            raise_explained(error, own["_strategy"], own["prepared"])
         return output if own["_convert_output"] is None else own["_convert_output"](output)
 
     def mark_forward_method(self, method: str) -> None:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
+from stratagem.lite.device_errors import raise_explained
 
 _SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
 
@@ -42,7 +43,10 @@ class LiteOptimizer:
 
     def step(self, closure: Any = None) -> Any:
         """Step through the strategy."""
-        return self.strategy.optimizer_step(self.prepared, self.optimizer, closure)
+        try:
+            return self.strategy.optimizer_step(self.prepared, self.optimizer, closure)
+        except RuntimeError as error:
+            raise_explained(error, self.strategy, self.prepared)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, PluginError
+from stratagem.interfaces.compiling import adopt_compiled, check_compilation, uncompile_model
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
+from stratagem.interfaces.recompilations import watch_recompilations
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Strategy
+from stratagem.lite.module import LiteModule
+from stratagem.plan.compilation import Compilation, check_compiles
 from stratagem.plan.plan import RunPlan
+
+Compile = bool | Mapping[str, Any] | None
+"""What `Lite.setup` takes as `compile`."""
 
 _latest: WeakKeyDictionary[nn.Module, tuple[ref[Strategy], ref[PreparedModel]]] = (
     WeakKeyDictionary()
@@ -27,6 +34,7 @@ def prepare(
     optimizers: Optimizers = (),
     *,
     move_to_device: bool = True,
+    compilation: Compilation | Literal[False] | None = None,
 ) -> PreparedModel:
     """Return a model as a strategy runs it; what was prepared of it before is released.
 
@@ -34,6 +42,7 @@ def prepare(
         strategy: of a launched run.
         module: the user's.
         optimizers, move_to_device: see `Strategy.prepare`.
+        compilation: how to compile it; None: as the strategy's step options say; False: not.
 
     Raises:
         ConfigurationError: an optimizer that exists holds none of the module's parameters.
@@ -42,6 +51,8 @@ def prepare(
     if not callable(optimizers):
         _check_parameters(module, optimizers)
     release(module)
+    uncompile_model(module)
+    adopt_compiled(module)
     step_module = StepModule(module)
     if strategy.sync_batchnorm:
         strategy.synchronize_batch_norm(step_module)
@@ -53,6 +64,11 @@ def prepare(
             "returns: what is to be called instead of the model belongs into its `module`"
         )
     _latest[module] = ref(strategy), ref(prepared)
+    if compilation is None and strategy.components.step is not None:
+        compilation = strategy.components.step.compilation
+    if compilation and not compilation.whole_step:
+        prepared.compile(compilation)
+        watch_recompilations(tells=strategy.ranks.is_global_zero)
     return prepared
 
 
@@ -79,6 +95,49 @@ def check_backward(plan: RunPlan) -> None:
             "(manual_backward=False in its capabilities), so that a loop of your own cannot "
             "train with it: use the Trainer, or another strategy"
         )
+
+
+def check_setup(plan: RunPlan, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Check that `Lite.setup` can prepare a model together with optimizers of it.
+
+    Raises:
+        ConfigurationError: the model was set up before, or optimizers come too early.
+    """
+    if isinstance(module, LiteModule):
+        raise ConfigurationError(
+            "setup() received a model that was set up before; call it once for each model"
+        )
+    if optimizers and not plan.capabilities.rebinds_optimizers:
+        raise ConfigurationError(
+            f"the strategy {plan.strategy.name!r} cannot take an optimizer that was made "
+            "before the model is sharded: call setup_module(model), make the optimizer from "
+            "its parameters, then setup_optimizers(optimizer)"
+        )
+    if optimizers:
+        check_backward(plan)
+
+
+def compilation_of_setup(
+    plan: RunPlan, strategy: Strategy, given: Any
+) -> Compilation | Literal[False]:
+    """Return how `Lite.setup(compile=given)` compiles a model; False: not at all.
+
+    Raises:
+        ConfigurationError: it cannot be compiled so.
+    """
+    compilation = Compilation.parse(given)
+    if given is None and strategy.components.step is not None:
+        compilation = strategy.components.step.compilation
+    if compilation is None:
+        return False
+    if compilation.whole_step:
+        raise ConfigurationError(
+            f"{compilation} compiles the Trainer's step, and in a loop of your own the step is "
+            "yours: pass compile=True, which compiles the model; or use the Trainer"
+        )
+    check_compiles(plan.strategy.name, plan.capabilities, compilation)
+    check_compilation(compilation, on_host=strategy.accelerator.is_host)
+    return compilation
 
 
 def prepared_of(optimizer: Optimizer, models: Sequence[PreparedModel]) -> PreparedModel:

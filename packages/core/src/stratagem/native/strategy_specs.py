@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec
 
+SINGLE_DEVICE = Capabilities(compiles=("model", "step"))
+"""What one process on one device can do."""
+
 DDP = Capabilities(
     launchers=None,
     one_process=False,
@@ -29,7 +32,7 @@ to reduce gradients at its end, so that a backward before it would be without ef
 MODEL_PARALLEL = FSDP
 """What a mesh of data and tensor parallelism can do."""
 
-DP = Capabilities(one_process=True, many_devices=True)
+DP = Capabilities(one_process=True, many_devices=True, compiles=())
 """What DataParallel can do."""
 
 _DDP = "stratagem.native.strategies.ddp:DDPStrategy"
@@ -44,6 +47,7 @@ def strategies() -> tuple[ComponentSpec, ...]:
             target="stratagem.native.strategies.single_device:SingleDeviceStrategy",
             api_version=1,
             summary="One process, one device",
+            capabilities=SINGLE_DEVICE,
         ),
         *_ddp_family(),
         StrategySpec(
@@ -58,6 +62,8 @@ def strategies() -> tuple[ComponentSpec, ...]:
 
 
 def _sharding() -> tuple[ComponentSpec, ...]:
+    whole = ("parameters", "gradients", "optimizer")
+    shards = {"fsdp_shard_grad_op": whole[1:], "fsdp_no_shard": ()}
     presets: dict[str, tuple[str, dict[str, object]]] = {
         "fsdp": ("parameters, gradients and optimizer state sharded (FSDP2)", {}),
         "fsdp_cpu_offload": ("fsdp with shards in host memory", {"cpu_offload": True}),
@@ -79,6 +85,8 @@ def _sharding() -> tuple[ComponentSpec, ...]:
             summary=summary,
             capabilities=FSDP,
             init_args=init_args,
+            shards=shards.get(name, whole),
+            offloads=whole if "cpu_offload" in init_args else (),
         )
         for name, (summary, init_args) in presets.items()
     )
@@ -130,4 +138,5 @@ def _ddp_family() -> Iterator[StrategySpec]:
                 if launcher == "script"
                 else {**arguments, "launcher": launcher},
                 capabilities=DDP,
+                shards=("optimizer",) if is_sharded else (),
             )

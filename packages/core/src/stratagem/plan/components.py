@@ -244,11 +244,7 @@ def choose_precision(
     """
     asked = question.asked("precision", "32-true")
     selected = _asked_precision(question, asked, strategy, capabilities)
-    if (
-        capabilities.precisions is not None
-        and selected.spec is not None
-        and selected.name not in capabilities.precisions
-    ):
+    if capabilities.precisions is not None and selected.name not in capabilities.precisions:
         raise ConfigurationError(
             f"the strategy {strategy.name!r} takes the precisions "
             f"{either(capabilities.precisions)}, received precision={asked!r}: change one of "
@@ -259,6 +255,11 @@ def choose_precision(
         raise ConfigurationError(
             f"precision={asked!r} works on {either(spec.accelerators)}, received "
             f"accelerator={accelerator.name!r}: change one of the two"
+        )
+    if capabilities.sharded_state and not getattr(selected.source, "shardable", True):
+        raise ConfigurationError(
+            f"the strategy {strategy.name!r} divides parameters between ranks, which those of "
+            f"precision={selected.name!r} cannot be: pass strategy='ddp', or another precision"
         )
     return selected
 

@@ -44,7 +44,29 @@ def choose_devices(
             f"devices={asked!r} asks for {accelerator.name} device {max(indices)}, but there "
             f"are {found.count} here ({found.reason}), counted from 0"
         )
-    return indices, "you asked for it"
+    return _usable(asked, indices, found, accelerator.name), "you asked for it"
+
+
+def _usable(
+    asked: Any, indices: tuple[int, ...], found: Availability, accelerator: str
+) -> tuple[int, ...]:
+    """Return indices of devices that can be used: those that were named, or as many others.
+
+    Raises:
+        ConfigurationError: one that was named cannot be used, or there are too few that can.
+    """
+    problems = dict(found.problems)
+    if not problems.keys() & set(indices):
+        return indices
+    free = [index for index in range(found.count) if index not in problems]
+    is_number = indices == tuple(range(len(indices))) and not isinstance(asked, (list, tuple))
+    if is_number and len(free) >= len(indices) and asked not in (-1, "-1"):
+        return tuple(free[: len(indices)])
+    why = "; ".join(f"device {i} {problems[i]}" for i in sorted(problems.keys() & set(indices)))
+    others = f"pass devices={free}" if free else "wait until it is free"
+    raise ConfigurationError(
+        f"devices={asked!r} asks for {len(indices)} {accelerator} device(s), and {why}: {others}"
+    )
 
 
 def _automatic_devices(
@@ -60,11 +82,15 @@ def _automatic_devices(
         if local is None and (world := cluster.world_size):
             local = world // question.request.num_nodes
     if wanted is not None and not wanted.many_devices:
-        return (0,), f"the strategy uses one {accelerator.name} device"
+        problems = dict(found.problems)
+        first = next((i for i in range(found.count) if i not in problems), 0)
+        return (first,), f"the strategy uses one {accelerator.name} device"
     if local and not (wanted is not None and wanted.one_process):
         return tuple(range(local)), f"as {cluster.name} says"
     count = found.count if found.auto_count is None else found.auto_count
-    return tuple(range(count)), f"automatic for {accelerator.name}: {found.reason}"
+    taken = dict(found.problems)
+    free = tuple(index for index in range(count) if index not in taken)
+    return free, f"automatic for {accelerator.name}: {found.reason}"
 
 
 def devices_elsewhere(

@@ -15,6 +15,7 @@ from stratagem.discovery.registry import Registry
 from stratagem.discovery.specs import Availability, StrategySpec
 from stratagem.errors import ConfigurationError
 from stratagem.plan.cluster import CLUSTER_VARIABLE, Cluster, find_cluster
+from stratagem.plan.compilation import check_compiles
 from stratagem.plan.components import (
     asked_launcher,
     choose_accelerator,
@@ -198,6 +199,8 @@ def _check_strategy(
             f"the strategy {strategy.name!r} cannot clip gradients, received gradient_clip_val="
             f"{steps.clip.value}: leave it out, or use another strategy"
         )
+    if steps is not None and steps.compilation is not None:
+        check_compiles(strategy.name, capabilities, steps.compilation)
     if len(devices) > 1 and not capabilities.many_devices:
         raise ConfigurationError(
             f"the strategy {strategy.name!r} uses one device, received devices="

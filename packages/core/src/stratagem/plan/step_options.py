@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Literal
 
 from stratagem.errors import ConfigurationError
+from stratagem.plan.compilation import Compilation
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class StepOptions:
         clip: how gradients are clipped; None: not at all.
         accumulation: micro-batches in a step, by first epoch.
         sync_batchnorm: whether batch norm layers take their statistics over all ranks.
+        compilation: how torch.compile is used; None: not at all.
 
     Example:
         >>> from stratagem.strategies import StepOptions
@@ -63,6 +65,7 @@ class StepOptions:
     clip: GradientClip | None = None
     accumulation: Mapping[int, int] = field(default_factory=lambda: {0: 1})
     sync_batchnorm: bool = False
+    compilation: Compilation | None = None
 
     def micro_batches_in(self, epoch: int) -> int:
         """Return the number of micro-batches in a step of an epoch."""

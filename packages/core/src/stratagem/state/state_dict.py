@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from stratagem.errors import CheckpointMismatchError
 from stratagem.state.shards import LazyTensor
 
+_WRAPPER = "_orig_mod."
+"""What torch.compile(module) puts before the names of a module; models here have none of it."""
 # Group options that not every version of an optimizer has, nor every implementation (DeepSpeed's
 # Adam lacks some of torch's): where the checkpoint has none, the optimizer keeps its own.
 _DISPENSABLE = frozenset(
@@ -60,6 +62,7 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
     """
     names = _names_by_index(optimizer, module)
     groups = optimizer.state_dict()["param_groups"]
+    state = optimizer_state_without_wrapper(state)
     own = [[names[index] for index in group["params"]] for group in groups]
     matched = [
         _merged(optimizer, group, saved)
@@ -140,6 +143,34 @@ def matching_groups(
     return found
 
 
+def without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return state by the names that it has without `torch.compile(module)` around modules.
+
+    Example:
+        >>> from stratagem.state.state_dict import without_wrapper
+        >>> without_wrapper({"net._orig_mod.weight": 1})
+        {'net.weight': 1}
+    """
+    if not any(_WRAPPER in name for name in state):
+        return state
+    return {name.replace(_WRAPPER, ""): value for name, value in state.items()}
+
+
+def optimizer_state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's state (see `named_state`) by such names."""
+    groups = state["param_groups"]
+    if not any(_WRAPPER in name for group in groups for name in group["params"]):
+        return state
+    return {
+        **state,
+        "state": without_wrapper(state["state"]),
+        "param_groups": [
+            {**group, "params": [name.replace(_WRAPPER, "") for name in group["params"]]}
+            for group in groups
+        ],
+    }
+
+
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load weights by name, once names and shapes are checked.
 
@@ -151,7 +182,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = 
     Raises:
         CheckpointMismatchError: lists missing and unexpected names and differing shapes.
     """
-    own = module.state_dict()
+    own, state = module.state_dict(), without_wrapper(state)
     shapes = {n: tuple(value.shape) for n, value in own.items() if isinstance(value, Tensor)}
     check_weights(own, shapes, state, strict=strict)
     module.load_state_dict(dict(state), strict=strict)

@@ -136,6 +136,19 @@ def say_what_begins_again(before: Run | None, job: Job) -> None:
         )
 
 
+def give_hints(strategy: Strategy) -> None:
+    """Say on rank 0 what the accelerator would have a user know; once in a process."""
+    if not strategy.ranks.is_global_zero:
+        return
+    for hint in strategy.accelerator.hints(strategy.device, strategy.precision.dtype):
+        if hint not in _hints_given:
+            _hints_given.add(hint)
+            print(f"stratagem: {hint}", file=sys.stderr, flush=True)
+
+
+_hints_given: set[str] = set()
+
+
 def check_state_keys(callbacks: Sequence[Callback]) -> None:
     """Check that the states of callbacks have different names.
 
@@ -177,6 +190,12 @@ def check_manual_optimization(
         raise ConfigurationError(
             f"{kind} has automatic_optimization = False, so gradient_clip_val and "
             "accumulate_grad_batches do nothing: clip and accumulate in training_step"
+        )
+    if options.compilation is not None and options.compilation.whole_step:
+        raise ConfigurationError(
+            f"{kind} has automatic_optimization = False, so there is no step that "
+            f"{options.compilation} could take into one graph: pass compile=True, which compiles "
+            "the model"
         )
     if strategy.join_uneven_inputs:
         raise ConfigurationError(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from stratagem.callbacks import Callback
     from stratagem.module import Module
     from stratagem.trainer.metrics import LatestValues
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
+    from stratagem.trainer.trainer import Trainer
 
 
 def report(run: Run, result: Any) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def report(run: Run, result: Any) -> dict[str, Any]:
 def take_over(
     outcome: dict[str, Any],
     model: Module,
-    callbacks: Sequence[Callback],
+    trainer: Trainer,
     *,
     latest: LatestValues,
     progress: Progress,
@@ -43,11 +41,15 @@ def take_over(
     """In the launching process: restore what `report` returned; return the run's result."""
     if not set(model.state_dict()) >= set(outcome["weights"]):
         model.configure_model()
+    if not set(model.state_dict()) >= set(outcome["weights"]):
+        trainer.strategy.precision.convert_module(
+            model
+        )  # to one that has entries of its own, such as scales
     model.load_state_dict(outcome["weights"])
     latest.values = dict(outcome["callback_metrics"])
     latest.of_epochs = dict(outcome["logged_metrics"])
     states = outcome["callbacks"]
-    for callback in callbacks:
+    for callback in trainer.callbacks:
         if callback.state_key in states:
             callback.take_over(states[callback.state_key])
     progress.load_state_dict(outcome["progress"])

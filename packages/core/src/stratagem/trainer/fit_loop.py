@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.trainer.divergence import DivergenceCheck
+from stratagem.trainer.graph_step import GraphStep, tracing
 from stratagem.trainer.step import Step, make_step
 
 if TYPE_CHECKING:
@@ -37,7 +38,12 @@ def fit(
         rank_state: where in them this rank begins.
     """
     module, progress, hooks = run.module, run.progress, run.hooks
-    step = run.step = make_step(run, prepared)
+    compilation = run.trainer.step_options.compilation
+    step: Step
+    if compilation is not None and compilation.whole_step:
+        step = run.step = GraphStep(run, prepared, compilation)
+    else:
+        step = run.step = make_step(run, prepared)
     train_steps = _train_steps(run, prepared, step, loader, validation)
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
@@ -45,26 +51,27 @@ def fit(
     hooks.call("on_train_start")
     rank_state.begin_training()
     try:
-        # No batch at all was asked for with limit_train_batches=0.
-        while loader.batches > 0 and not _is_finished(run):
-            epoch = progress.epoch
-            loader.set_epoch(epoch)
-            validates = validation.is_in_epoch(epoch)
-            interval = validation.interval(loader.batches) if validates else 0
-            hooks.call("on_train_epoch_start")
-            run.metrics.in_step = True
-            rank_state.begin_epoch()
-            # What follows sees the epoch as finished, so that a checkpoint saved from here on
-            # resumes with the next one. A stop in the middle leaves it unfinished.
-            progress.epoch_is_done, validation_is_due = train_steps(interval)
-            if progress.epoch_is_done:
-                run.schedulers.step("epoch", epoch + 1)
-                if validation_is_due:
-                    validation.run(prepared)
-            run.end_train_epoch()
-            if not progress.epoch_is_done:
-                break
-            progress.next_epoch()
+        with tracing(compilation):
+            # No batch at all was asked for with limit_train_batches=0.
+            while loader.batches > 0 and not _is_finished(run):
+                epoch = progress.epoch
+                loader.set_epoch(epoch)
+                validates = validation.is_in_epoch(epoch)
+                interval = validation.interval(loader.batches) if validates else 0
+                hooks.call("on_train_epoch_start")
+                run.metrics.in_step = True
+                rank_state.begin_epoch()
+                # What follows sees the epoch as finished, so that a checkpoint saved from here on
+                # resumes with the next one. A stop in the middle leaves it unfinished.
+                progress.epoch_is_done, validation_is_due = train_steps(interval)
+                if progress.epoch_is_done:
+                    run.schedulers.step("epoch", epoch + 1)
+                    if validation_is_due:
+                        validation.run(prepared)
+                run.end_train_epoch()
+                if not progress.epoch_is_done:
+                    break
+                progress.next_epoch()
     except RuntimeError as error:
         explained = step.explain(error) or run.strategy.explain(prepared, error)
         if explained is None:
@@ -84,7 +91,7 @@ def _train_steps(
     done, and whether validation is due at its end.
     """
     trainer, progress = run.trainer, run.progress
-    take_step = run.strategy.train_step if run.module.automatic_optimization else step.manual
+    take_step = step.takes_step()
     ends_here = run.interruption_check()
     divergence = _divergence_check(run, prepared)
 

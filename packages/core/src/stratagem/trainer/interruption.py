@@ -10,8 +10,6 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-import torch
-
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import Ranks
 from stratagem.launch.rank import this_rank
@@ -87,14 +85,16 @@ class Interruption(AbstractContextManager["Interruption"]):
     def _of_all_ranks(self) -> tuple[int, bool]:
         """Return the signal that any rank has received, and whether time is up on any."""
         now = monotonic()
-        own = [self._received, self._is_time_up(), now - self._looked_at, now - self._began]
-        most = self._ranks.all_reduce(torch.tensor(own, dtype=torch.float64), "max")
-        self._agreed = float(most[3])
-        fitting = int(self._interval * _EVERY / max(float(most[2]), 1e-6))
+        times = [int((now - since) * 1e6) for since in (self._looked_at, self._began)]
+        own = [int(self._received), int(self._is_time_up()), *times]
+        # Numbers, and not a tensor, which would wait for a device.
+        most = self._ranks.reduce_numbers(own, "max")
+        self._agreed = most[3] / 1e6
+        fitting = int(self._interval * _EVERY / max(most[2] / 1e6, 1e-6))
         # Grows slowly: the next steps may take longer than these.
         self._interval = max(1, min(fitting, 4 * self._interval))
         self._looked_at, self._steps = now, 0
-        return int(most[0]), bool(most[1])
+        return most[0], bool(most[1])
 
     def _decide(self, received: int, is_time_up: bool) -> bool:
         if received:

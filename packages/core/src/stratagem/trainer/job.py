@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.compiling import own_module
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Job:
             raise ConfigurationError(
                 "both data loaders and a datamodule were passed; pass one of them"
             )
-        return cls(stage, model, datamodule, loaders, val_loaders, ckpt_path)
+        return cls(stage, own_module(model), datamodule, loaders, val_loaders, ckpt_path)
 
     def prepare_data(self, ranks: Ranks) -> None:
         """Let rank 0 of each node download, for the DataModule and the model, while others wait."""

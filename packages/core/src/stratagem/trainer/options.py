@@ -12,6 +12,7 @@ import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
+from stratagem.plan.compilation import Compilation
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.storage import paths
 from stratagem.trainer.divergence import DEFAULT_INTERVAL
@@ -121,6 +122,7 @@ class TrainerOptions:
                 clip=gradient_clip(given["gradient_clip_val"], given["gradient_clip_algorithm"]),
                 accumulation=check_accumulation(given["accumulate_grad_batches"]),
                 sync_batchnorm=given["sync_batchnorm"],
+                compilation=Compilation.parse(given["compile"]),
             ),
             deterministic=check_deterministic(given["deterministic"]),
             detect_divergence=check_divergence(given["detect_divergence"]),

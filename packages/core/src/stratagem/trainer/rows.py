@@ -54,6 +54,15 @@ class Rows:
         self._send()
         self._hand_over()
 
+    def leave_device(self) -> None:
+        """Forget values on a device that has failed: whoever reads them may wait forever."""
+        copied, self._copied = self._copied, None
+        kept = ([] if copied is None else copied.rows) + self._rows
+        self._rows = [
+            (step, {k: v for k, v in row.items() if not isinstance(v, Tensor) or v.is_cpu})
+            for step, row in kept
+        ]
+
     def _send(self) -> None:
         """Let the values of the rows leave the device, and hand over those that left before."""
         self._due = monotonic() + _SECONDS

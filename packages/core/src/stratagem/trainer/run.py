@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +16,7 @@ from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare
 from stratagem.storage import paths
 from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
+from stratagem.trainer.failure import end_failed
 from stratagem.trainer.former_runs import release_others
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
@@ -165,10 +165,7 @@ class Run:
             return result
         except BaseException as error:
             self.has_failed = True
-            self.hooks.call("on_exception", error)
-            if datamodule is not None:
-                datamodule.on_exception(error)
-            self._let_saves_finish()
+            end_failed(self, error)
             raise
         finally:
             restore_determinism()
@@ -180,14 +177,6 @@ class Run:
                 for logger in trainer.loggers:
                     logger.finalize(status)
 
-    def _let_saves_finish(self) -> None:
-        """While an error ends the run: what was saved before it becomes durable."""
-        try:
-            self.strategy.checkpoint_io.wait_at_error()
-        # The run ends with its own error; this one would take its place.
-        except Exception as error:
-            print(f"stratagem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-
     def _position(self) -> str:
         if self.stage != "fit":
             return f"{self.stage}, batch {self.evaluated_batches}"
@@ -198,6 +187,7 @@ class Run:
     def _fit(self) -> None:
         trainer, module, strategy = self.trainer, self.module, self.strategy
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
+        checks.give_hints(strategy)
         self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
         self.restarts = Restarts(strategy, trainer.default_root_dir)
         path = self.resumed_from = self._find(self.restarts.begin(self.job.ckpt_path))

@@ -112,6 +112,11 @@ class Step(TrainStep):
         if stepped and self._logged.row:
             self._logged.end_step(self._progress.global_step - 1)
 
+    def takes_step(self) -> Callable[..., None]:
+        """Return what takes each step: called with the model, this step and its micro-batches."""
+        automatic = self._module.automatic_optimization
+        return self._run.strategy.train_step if automatic else self.manual
+
     def manual(
         self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
     ) -> None:

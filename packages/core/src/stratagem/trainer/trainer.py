@@ -70,15 +70,15 @@ class Trainer(TrainerAttributes):
         inference_mode: evaluate under inference_mode, not no_grad.
         use_distributed_sampler: divide data between ranks.
         sync_batchnorm: batch norm layers take their statistics over all ranks.
+        compile: True: torch.compile of the model; "step": of the whole step; docs/compiling.md.
         detect_anomaly: check each loss and backward for NaN; slow.
         detect_divergence: compare step and parameters of the ranks after so many optimizer steps
             (True: 100).
         enable_checkpointing: add a ModelCheckpoint if there is none.
         async_save: write checkpoints while training goes on; needs memory of the host for a copy.
         enable_progress_bar: add a ProgressBar if there is none.
-        default_root_dir: where logs and checkpoints go; None: the current folder. With a URL, the
-            checkpoints of a ModelCheckpoint without `dirpath` go to its `checkpoints`, and logs to
-            the current folder.
+        default_root_dir: where logs and checkpoints go; None: the current folder. At a URL,
+            checkpoints without a `dirpath` go to its `checkpoints`, logs to the current folder.
         gpus, tpu_cores: shorthands, see `Lite`.
 
     Raises:
@@ -124,6 +124,7 @@ class Trainer(TrainerAttributes):
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
+        compile: bool | Literal["step"] | Mapping[str, Any] = False,
         detect_anomaly: bool = False,
         detect_divergence: bool | int = False,
         enable_checkpointing: bool = True,
@@ -135,9 +136,8 @@ class Trainer(TrainerAttributes):
     ) -> None:
         given = with_defaults(locals(), Trainer.__init__)
         vars(self).update(vars(TrainerOptions.parse(given)))
-        self._launched = Launched(
-            step_options=self.step_options, **{name: given[name] for name in REQUESTED}
-        )
+        requested = {name: given[name] for name in REQUESTED}
+        self._launched = Launched(step_options=self.step_options, **requested)
         check_divergence_detection(self.plan, self.detect_divergence)
         quick = self.fast_dev_run > 0
         self.loggers = make_loggers(logger, self.default_root_dir, quick=quick)
@@ -320,7 +320,7 @@ class Trainer(TrainerAttributes):
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
         result = elsewhere.take_over(
-            outcome, job.model, self.callbacks, latest=self._latest, progress=self._progress
+            outcome, job.model, self, latest=self._latest, progress=self._progress
         )
         self._trained_elsewhere = job.model
         return result

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.discovery.specs import Availability
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import Accelerator
+from stratagem.interfaces.accelerator import Accelerator, DeviceMemory
 
 _STATS = {
     "allocated_bytes": "allocated_bytes.all.current",
@@ -108,6 +108,27 @@ class DeviceAccelerator(Accelerator):
         """Return the memory that torch has taken and handed out, now and at most, in bytes."""
         stats = torch.accelerator.memory_stats(device)
         return {name: stats[key] for name, key in _STATS.items() if key in stats}
+
+    def device_memory(self, device: torch.device) -> DeviceMemory:
+        """Return what torch counts, and where its module for the device says it, the total."""
+        stats = self.device_stats(device)
+        of_device = getattr(torch.get_device_module(self.device_type), "mem_get_info", None)
+        total = None if of_device is None else of_device(device)[1]
+        return DeviceMemory(
+            total,
+            allocated=stats.get("allocated_bytes", 0),
+            peak=stats.get("peak_allocated_bytes", 0),
+            reserved=stats.get("reserved_bytes", 0),
+        )
+
+    def explain_lost_device(self, error: BaseException) -> str | None:
+        """Return it for torch's `AcceleratorError`, which comes from a kernel or the driver."""
+        if not isinstance(error, torch.AcceleratorError):
+            return None
+        return (
+            "Kernels run after the calls that started them, so that a line before this one may be "
+            "the cause; this process cannot use the device any more"
+        )
 
 
 class _StreamMover:

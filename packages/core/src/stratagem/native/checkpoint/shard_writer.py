@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from stratagem.native.checkpoint.save_plan import HeldTensors, SavePlan, chunks_of
+from stratagem.native.torch_versions import quiet_dcp_writer
 
 
 def file_of(rank: int) -> str:
@@ -65,6 +66,7 @@ def write_share(
     writer.fs = _Files(create)
     dcp_plan = writer.prepare_global_plan([planner.SavePlan(items)])[0]
     dcp_plan.storage_data.prefix = file_of(rank).removesuffix("0.distcp")
+    quiet_dcp_writer()
     results = writer.write_data(dcp_plan, _Chunks(chunks)).wait()
     places = {result.index: result.storage_data for result in results}
     return [

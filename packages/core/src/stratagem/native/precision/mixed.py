@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,7 +35,7 @@ class MixedPrecision(Precision):
         torch.bfloat16
     """
 
-    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    dtype = torch.bfloat16
     """What operations are autocast to."""
 
     def __init__(self, name: str = "bf16-mixed") -> None:

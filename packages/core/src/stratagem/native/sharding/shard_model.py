@@ -80,12 +80,22 @@ def give_values(part: nn.Module, device: torch.device, *, name: str) -> None:
         _initialise(part, device, name=name)
     for parameter in part._parameters.values():
         if parameter is not None and _is_whole(parameter):
-            parameter.data = parameter.data.to(device).contiguous()
+            _put_on(parameter, device)
             broadcast_from_first([parameter])
     for key, buffer in part._buffers.items():
         if buffer is not None and _is_whole(buffer):
             part._buffers[key] = shared = buffer.to(device)
             broadcast_from_first([shared])
+
+
+def _put_on(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move a parameter, which stays the object that optimizers and tied modules hold."""
+    moved = parameter.data.to(device).contiguous()
+    if torch._has_compatible_shallow_copy_type(parameter.data, moved):
+        parameter.data = moved
+    else:  # of a device whose tensors are of another kind than the host's
+        there = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
 
 
 def _own(part: nn.Module) -> list[Tensor]:

@@ -45,5 +45,6 @@ def _compare(gradients: Tensor, group: dist.ProcessGroup) -> None:
         raise UserCodeError(
             "ranks have gradients of different parameters in the first backward (elements by rank: "
             f"{', '.join(str(int(size)) for size in sizes)}): expected every rank to use the same "
-            "ones. Pass FSDPStrategy(find_unused_parameters=True) where a rank leaves some out"
+            "ones. Pass FSDPStrategy(find_unused_parameters=True) (torch 2.13 or later) where "
+            "a rank leaves some out"
         )

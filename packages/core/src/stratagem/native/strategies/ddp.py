@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -21,16 +20,12 @@ from stratagem.native.strategies.communication_hooks import CommunicationHook, H
 from stratagem.native.strategies.ddp_errors import explain
 from stratagem.native.strategies.unfrozen import reduce_unfrozen
 from stratagem.native.strategy_specs import DDP
+from stratagem.native.torch_versions import FORWARD_SYNC_BUFFERS
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 _AVERAGING_STEP = "model_averaging_step"
-_SYNC_BUFFERS = (  # torch 2.13 has deprecated its earlier name
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 
 class DDPStrategy(ParallelStrategy):
@@ -106,7 +101,7 @@ class DDPStrategy(ParallelStrategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
             "init_sync": init_sync,
-            **({} if broadcast_buffers else {_SYNC_BUFFERS: False}),
+            **({} if broadcast_buffers else {FORWARD_SYNC_BUFFERS: False}),
         }
         self.communication_hook = CommunicationHook(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period
@@ -123,6 +118,12 @@ class DDPStrategy(ParallelStrategy):
         """Take the components of the plan; see `ParallelStrategy.bind`."""
         super().bind(components)
         self.communication_hook.check_backend(self.communication_backend)
+        size, step = self.ddp_arguments["bucket_cap_mb"], components.step
+        if step is not None and step.compilation is not None and size is not None and size < 1:
+            raise ConfigurationError(
+                f"{step.compilation}: torch cuts a compiled model's graphs at buckets of 1 MiB or "
+                f"more, received bucket_cap_mb={size!r}: pass 1 or more, or leave it out"
+            )
 
     # -- the model
 

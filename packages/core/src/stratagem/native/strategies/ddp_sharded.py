@@ -15,7 +15,11 @@ from torch.optim import LBFGS, Optimizer
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
 from stratagem.native.strategies.ddp import DDPStrategy
-from stratagem.state.state_dict import load_named_state, named_state
+from stratagem.state.state_dict import (
+    load_named_state,
+    named_state,
+    optimizer_state_without_wrapper,
+)
 
 with warnings.catch_warnings():
     # The package compiles its functional optimizers, which torch itself calls deprecated.
@@ -89,6 +93,7 @@ class DDPShardedStrategy(DDPStrategy):
         if not isinstance(optimizer, ShardedOptimizer):
             super().load_optimizer_state(prepared, optimizer, state)
             return
+        state = optimizer_state_without_wrapper(state)
         # Checks the groups and takes their options, which schedulers and users see.
         super().load_optimizer_state(prepared, optimizer.source, {**state, "state": {}})
         optimizer.param_groups = optimizer.source.param_groups

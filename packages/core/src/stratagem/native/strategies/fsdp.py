@@ -30,6 +30,7 @@ from stratagem.native.sharding.usage_check import CheckedReduceScatter
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
 from stratagem.native.strategy_specs import FSDP
+from stratagem.native.torch_versions import takes_unused_parameters
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
@@ -141,7 +142,7 @@ class FSDPStrategy(ShardedStrategy):
                 f"limit_all_gathers={limit_all_gathers!r}: FSDP2 never gathers further ahead than "
                 "the next group, so expected True: leave it out"
             )
-        if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        if find_unused_parameters and not takes_unused_parameters(FSDPModule):
             raise ConfigurationError(
                 f"find_unused_parameters={find_unused_parameters!r} needs a newer torch, received "
                 f"{torch.__version__}: leave it out and let every rank use all parameters of a "

@@ -31,7 +31,13 @@ from stratagem.native.sharding.replicated import (
 )
 from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
-from stratagem.state.state_dict import load_named_state, load_weights, named_state
+from stratagem.state.state_dict import (
+    load_named_state,
+    load_weights,
+    named_state,
+    optimizer_state_without_wrapper,
+    without_wrapper,
+)
 
 STATE_DICT_TYPES = ("full", "sharded")
 
@@ -51,6 +57,15 @@ class ShardedPrepared(PreparedModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.groups = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+
+    def groups_to_compile(self) -> list[nn.Module]:
+        """Return the groups but for the root's: compiled between the hooks that gather and free.
+
+        A graph over several groups would hold all of their parameters at once.
+        """
+        return [
+            p for p in self.module.modules() if isinstance(p, FSDPModule) and p is not self.module
+        ]
 
     def reshard(self) -> None:
         """Free gathered parameters, so that `parameters()` are the sharded ones.
@@ -220,7 +235,7 @@ class ShardedStrategy(ParallelStrategy):
         """Load parameters; each rank takes, or reads, its shards of them."""
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
-        own = prepared.original.state_dict()
+        own, state = prepared.original.state_dict(), without_wrapper(state)
         shards = {
             name: distribute_like(own[name], value) if _fits(own.get(name), value) else value
             for name, value in state.items()
@@ -243,6 +258,7 @@ class ShardedStrategy(ParallelStrategy):
         assert isinstance(prepared, ShardedPrepared)
         prepared.reshard()
         parameters = dict(prepared.original.named_parameters())
+        state = optimizer_state_without_wrapper(state)
         shards = {
             name: distribute_state(entry, parameters[name]) if name in parameters else entry
             for name, entry in state["state"].items()

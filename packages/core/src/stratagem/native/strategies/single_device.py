@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stratagem.discovery.capabilities import Capabilities
 from stratagem.interfaces.strategy import Strategy
+from stratagem.native.strategy_specs import SINGLE_DEVICE
 
 
 class SingleDeviceStrategy(Strategy):
@@ -16,4 +16,4 @@ class SingleDeviceStrategy(Strategy):
         1
     """
 
-    capabilities = Capabilities()
+    capabilities = SINGLE_DEVICE

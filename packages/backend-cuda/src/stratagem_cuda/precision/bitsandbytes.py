@@ -1,0 +1,98 @@
+"""BitsandbytesPrecision: linear layers with weights in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
+from stratagem.precision import TruePrecision
+from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
+from stratagem_cuda.precision.requirement import BITSANDBYTES
+
+MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
+
+
+class BitsandbytesPrecision(TruePrecision):
+    """Weights of linear layers in 4 or 8 bits, for evaluation and for training what is beside them.
+
+    The weights are frozen, and a quarter or half as large; what the model has besides, such as
+    adapters (LoRA), is in `dtype` and trains. Only the class `torch.nn.Linear` itself is quantised;
+    layers that share their weight with another module are left as they are.
+
+    Weights are quantised when the model is set up, from the values that they have then: load a
+    plain checkpoint into the model before. A checkpoint holds what was quantised, bit for bit,
+    with the scales as entries of their own (`layer.weight_nf4_absmax`). It loads into the same
+    mode only; another one, or a model that is not quantised, refuses it.
+
+    Args:
+        mode: "nf4" or "fp4" (Dettmers et al., 2023, "QLoRA"), with "-dq" also the scales are
+            quantised; "int8" (Dettmers et al., 2022, "LLM.int8()"); "int8-training" multiplies
+            in int8, and keeps and trains the weights in float16.
+        dtype: of all that is not quantised, and of what layers return. None: bfloat16, or
+            float16 for int8, which takes no other.
+        ignore_modules: names of modules that are not quantised, such as {"lm_head"}.
+
+    Raises:
+        ConfigurationError: an argument is none of these; or, from `bind`, bitsandbytes is missing.
+
+    Example:
+        >>> from stratagem_cuda.precision import BitsandbytesPrecision
+        >>> BitsandbytesPrecision("nf4-dq", ignore_modules={"lm_head"}).dtype
+        torch.bfloat16
+    """
+
+    shardable = False
+
+    def __init__(
+        self,
+        mode: str = "nf4",
+        *,
+        dtype: torch.dtype | None = None,
+        ignore_modules: Collection[str] = (),
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigurationError(
+                f"BitsandbytesPrecision(mode={mode!r}): expected one of "
+                f"{', '.join(map(repr, MODES))}"
+            )
+        is_int8 = mode.startswith("int8")
+        super().__init__("16-true" if is_int8 else "bf16-true")
+        if dtype is not None and is_int8 and dtype is not torch.float16:
+            raise ConfigurationError(
+                f"BitsandbytesPrecision({mode!r}, dtype={dtype}): int8 computes in torch.float16 "
+                "only; leave dtype out, or take 'nf4'"
+            )
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigurationError(
+                f"BitsandbytesPrecision({mode!r}, dtype={dtype!r}): expected a floating-point "
+                "dtype such as torch.bfloat16"
+            )
+        self.name = self.mode = mode
+        self.dtype = dtype or self.dtype
+        self.ignore_modules = as_names(ignore_modules)
+
+    def bind(self, accelerator: Accelerator) -> None:
+        """Look for bitsandbytes."""
+        BITSANDBYTES.check(self.name)
+        super().bind(accelerator)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Quantise the weights of linear layers in place, and convert everything else."""
+        # It imports bitsandbytes, which only ranks need.
+        from stratagem_cuda.precision.quantized_linear import QuantizedLinear, quantize
+
+        owners: dict[int, int] = {}
+        for part in module.modules():
+            for parameter in part._parameters.values():
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+        for layer in find_layers(module, nn.Linear, self.ignore_modules).values():
+            if owners[id(layer.weight)] == 1:
+                quantize(layer, self.mode)
+        warn_unless_converted(
+            module, self.name, lambda part: isinstance(part, QuantizedLinear), "torch.nn.Linear"
+        )
+        return super().convert_module(module)

@@ -1,0 +1,128 @@
+"""Float8Precision: linear layers multiply in float8, by torchao."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import ConfigurationError
+from stratagem.interfaces.accelerator import Accelerator
+from stratagem.precision import MixedPrecision
+from stratagem_cuda.precision.compute_capability import check_current_float8, check_visible_float8
+from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
+from stratagem_cuda.precision.requirement import TORCHAO
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+MULTIPLE = 16
+"""What float8 kernels want both sizes of a weight to be a multiple of."""
+
+
+class Float8Precision(MixedPrecision):
+    """Parameters stay in float32; linear layers multiply in float8, the rest is bfloat16 autocast.
+
+    Inputs, weights and gradients of each `torch.nn.Linear` are scaled and rounded to float8 (E4M3,
+    gradients E5M2) when they are multiplied (Micikevicius et al., 2022, "FP8 Formats for Deep
+    Learning"). Nothing of it is kept: parameters, optimizers and checkpoints are as under
+    'bf16-mixed', with the same names, so that a checkpoint of either loads into the other. It pays
+    for large layers, with `torch.compile`; small ones are faster in bfloat16.
+
+    Layers whose sizes are no multiples of 16 stay in bfloat16, as do subclasses of
+    `torch.nn.Linear`. Layers keep their hooks, and whoever refers to them.
+
+    Args:
+        name: "float8".
+        recipe: one scale for a tensor ("tensorwise"), for a row ("rowwise", more exact and
+            slower), or the latter with gradients of weights in bfloat16 ("rowwise_with_gw_hp").
+        emulate: round as float8 does and multiply in full precision, slowly: to try it on a device
+            without float8 kernels.
+        ignore_modules: names of modules that stay in bfloat16, such as {"lm_head"}.
+
+    Raises:
+        ConfigurationError: an argument is none of these; or, from `bind`, torchao is missing, or
+            no GPU here has float8.
+
+    Example:
+        >>> from stratagem_cuda.precision import Float8Precision
+        >>> Float8Precision(recipe="rowwise", ignore_modules={"lm_head"}).name
+        'float8'
+    """
+
+    def __init__(
+        self,
+        name: str = "float8",
+        *,
+        recipe: str = "tensorwise",
+        emulate: bool = False,
+        ignore_modules: Collection[str] = (),
+    ) -> None:
+        if name != "float8":
+            raise ConfigurationError(f"Float8Precision(name={name!r}): expected 'float8'")
+        if recipe not in RECIPES:
+            raise ConfigurationError(
+                f"Float8Precision(recipe={recipe!r}): expected one of "
+                f"{', '.join(map(repr, RECIPES))}"
+            )
+        super().__init__()
+        self.name = name
+        self.recipe = recipe
+        self.emulate = emulate
+        self.ignore_modules = as_names(ignore_modules)
+
+    def bind(self, accelerator: Accelerator) -> None:
+        """Look for torchao, and for float8 in the GPUs that this process sees."""
+        TORCHAO.check(self.name)
+        if not self.emulate:
+            kind = accelerator.device(0).type
+            if kind != "cuda":
+                raise ConfigurationError(
+                    f"precision={self.name!r}: the accelerator {accelerator.name!r} has no float8 "
+                    "kernels: pass precision='bf16-mixed', or "
+                    "plugins=Float8Precision(emulate=True) to try the rounding, slowly"
+                )
+            check_visible_float8(self)
+        super().bind(accelerator)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Let linear layers compute in float8, in place; parameters stay the same objects."""
+        if not self.emulate:
+            check_current_float8(self)
+        # The import takes seconds, and only ranks need it.
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(self.recipe),
+            emulate=self.emulate,
+            # Without it a batch whose size is no multiple of 16 fails, such as an epoch's last one.
+            pad_inner_dim=True,
+        )
+        for layer in find_layers(module, nn.Linear, self.ignore_modules).values():
+            if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
+                _become(layer, convert_to_float8_training(layer, config=config))
+                if self.emulate:
+                    layer.register_forward_pre_hook(_in_bfloat16)
+        warn_unless_converted(
+            module,
+            self.name,
+            lambda part: hasattr(part, "linear_mm_config"),
+            f"torch.nn.Linear whose two sizes are multiples of {MULTIPLE}",
+        )
+        return module
+
+
+def _in_bfloat16(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Do on any device what torchao does under CUDA's autocast only."""
+    return tuple(each.to(torch.bfloat16) for each in inputs)
+
+
+def _become(layer: nn.Linear, converted: nn.Module) -> None:
+    """Make a layer what torchao has made of it, as `fully_shard` does: in place, by its class.
+
+    What torchao returns is another module of the same parameters. Put in the layer's place, it
+    would lose the layer's hooks, and a reference to the layer would be to one that is not used.
+    """
+    for name, value in vars(converted).items():
+        vars(layer).setdefault(name, value)
+    layer.__class__ = type(converted)  # type: ignore[assignment]

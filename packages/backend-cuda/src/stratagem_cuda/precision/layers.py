@@ -1,0 +1,88 @@
+"""Finding the layers of a model that are to compute in another way."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from torch import nn
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategies import StepModule
+
+
+def as_names(given: Any) -> frozenset[str]:
+    """Return names of modules that a user has passed.
+
+    Raises:
+        ConfigurationError: they are no names.
+    """
+    names = [given] if isinstance(given, str) else given
+    try:
+        found = frozenset(names)
+    except TypeError:
+        found = frozenset({None})
+    if not all(isinstance(name, str) and name for name in found):
+        raise ConfigurationError(
+            f"ignore_modules={given!r}: expected names of modules, as named_modules() has them, "
+            "such as {'lm_head'}"
+        )
+    return found
+
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def find_layers(
+    module: nn.Module, kind: type[Layer], ignore_modules: Collection[str]
+) -> dict[str, Layer]:
+    """Return a model's layers of a class by name; of this very class.
+
+    A subclass may compute anything, so it is left as it is.
+
+    Args:
+        module: the model, in a StepModule or not.
+        kind: the class, such as torch.nn.Linear.
+        ignore_modules: names of modules that are left out, with all that is in them.
+
+    Raises:
+        ConfigurationError: the model lacks a module of `ignore_modules`.
+    """
+    root = module.module if isinstance(module, StepModule) else module
+    names = dict(root.named_modules())
+    unknown = sorted(set(ignore_modules) - names.keys())
+    if unknown:
+        known = ", ".join(sorted(name for name in names if name)[:20])
+        raise ConfigurationError(
+            f"ignore_modules names {unknown[0]!r}, which the model does not have: expected one of "
+            f"{known or '(none: it is one layer)'}"
+        )
+    return {
+        name: part
+        for name, part in names.items()
+        if type(part) is kind and not _is_within(name, ignore_modules)
+    }
+
+
+def _is_within(name: str, modules: Collection[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in modules)
+
+
+def warn_unless_converted(
+    module: nn.Module, precision: str, is_converted: Callable[[nn.Module], bool], wanted: str
+) -> None:
+    """Warn where a model has no layer that computes in the precision asked for.
+
+    Args:
+        module: the model, after its conversion.
+        precision: its name.
+        is_converted: whether a layer computes in it.
+        wanted: which layers are converted, for the message.
+    """
+    if not any(map(is_converted, module.modules())):
+        warnings.warn(
+            f"precision={precision!r} has converted nothing, so the model computes as it would "
+            f"without it: the model has no {wanted}",
+            stacklevel=2,
+        )

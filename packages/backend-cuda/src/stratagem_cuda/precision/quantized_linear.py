@@ -1,0 +1,189 @@
+"""QuantizedLinear: a linear layer whose weight bitsandbytes has quantised.
+
+bitsandbytes has modules of its own, which hide the scales in an attribute of the weight. Here they
+are parameters like any other, so that moving, copying, broadcasting, saving and loading a layer
+needs no code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes
+import torch
+from bitsandbytes import functional
+from torch import Tensor, nn
+
+OUTLIERS = 6.0
+"""Columns of inputs with larger values are multiplied in float16 ("LLM.int8()", section 3.2)."""
+
+
+class QuantizedLinear(nn.Linear):
+    """What `quantize` makes of a torch.nn.Linear.
+
+    Attributes:
+        mode: see `BitsandbytesPrecision`.
+    """
+
+    mode: str
+
+    @property
+    def _prefix(self) -> str:
+        return f"weight_{self.mode.replace('-', '_')}_"
+
+    def _put(self, **tensors: Tensor | None) -> None:
+        """Keep what dequantising needs; the names say of which mode."""
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                parameter = nn.Parameter(tensor.detach(), requires_grad=False)
+                self.register_parameter(self._prefix + name, parameter)
+
+    def _take(self, name: str) -> Any:
+        return self._parameters.get(self._prefix + name)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply `input`, of shape (..., in_features), by the quantised weight, in its dtype."""
+        rows = input.reshape(-1, self.in_features)
+        bias = None if self.bias is None else self.bias.to(rows.dtype)
+        return self._multiply(rows, bias).reshape(*input.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def quantize_weight(self) -> None:
+        """Put what the weight is quantised to in its place; once."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Move the layer; scales keep their dtype whatever the layer is converted to."""
+        scales = {
+            name: parameter.data
+            for name, parameter in self._parameters.items()
+            if parameter is not None and name.startswith(self._prefix)
+        }
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in scales.items():
+            now = self._parameters[name]
+            if now is not None and now.dtype != before.dtype:
+                now.data = before.to(now.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Refuse a weight that was not quantised in this mode, also where names need not match."""
+        if prefix + "weight" in state_dict:
+            scales = [name for name in self._parameters if name.startswith(self._prefix)]
+            missing = [name for name in scales if prefix + name not in state_dict]
+            if missing:
+                *_, errors = args
+                errors.append(
+                    f"{prefix}weight is quantised here ({self.mode}), and not in what is loaded, "
+                    f"which lacks {prefix}{missing[0]}: load it before the model is set up"
+                )
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """Add the mode to what nn.Linear says."""
+        return f"{super().extra_repr()}, mode={self.mode}"
+
+
+class _FourBits(QuantizedLinear):
+    blocksize: int
+
+    def quantize_weight(self) -> None:
+        kind, _, nested = self.mode.partition("-")
+        packed, state = functional.quantize_4bit(
+            self.weight.detach().contiguous(), quant_type=kind, compress_statistics=bool(nested)
+        )
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.blocksize = state.blocksize
+        self._put(absmax=state.absmax, quant_map=state.code)
+        if state.state2 is not None:
+            self.nested_blocksize = state.state2.blocksize
+            self._put(
+                nested_absmax=state.state2.absmax,
+                nested_quant_map=state.state2.code,
+                nested_offset=state.offset,
+            )
+
+    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        nested = None
+        if self._take("nested_absmax") is not None:
+            nested = functional.QuantState(
+                absmax=self._take("nested_absmax"),
+                code=self._take("nested_quant_map"),
+                blocksize=self.nested_blocksize,
+                dtype=torch.float32,
+            )
+        state = functional.QuantState(
+            absmax=self._take("absmax"),
+            shape=torch.Size((self.out_features, self.in_features)),
+            code=self._take("quant_map"),
+            blocksize=self.blocksize,
+            quant_type=self.mode.partition("-")[0],
+            dtype=rows.dtype,
+            offset=self._take("nested_offset"),
+            state2=nested,
+        )
+        product: Tensor = bitsandbytes.matmul_4bit(
+            rows, self.weight.t(), quant_state=state, bias=bias
+        )
+        return product
+
+
+class _EightBits(QuantizedLinear):
+    def quantize_weight(self) -> None:
+        weight = self.weight.detach().to(torch.float16).contiguous()
+        rounded, scale, _ = functional.int8_vectorwise_quant(weight)
+        # As one column, like 4 bits: in the shape of a plain weight it could be loaded as one.
+        self.weight = nn.Parameter(rounded.view(-1, 1), requires_grad=False)
+        self._put(scale=scale)
+
+    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        state = _state_of(self)
+        state.has_fp16_weights = False
+        state.CB = self.weight.view(self.out_features, self.in_features)
+        state.SCB = self._take("scale")
+        product: Tensor = bitsandbytes.matmul(rows, state.CB, bias=bias, state=state)
+        return product
+
+
+class _EightBitsTrained(QuantizedLinear):
+    def quantize_weight(self) -> None:
+        """Leave the weight as it is: it is quantised in each forward."""
+
+    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = bitsandbytes.matmul(rows, self.weight, bias=bias, state=_state_of(self))
+        return product
+
+
+_KINDS: dict[str, type[QuantizedLinear]] = {
+    "int8": _EightBits,
+    "int8-training": _EightBitsTrained,
+}
+
+
+def _state_of(layer: nn.Module) -> Any:
+    """Return what bitsandbytes keeps from a forward in 8 bits to its backward."""
+    state = bitsandbytes.MatmulLtState()
+    state.threshold = OUTLIERS
+    state.is_training = layer.training
+    return state
+
+
+def quantize(layer: nn.Linear, mode: str) -> None:
+    """Quantise a layer's weight in place; hooks, and references to the layer, stay.
+
+    Args:
+        layer: whose weight has its values.
+        mode: see `BitsandbytesPrecision`.
+    """
+    kinds: dict[str, type[QuantizedLinear]] = {
+        "int8": _EightBits,
+        "int8-training": _EightBitsTrained,
+    }
+    layer.__class__ = kinds.get(mode, _FourBits)
+    assert isinstance(layer, QuantizedLinear)
+    layer.mode = mode
+    layer.quantize_weight()

@@ -1,0 +1,82 @@
+"""float8 and nf4 on two ranks, under ddp and fsdp: `python precision_ranks.py`; JSON to its end."""
+
+import json
+import sys
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from stratagem import Lite
+from stratagem.strategies import DDPStrategy, FSDPStrategy
+from stratagem_cuda.precision import BitsandbytesPrecision, Float8Precision
+
+out = {}
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    hidden = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(2))
+    return nn.Sequential(nn.Linear(32, 32), *hidden, nn.Linear(32, 16))
+
+
+def steps(lite, model, optimizer):
+    inputs = torch.randn(32, 32, generator=torch.Generator().manual_seed(2))
+    losses = []
+    for start in range(lite.global_rank * 4, 32, 8):
+        batch = inputs[start : start + 4]
+        loss = mse_loss(model(batch), batch[:, :16])
+        lite.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(lite.all_reduce(loss.detach()).item())
+    return losses
+
+
+strategies = {"ddp": DDPStrategy(), "fsdp": FSDPStrategy(auto_wrap_policy=nn.Sequential)}
+for name, strategy in strategies.items():
+    lite = Lite(
+        accelerator="cpu", devices=2, strategy=strategy, plugins=Float8Precision(emulate=True)
+    )
+    lite.launch()
+    net = network(lite.global_rank)  # rank 0's weights count
+    model, optimizer = lite.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+    out[f"{name} converted"] = sum(hasattr(part, "linear_mm_config") for part in net.modules())
+    out[name] = steps(lite, model, optimizer)
+    lite.save(f"{name}.ckpt", {"model": model, "optimizer": optimizer})
+    # Rank 0 alone has all of a sharded model's state.
+    out[f"{name} names"] = list(model.state_dict()) == list(network(0).state_dict())
+
+# What one strategy has saved, the other loads.
+net = network(7)
+model, optimizer = lite.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+lite.load("ddp.ckpt", {"model": model, "optimizer": optimizer})
+out["ddp to fsdp"] = steps(lite, model, optimizer)
+net = network(7)
+model, optimizer = lite.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+lite.load("fsdp.ckpt", {"model": model, "optimizer": optimizer})
+out["fsdp to fsdp"] = steps(lite, model, optimizer)
+
+# Built in shards, it draws the values of one process.
+with lite.init_module():
+    net = network(0)
+model, optimizer = lite.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+out["fsdp built in shards"] = steps(lite, model, optimizer)
+
+# Quantised weights are frozen, and those of rank 0 like any others.
+lite = Lite(
+    accelerator="cpu",
+    devices=2,
+    strategy="ddp",
+    plugins=BitsandbytesPrecision("nf4-dq", ignore_modules={"3"}),
+)
+lite.launch()
+net = network(lite.global_rank)
+first = {name: value.clone() for name, value in net.state_dict().items()}
+model, optimizer = lite.setup(net, torch.optim.SGD(net.parameters(), lr=1e-2))
+out["nf4"] = steps(lite, model, optimizer)
+sums = torch.stack([value.double().sum() for value in model.state_dict().values()])
+out["nf4 alike"] = bool((lite.all_gather(sums) == sums).all())
+if lite.is_global_zero:
+    print(json.dumps(out))
+    sys.stdout.flush()

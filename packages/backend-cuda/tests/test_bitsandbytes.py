@@ -1,0 +1,239 @@
+"""bitsandbytes on its CPU kernels: what is quantised, what trains, what is saved and loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+from stratagem import Lite, Module, Trainer
+from stratagem.errors import CheckpointMismatchError, ConfigurationError
+from stratagem_cuda.precision import BitsandbytesPrecision
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+FROZEN = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
+ERROR = {"nf4": 0.12, "nf4-dq": 0.12, "fp4": 0.18, "fp4-dq": 0.18, "int8": 0.02}
+"""Measured relative errors of a product with normal weights are 0.09, 0.13 and 0.01."""
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter (LoRA) beside it, a norm, and a head."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = nn.Linear(64, 64)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+        nn.init.zeros_(self.up.weight)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 8)
+        self.shared: Tensor | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.base(inputs) + self.up(self.down(inputs)))
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+ADAPTER = {"down", "up", "head"}
+
+
+def launched(mode: str, **options: Any) -> Lite:
+    options.setdefault("ignore_modules", ADAPTER)
+    lite = Lite(accelerator="cpu", plugins=BitsandbytesPrecision(mode, **options))
+    lite.launch()
+    return lite
+
+
+def inputs() -> Tensor:
+    return torch.randn(6, 3, 64, generator=torch.Generator().manual_seed(2))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("mode", FROZEN)
+def test_a_product_is_that_of_the_weight_within_its_bits(mode: str) -> None:
+    lite = launched(mode, ignore_modules=())
+    layer = nn.Linear(64, 96)
+    exact = nn.functional.linear(inputs(), layer.weight, layer.bias).detach()
+    model = lite.setup_module(layer)
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(inputs())
+    model.train()
+    trained = model(inputs().requires_grad_())
+    for output in (evaluated, trained):
+        assert output.shape == (6, 3, 96)
+        assert output.dtype is torch.float32
+        assert 0 < (output - exact).norm() / exact.norm() < ERROR[mode]
+    assert layer.weight.element_size() * layer.weight.numel() <= 96 * 64
+    assert not layer.weight.requires_grad
+    assert f"mode={mode}" in repr(layer)
+
+
+@needs_bitsandbytes
+def test_only_linear_layers_that_are_not_ignored_are_quantised() -> None:
+    net = Adapted()
+    net.shared = net.head.weight
+    launched("nf4", ignore_modules={"down", "up"}).setup_module(net)
+    found = {name: tensor.dtype for name, tensor in net.state_dict().items()}
+    assert found["base.weight"] is torch.uint8
+    # What shares its weight, and all else, is in the dtype of the computation.
+    rest = ("down.weight", "norm.weight", "norm.bias", "base.bias", "head.weight")
+    assert {found[name] for name in rest} == {torch.bfloat16}
+    assert found["base.weight_nf4_absmax"] is torch.float32
+    # Scales keep their dtype whatever the model is converted to.
+    net.half()
+    assert net.base.state_dict()["weight_nf4_absmax"].dtype is torch.float32
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("mode", [*FROZEN, "int8-training"])
+def test_adapters_train_and_frozen_weights_stay(mode: str) -> None:
+    lite = launched(mode)
+    net = Adapted()
+    model, optimizer = lite.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    losses = []
+    for _ in range(8):
+        loss = mse_loss(model(inputs()), torch.ones(6, 3, 8))
+        losses.append(loss.item())
+        lite.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = {n for n, value in net.state_dict().items() if not torch.equal(value, before[n])}
+    assert losses[-1] < 0.5 * losses[0]
+    assert {"up.weight", "head.weight", "norm.bias"} <= changed
+    assert ("base.weight" in changed) == (mode == "int8-training")
+    assert not any("absmax" in name or "scale" in name for name in changed)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("mode", [*FROZEN, "int8-training"])
+def test_what_is_quantised_is_saved_and_loaded_bit_for_bit(mode: str, tmp_path: Path) -> None:
+    lite = launched(mode)
+    model = lite.setup_module(Adapted())
+    lite.save(tmp_path / "model.ckpt", {"model": model})
+    other = lite.setup_module(Adapted(seed=9))
+    with torch.no_grad():
+        assert not torch.equal(other(inputs()), model(inputs()))
+        lite.load(tmp_path / "model.ckpt", {"model": other})
+        assert torch.equal(other(inputs()), model(inputs()))
+
+
+@needs_bitsandbytes
+def test_a_checkpoint_of_another_mode_or_precision_is_refused(tmp_path: Path) -> None:
+    nf4, fp4, int8 = launched("nf4"), launched("fp4"), launched("int8")
+    plain = Lite(accelerator="cpu")
+    plain.launch()
+    models = {lite: lite.setup_module(Adapted()) for lite in (nf4, fp4, int8, plain)}
+    for name, lite in {"nf4": nf4, "fp4": fp4, "int8": int8, "plain": plain}.items():
+        lite.save(tmp_path / name, {"model": models[lite]})
+
+    def refused(lite: Lite, name: str, *, strict: bool = True) -> str:
+        with pytest.raises((CheckpointMismatchError, RuntimeError)) as caught:
+            lite.load(tmp_path / name, {"model": models[lite]}, strict=strict)
+        return str(caught.value)
+
+    assert "it lacks base.weight_fp4_absmax" in refused(fp4, "nf4")
+    assert "base.weight_nf4_absmax" in refused(plain, "nf4")
+    assert "base.weight (64, 64) (the model has (2048, 1))" in refused(nf4, "plain")
+    for strict in (True, False):
+        for name in ("nf4", "int8"):
+            assert "(the model has (64, 64))" in refused(plain, name, strict=strict)
+        assert "(the model has (4096, 1))" in refused(int8, "plain", strict=strict)
+    # Names need not match then, and the bits of another mode would be read as this one's.
+    assert (
+        "base.weight is quantised here (fp4), and not in what is loaded, which lacks "
+        "base.weight_fp4_absmax: load it before the model is set up"
+    ) in refused(fp4, "nf4", strict=False)
+
+
+@needs_bitsandbytes
+def test_a_model_is_built_in_the_dtype_and_a_plain_checkpoint_loaded_before_set_up() -> None:
+    lite = launched("nf4")
+    with lite.init_module():
+        net = Adapted(seed=3)
+    assert net.base.weight.dtype is torch.bfloat16
+    pretrained = Adapted(seed=4)
+    net.load_state_dict(pretrained.state_dict())
+    exact = pretrained.base(inputs()).detach()
+    lite.setup_module(net)
+    with torch.no_grad():
+        output = net.base(inputs().bfloat16()).float()
+    assert (output - exact).norm() / exact.norm() < ERROR["nf4"]
+
+
+class Tuned(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Adapted()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = mse_loss(self.net(batch).float(), torch.ones(*batch.shape[:-1], 8))
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def fit(max_steps: int, ckpt_path: Path | None = None) -> tuple[Trainer, Tuned]:
+    torch.manual_seed(5)
+    module = Tuned()
+    trainer = Trainer(
+        accelerator="cpu",
+        plugins=BitsandbytesPrecision("nf4", ignore_modules={f"net.{name}" for name in ADAPTER}),
+        max_steps=max_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    batches: Any = torch.split(torch.randn(24, 64, generator=torch.Generator().manual_seed(6)), 4)
+    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+@needs_bitsandbytes
+def test_the_trainer_tunes_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    _, whole = fit(6)
+    trainer, _ = fit(3)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    _, rest = fit(6, tmp_path / "half.ckpt")
+    assert rest.losses == whole.losses[3:]
+    assert all(torch.equal(v, whole.state_dict()[n]) for n, v in rest.state_dict().items())
+
+
+@needs_bitsandbytes
+def test_a_model_without_linear_layers_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"'int8' has converted nothing.*has no torch\.nn\.Linear"):
+        launched("int8", ignore_modules=()).setup_module(nn.Sequential(nn.LayerNorm(4)))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"mode='int4'\): expected one of 'nf4', 'nf4-dq'"):
+        BitsandbytesPrecision("int4")
+    with pytest.raises(ConfigurationError, match=r"computes in torch\.float16 only; leave dtype"):
+        BitsandbytesPrecision("int8", dtype=torch.bfloat16)
+    with pytest.raises(ConfigurationError, match="expected a floating-point dtype such as torch"):
+        BitsandbytesPrecision("nf4", dtype=torch.int8)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("given", ["nf4", BitsandbytesPrecision("int8")])
+def test_a_strategy_that_divides_parameters_is_refused(given: Any) -> None:
+    option = {"precision": given} if isinstance(given, str) else {"plugins": given}
+    name = given if isinstance(given, str) else given.name
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(accelerator="cpu", strategy="fsdp", devices=2, logger=False, **option)
+    assert str(caught.value) == (
+        "the strategy 'fsdp' divides parameters between ranks, which those of "
+        f"precision={name!r} cannot be: pass strategy='ddp', or another precision"
+    )

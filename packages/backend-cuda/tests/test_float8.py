@@ -1,0 +1,283 @@
+"""float8 by torchao, whose emulation rounds as a GPU does and multiplies in full precision."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Lite, Module, Trainer
+from stratagem.discovery import Availability
+from stratagem.errors import ConfigurationError
+from stratagem_cuda.accelerator import CUDAAccelerator
+from stratagem_cuda.precision import Float8Precision
+from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
+
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+)
+
+
+class Classifier(Module):
+    """Three layers on fixed data; the middle one can be float8, the last one (of 5) cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(32, 64)
+        self.middle = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32))
+        self.last = nn.Linear(32, 5)
+        self.losses: list[float] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.middle(torch.relu(self.first(inputs)))
+        return self.last(torch.relu(hidden))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, classes = batch
+        loss = cross_entropy(self(inputs), classes)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def data() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(70, 32, generator=generator)  # the last batch has 6
+    classes = (inputs @ torch.randn(32, 5, generator=generator)).argmax(1)
+    return DataLoader(TensorDataset(inputs, classes), batch_size=16)
+
+
+def fit(
+    precision: Any, *, ckpt_path: Path | None = None, epochs: int = 6
+) -> tuple[Trainer, Classifier]:
+    module = Classifier()
+    trainer = Trainer(
+        accelerator="cpu",
+        precision=precision if isinstance(precision, str) else "32-true",
+        plugins=None if isinstance(precision, str) else precision,
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, data(), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+@needs_torchao
+def test_losses_are_those_of_full_precision_within_the_rounding() -> None:
+    _, exact = fit("32-true")
+    _, half = fit("bf16-mixed")
+    _, rounded = fit(Float8Precision(emulate=True))
+    differences = [abs(a - b) for a, b in zip(exact.losses, rounded.losses, strict=True)]
+    # E4M3 has 3 bits of mantissa: a product is off by up to 6 %, and a sum of 64 by less.
+    assert 0 < max(differences) < 0.1
+    assert max(abs(a - b) for a, b in zip(exact.losses, half.losses, strict=True)) < 0.1
+    assert rounded.losses[-1] < 0.5 * rounded.losses[0]
+
+
+@needs_torchao
+def test_checkpoints_are_plain_and_load_into_other_precisions(tmp_path: Path) -> None:
+    trainer, module = fit(Float8Precision(emulate=True), epochs=1)
+    trainer.save_checkpoint(tmp_path / "float8.ckpt")
+    weights = torch.load(tmp_path / "float8.ckpt", weights_only=True)["state_dict"]
+    assert weights.keys() == Classifier().state_dict().keys()
+    assert all(type(w) is Tensor and w.dtype is torch.float32 for w in weights.values())
+    assert all(torch.equal(w, module.state_dict()[name]) for name, w in weights.items())
+    _, plain = fit("32-true", ckpt_path=tmp_path / "float8.ckpt", epochs=2)
+    trainer, _ = fit("32-true", epochs=1)
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    _, rounded = fit(Float8Precision(emulate=True), ckpt_path=tmp_path / "plain.ckpt", epochs=2)
+    assert len(plain.losses) == len(rounded.losses) == 5
+    _, whole = fit(Float8Precision(emulate=True), epochs=2)
+    _, rest = fit(Float8Precision(emulate=True), ckpt_path=tmp_path / "float8.ckpt", epochs=2)
+    assert rest.losses == whole.losses[5:]
+
+
+@needs_torchao
+def test_layers_stay_themselves() -> None:
+    lite = Lite(accelerator="cpu", plugins=Float8Precision(emulate=True, ignore_modules="1"))
+    lite.launch()
+    first, inner, last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+    net = nn.Sequential(first, nn.Sequential(inner), last)
+    weight, seen = first.weight, []
+    first.register_forward_hook(lambda *_: seen.append(1))
+    model, optimizer = lite.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    output = model(torch.randn(4, 16))
+    assert output.dtype is torch.float32
+    lite.backward(output.square().mean())
+    before = weight.clone()
+    optimizer.step()
+    assert net[0] is first
+    assert first.weight is weight
+    assert seen == [1]
+    assert not torch.equal(before, weight)
+    kinds = [type(part).__name__ for part in (first, inner, last)]
+    assert kinds == ["Float8Linear", "Linear", "Linear"]
+    # Converted before, it is left as it is.
+    assert type(lite.setup_module(net).module[0]).__name__ == "Float8Linear"
+
+
+@needs_torchao
+def test_a_model_may_be_one_layer() -> None:
+    lite = Lite(accelerator="cpu", plugins=Float8Precision(emulate=True))
+    lite.launch()
+    alone = nn.Linear(16, 16)
+    assert lite.setup_module(alone)(torch.randn(4, 16)).shape == (4, 16)
+    assert type(alone).__name__ == "Float8Linear"
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_the_recipes_compute(recipe: str) -> None:
+    _, rounded = fit(Float8Precision(recipe=recipe, emulate=True), epochs=2)
+    assert rounded.losses[-1] < rounded.losses[0]
+
+
+@needs_torchao
+def test_a_model_without_a_layer_that_fits_is_said() -> None:
+    lite = Lite(accelerator="cpu", plugins=Float8Precision(emulate=True))
+    lite.launch()
+    with pytest.warns(UserWarning, match="precision='float8' has converted nothing.*multiples of"):
+        lite.setup_module(nn.Sequential(nn.Linear(16, 3), nn.ReLU()))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"recipe='fast'\): expected one of 'tensorwise', "
+    ):
+        Float8Precision(recipe="fast")
+    with pytest.raises(ConfigurationError, match="expected 'float8'"):
+        Float8Precision("fp8")
+    with pytest.raises(ConfigurationError, match="ignore_modules=5: expected names of modules"):
+        Float8Precision(ignore_modules=5)  # type: ignore[arg-type]
+
+
+@needs_torchao
+def test_a_module_that_is_not_there_cannot_be_ignored() -> None:
+    lite = Lite(accelerator="cpu", plugins=Float8Precision(emulate=True, ignore_modules={"head"}))
+    lite.launch()
+    with pytest.raises(ConfigurationError, match="names 'head', which the model does not have: ex"):
+        lite.setup_module(nn.Sequential(nn.Linear(16, 16)))
+
+
+# -- what is refused before a process starts
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Versions of distributions that metadata is made to say."""
+    versions = {"torchao": "0.18.0", "bitsandbytes": "0.50.2", "transformer-engine": "2.20.2"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    return versions
+
+
+@pytest.mark.parametrize(
+    ("precision", "package"),
+    [("float8", "torchao"), ("nf4", "bitsandbytes"), ("int8-training", "bitsandbytes")],
+)
+def test_a_library_that_is_missing_is_said_with_the_command(
+    precision: str, package: str, installed: dict[str, str]
+) -> None:
+    del installed[package]
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(accelerator="cpu", precision=precision, logger=False)
+    assert f"precision={precision!r} needs {package}>=" in str(caught.value)
+    extra = "float8" if package == "torchao" else package
+    assert f"is not installed: pip install 'stratagem-backend-cuda[{extra}]'" in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "1.0.0"])
+def test_a_library_of_another_version_is_said(version: str, installed: dict[str, str]) -> None:
+    installed["torchao"] = version
+    with pytest.raises(ConfigurationError) as caught:
+        Float8Precision().bind(CUDAAccelerator())
+    assert str(caught.value) == (
+        f"precision='float8' needs torchao>=0.13,<1, received torchao {version}: pip install "
+        "'stratagem-backend-cuda[float8]' installs one that fits"
+    )
+
+
+def test_the_extras_are_the_versions_that_are_looked_for() -> None:
+    declared = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    for needed in (TORCHAO, BITSANDBYTES, TRANSFORMER_ENGINE):
+        name = needed.distribution
+        what = name + ("[pytorch]" if name == "transformer-engine" else "") + needed.versions
+        assert f'\n{needed.extra} = ["{what}"]\n' in declared
+
+
+def test_a_device_without_float8_kernels_is_refused(installed: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(accelerator="cpu", precision="float8", logger=False)
+    assert "precision='float8': the accelerator 'cpu' has no float8 kernels" in str(caught.value)
+    assert "plugins=Float8Precision(emulate=True)" in str(caught.value)
+
+
+def play_nvml(monkeypatch: pytest.MonkeyPatch, gpus: dict[str, tuple[int, int]]) -> None:
+    """Play the driver of a machine with these GPUs."""
+    names = list(gpus)
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: 13000,
+        "nvmlSystemGetDriverVersion": lambda: "580.65",
+        "nvmlDeviceGetCount": lambda: len(names),
+        "nvmlDeviceGetHandleByIndex": lambda index: SimpleNamespace(index=index),
+        "nvmlDeviceGetName": lambda handle: names[handle.index],
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle.index}",
+        "nvmlDeviceGetMigMode": lambda handle: (0, 0),
+        "nvmlDeviceGetComputeMode": lambda handle: pynvml.NVML_COMPUTEMODE_DEFAULT,
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: gpus[names[handle.index]],
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+
+
+@pytest.mark.parametrize("precision", ["float8", "transformer-engine"])
+def test_gpus_without_float8_are_refused(
+    precision: str, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    play_nvml(monkeypatch, {"A100": (8, 0), "T4": (7, 5)})
+    monkeypatch.setattr(CUDAAccelerator, "availability", lambda self: Availability(2, "played"))
+    with pytest.raises(ConfigurationError) as caught:
+        Lite(accelerator=CUDAAccelerator(), devices=1, precision=precision)
+    assert str(caught.value) == (
+        f"precision={precision!r} needs a GPU with float8 arithmetic, of compute capability 8.9 or "
+        "more (Ada, Hopper, Blackwell): A100 has 8.0, T4 has 7.5. Pass precision='bf16-mixed'"
+    )
+
+
+def test_a_gpu_with_float8_is_taken_and_the_others_found_on_their_ranks(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_nvml(monkeypatch, {"A100": (8, 0), "H100": (9, 0)})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    precision = Float8Precision()
+    with pytest.raises(ConfigurationError, match=r"Blackwell\): A100 has 8.0"):
+        precision.bind(CUDAAccelerator())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(CUDAAccelerator, "autocast", lambda self, dtype: torch.autocast("cpu"))
+    precision.bind(CUDAAccelerator())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    with pytest.raises(ConfigurationError, match=r"A100 has 8\.0\. Pass precision='bf16-mixed'"):
+        precision.convert_module(nn.Linear(16, 16))

@@ -1,0 +1,53 @@
+"""float8 and bitsandbytes in several processes: strategies, and weights that come back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("torchao", "bitsandbytes"))),
+    reason="torchao and bitsandbytes are not both installed",
+)
+
+
+def run(script: str, folder: Path) -> dict[str, Any]:
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / script)],
+        cwd=folder,
+        env={**environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp_compute_alike_and_load_one_anothers_checkpoints(tmp_path: Path) -> None:
+    out = run("precision_ranks.py", tmp_path)
+    assert out["ddp converted"] == out["fsdp converted"] == 4
+    assert out["fsdp"] == pytest.approx(out["ddp"], rel=1e-6)
+    assert out["fsdp built in shards"] == out["fsdp"]
+    assert out["ddp names"]
+    assert out["fsdp names"]
+    assert out["ddp to fsdp"] == pytest.approx(out["fsdp to fsdp"], rel=1e-6)
+    assert out["ddp to fsdp"][0] < out["ddp"][0]
+    assert out["nf4 alike"]
+
+
+def test_quantised_weights_come_back_from_new_processes(tmp_path: Path) -> None:
+    out = run("precision_fork.py", tmp_path)
+    assert out == {"kind": "uint8", "has trained": True, "evaluated": 2}

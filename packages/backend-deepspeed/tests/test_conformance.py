@@ -1,0 +1,22 @@
+"""DeepSpeed's stages pass the kit that authors of strategies run against theirs."""
+
+from __future__ import annotations
+
+import pytest
+
+from stratagem.testing import StrategyConformance
+
+pytest_plugins = ["stratagem.testing.plugin"]
+pytestmark = pytest.mark.conformance
+
+
+class TestStage1(StrategyConformance):
+    strategy = "deepspeed_stage_1"
+
+
+class TestStage2(StrategyConformance):
+    strategy = "deepspeed_stage_2"
+
+
+class TestStage3(StrategyConformance):
+    strategy = "deepspeed_stage_3"

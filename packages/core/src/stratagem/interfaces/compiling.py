@@ -1,0 +1,233 @@
+"""Compiling a model's parts in place with torch.compile: names and hooks stay as they are."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from types import CodeType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigurationError
+from stratagem.plan.compilation import Compilation
+
+compiled_parts: WeakSet[nn.Module] = WeakSet()
+"""The modules that were compiled here and are still there."""
+
+_MARK = "_stratagem_compiled"
+_codes: dict[Any, CodeType] = {}
+
+
+def check_compilation(compilation: Compilation, *, on_host: bool) -> None:
+    """Check that torch.compile takes the arguments, and can work here at all.
+
+    Args:
+        compilation: what was asked for.
+        on_host: whether the model is on the CPU, for which inductor writes C++.
+
+    Raises:
+        ConfigurationError: it cannot; says why.
+    """
+    if on_host and compilation.needs_compiler and _cpp_compiler() is None:
+        raise ConfigurationError(
+            f"{compilation} generates C++ for the CPU, and there is no C++ compiler: install g++ "
+            "or clang++ (apt-get install g++), set CXX to one, or pass compile={'backend': "
+            "'aot_eager'}, which generates none"
+        )
+    try:
+        backend = compilation.arguments.get("backend")
+        if isinstance(backend, str):
+            there = torch.compiler.list_backends(exclude_tags=())
+            if backend not in there:
+                raise ConfigurationError(
+                    f"{compilation}: there is no backend {backend!r}; expected one of "
+                    f"{', '.join(there)}, or a function (graph_module, example_inputs)"
+                )
+        with warnings.catch_warnings():
+            # torch's own, when inductor is imported: of a function that torch uses there.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch.compile(_nothing, **compilation.arguments)
+            if compilation.needs_compiler:
+                importlib.import_module("torch._inductor.compile_fx")
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise ConfigurationError(f"{compilation}: torch.compile refuses it: {error}") from error
+    if compilation.whole_step and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        raise ConfigurationError(
+            f"{compilation} needs a torch whose torch.compile takes backward into the graph "
+            f"(2.13 does), received {torch.__version__}: pass compile=True, or upgrade torch"
+        )
+
+
+def _nothing() -> None:
+    return None
+
+
+def _cpp_compiler() -> str | None:
+    named = os.environ.get("CXX")
+    candidates = (named,) if named else ("g++", "clang++")
+    return next((found for name in candidates if (found := shutil.which(name))), None)
+
+
+# -- which parts
+
+
+def parts_to_compile(model: nn.Module, groups: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """Return the modules whose forward is compiled.
+
+    Those are the model and its children with parameters (the elements of a ModuleList or
+    ModuleDict in the place of one), whichever the user's code calls; one that is called within
+    another is a part of that one's graph. Where the strategy has divided the model into groups,
+    whose hooks would break such a graph, they are the groups alone.
+
+    Args:
+        model: the user's.
+        groups: of a strategy that gathers parameters by group.
+
+    Example:
+        >>> model = nn.ModuleDict({"net": nn.Sequential(nn.Linear(2, 2)), "loss": nn.MSELoss()})
+        >>> parts_to_compile(model) == [model["net"]]
+        True
+    """
+    if groups:
+        chosen = set(groups)
+        return [g for g in groups if not any(m in chosen for m in g.modules() if m is not g)]
+    own = [model] if _has_forward(model) else []
+    return own + list(dict.fromkeys(_children(model)))
+
+
+def _children(part: nn.Module) -> Iterator[nn.Module]:
+    for child in part.children():
+        if next(child.parameters(), None) is None:
+            continue  # a loss, a metric: their Python state would be guarded at each step
+        if _has_forward(child):
+            yield child
+        else:
+            yield from _children(child)
+
+
+def _has_forward(part: nn.Module) -> bool:
+    return getattr(type(part), "forward", None) is not nn.Module.forward
+
+
+# -- compiling them
+
+
+def compile_model(
+    model: nn.Module, compilation: Compilation, groups: Collection[nn.Module] = ()
+) -> None:
+    """Compile the parts of a model in place; those that the user has compiled stay as they are.
+
+    Args:
+        model: the user's.
+        compilation: how.
+        groups: see `parts_to_compile`.
+    """
+    for part in parts_to_compile(model, groups):
+        if part._compiled_call_impl is None:
+            _compile(part, functools.partial(torch.compile, **compilation.arguments))
+            compiled_parts.add(part)
+
+
+def uncompile_model(model: nn.Module) -> None:
+    """Take back what `compile_model` did to a model."""
+    for part in model.modules():
+        undo = part.__dict__.pop(_MARK, None)
+        if undo is not None:
+            part._compiled_call_impl = None
+            compiled_parts.discard(part)
+            holder, attribute, forward = undo
+            if holder is not None:
+                setattr(holder, attribute, forward)
+
+
+def _compile(part: nn.Module, compile: Callable[..., Any]) -> None:
+    """Compile a module in place, as `nn.Module.compile` does, which keeps names and hooks.
+
+    That leaves modules of torch's own alone: it looks for frames of code that is not torch's. So
+    their forward gets a frame here.
+    """
+    part.__dict__[_MARK] = None, "", None
+    forward: Any = part.__dict__.get("forward")
+    if hasattr(forward, "forward_to_repeat"):
+        # Activation checkpointing stays outside: it runs what is compiled once more.
+        inner = forward.forward_to_repeat
+        part.__dict__[_MARK] = forward, "forward_to_repeat", inner
+        forward.forward_to_repeat = compile(_framed(inner, part))
+    elif not _is_torchs(part):
+        part._compiled_call_impl = compile(part._call_impl)
+    elif part._forward_pre_hooks or part._forward_hooks:
+        # The hooks of a group gather its parameters; they stay outside of the graph.
+        part._compiled_call_impl = _Hooked(part, compile(_framed(part.forward, part)))
+    else:
+        part._compiled_call_impl = compile(_framed(part._call_impl, part))
+
+
+class _Hooked:
+    """Calls a module with its hooks, and a compiled forward in the place of its own."""
+
+    def __init__(self, part: nn.Module, forward: Callable[..., Any]) -> None:
+        self._part, self._forward = part, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._part.__dict__
+        own["forward"] = self._forward
+        try:
+            return self._part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            own.pop("forward", None)
+
+
+def _is_torchs(part: nn.Module) -> bool:
+    return str(getattr(type(part).forward, "__module__", "")).startswith("torch.")
+
+
+def _framed(call: Callable[..., Any], part: nn.Module) -> Callable[..., Any]:
+    """Return a function that does `call`, with code of its own for each structure of a module.
+
+    torch.compile keeps graphs by code object, and no more than a few for each; modules that are
+    alike share theirs.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    of_parameters = ((n, tuple(p.shape), p.dtype) for n, p in part.named_parameters())
+    key = type(part).__qualname__, tuple(of_parameters)
+    name = f"forward_of_{type(part).__name__}"
+    forward.__code__ = _codes.setdefault(key, forward.__code__.replace(co_name=name))
+    return forward
+
+
+# -- what users have compiled themselves
+
+
+def own_module(module: Any) -> Any:
+    """Return the module in what `torch.compile(module)` returned, compiled in place instead.
+
+    Its options and its compiled code stay; its parameters have the module's own names, without
+    the `_orig_mod.` that the wrapper puts before them. Anything else is returned as it is.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
+        return module
+    inner: nn.Module = own_module(module._orig_mod)
+    if inner._compiled_call_impl is None:
+        _compile(inner, module.dynamo_ctx)
+        inner.__dict__.pop(_MARK)  # the user's, which stays
+    return inner
+
+
+def adopt_compiled(model: nn.Module) -> None:
+    """Put the module itself in the place of each submodule that `torch.compile` has wrapped."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = own_module(child)

@@ -1,0 +1,162 @@
+"""A strategy's life: several runs in one process, and the end of one."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from typing import Any
+
+from stratagem.interfaces.strategy import Strategy
+from stratagem.testing.strategies.check import Found, check
+from stratagem.testing.strategies.judging import close
+from stratagem.testing.strategies.models import Learner
+from stratagem.testing.strategies.probe import Probe
+from stratagem.testing.strategies.surroundings import Surroundings
+
+ORDER = ("bind", "setup_environment", "setup", "prepare", "train_step", "end_training", "teardown")
+"""Calls of which each comes after the one before it."""
+
+
+@check(
+    "life/order",
+    "one strategy is bound, set up, and trains, evaluates and predicts, in the order of the calls "
+    "in the docstring of Strategy",
+    lambda found: _judge_order(found),
+)
+def _order(probe: Probe) -> dict[str, Any]:
+    calls: list[str] = []
+    trainer = probe.trainer(max_epochs=1)
+    strategy = trainer.strategy
+    calls.append("bind")  # by the Trainer's __init__
+    for name in ORDER[1:-1]:
+        setattr(strategy, name, _noted(getattr(strategy, name), name, calls))
+    learner = Learner()
+    trainer.fit(learner, probe.loader(16), probe.loader(8))
+    trainer.validate(learner, probe.loader(8), verbose=False)
+    trainer.test(learner, probe.loader(8), verbose=False)
+    predicted = trainer.predict(learner, probe.loader(8))
+    for name in ORDER[1:-1]:
+        delattr(strategy, name)
+    device = str(strategy.device)
+    return {
+        "calls": calls,
+        "predicted": len(predicted),
+        "device": device,
+        "on": sorted({str(p.device) for p in learner.parameters()}),
+        "is_strategy": isinstance(strategy, Strategy),
+        "ranks": [trainer.ranks.global_rank, trainer.ranks.world_size],
+        "rank": [probe.rank, probe.world_size],
+    }
+
+
+def _noted(method: Any, name: str, calls: list[str]) -> Any:
+    def noted(*arguments: Any, **options: Any) -> Any:
+        if not calls or calls[-1] != name:
+            calls.append(name)
+        return method(*arguments, **options)
+
+    noted.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return noted
+
+
+def _judge_order(found: Found) -> None:
+    for rank, told in enumerate(found.ranks):
+        assert told["is_strategy"], "it is no stratagem.strategies.Strategy"
+        assert told["ranks"] == told["rank"], (
+            f"strategy.ranks says rank {told['ranks'][0]} of {told['ranks'][1]} on rank "
+            f"{told['rank'][0]} of {told['rank'][1]}"
+        )
+        calls = told["calls"]
+        first = [name for name in ORDER if name in calls]
+        positions = [calls.index(name) for name in first]
+        assert positions == sorted(positions), (
+            f"rank {rank}: the strategy was called in the order {calls}, expected {first}"
+        )
+        missing = [name for name in ORDER[:-1] if name not in calls]
+        assert not missing, f"rank {rank}: {', '.join(missing)} was never called: {calls}"
+        assert told["predicted"] == 1, f"rank {rank} predicted {told['predicted']} batches of 1"
+
+
+@check(
+    "life/twice",
+    "a model is trained twice in one process, by new strategies, as if each were the first",
+    lambda found: _judge_twice(found),
+    reference=True,
+)
+def _twice(probe: Probe) -> dict[str, Any]:
+    told: dict[str, Any] = {"fits": []}
+    learner = Learner("dense", "momentum")
+    for number in range(3):
+        learner.losses = []
+        trainer = probe.fit(learner)
+        told["fits"].append(learner.losses)
+        if number == 0:
+            # Validation prepares the model again, and so does the next fit.
+            trainer.validate(learner, probe.loader(8), verbose=False)
+    told["shard"] = list(trainer.ranks.data_shard)
+    return told
+
+
+def _judge_twice(found: Found) -> None:
+    if not found.target.equal:
+        return
+    for number in range(3):
+        parts = {told["shard"][0]: told["fits"][number] for told in found.ranks}
+        own = [sum(values) / len(values) for values in zip(*parts.values(), strict=True)]
+        expected = found.reference["fits"][number]
+        assert close(own, expected, 10 * found.target.tolerance), (
+            f"fit number {number + 1} of one model in one process has the losses {own}, expected "
+            f"{expected}: what the strategy kept of the fit before gets in its way (see release)"
+        )
+
+
+@check(
+    "life/nothing left between runs",
+    "a run that has ended leaves no process group, thread, variable, setting or patched function",
+    lambda found: _judge_left(found),
+)
+def _left(probe: Probe) -> dict[str, Any]:
+    learner = Learner()
+    probe.fit(learner)
+    # The first run of a process may set up what stays: modules, the group of all ranks.
+    before = Surroundings.now()
+    left = []
+    for _ in range(2):
+        trainer = probe.trainer(max_epochs=1)
+        trainer.fit(learner, probe.loader(16), probe.loader(8))
+        del trainer
+        gc.collect()
+        left.append(before.changes())
+    return {"left": left}
+
+
+def _judge_left(found: Found) -> None:
+    for rank, told in enumerate(found.ranks):
+        first, second = told["left"]
+        assert not second, (
+            f"rank {rank}: a run left behind {'; '.join(second)}"
+            + ("" if first == second else " (and each run more of it)")
+            + ": undo it in release(prepared) or teardown()"
+        )
+
+
+@check(
+    "life/bound again",
+    "teardown may be called, also twice, and a new strategy of the class works afterwards",
+    lambda found: _judge_bound_again(found),
+)
+def _bound_again(probe: Probe) -> dict[str, Any]:
+    trainer = probe.fit(Learner())
+    prepared = trainer.run.require_prepared()
+    trainer.strategy.release(prepared)
+    trainer.strategy.release(prepared)
+    learner = Learner()
+    again = probe.fit(learner, 16)
+    return {"losses": len(learner.losses), "steps": again.global_step}
+
+
+def _judge_bound_again(found: Found) -> None:
+    for rank, told in enumerate(found.ranks):
+        assert told == {"losses": 2, "steps": 2}, (
+            f"rank {rank} came to {told} after the release of another model, expected 2 steps"
+        )

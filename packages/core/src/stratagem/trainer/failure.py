@@ -1,0 +1,37 @@
+"""What a run does when an error ends it: explain, call hooks, keep what was logged and saved."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from stratagem.launch.rank import this_rank
+from stratagem.lite.device_errors import explain_device_error
+
+if TYPE_CHECKING:
+    from stratagem.trainer.run import Run
+
+
+def end_failed(run: Run, error: BaseException) -> None:
+    """Do what is left to do for a run that an error ends; the caller raises that error further.
+
+    Whatever fails here is printed: it would take the place of the error that it results from.
+    """
+    optimizers = () if run.prepared is None else run.prepared.optimizers
+    explain_device_error(error, run.strategy, run.module, optimizers)
+    if this_rank.device_is_lost:
+        run.rows.leave_device()
+    of_data = () if run.datamodule is None else (run.datamodule.on_exception,)
+    for hook in (*run.hooks.of("on_exception"), *of_data):
+        _attempt(lambda hook=hook: hook(error))  # type: ignore[misc]
+    # What was saved before the error becomes durable.
+    _attempt(run.strategy.checkpoint_io.wait_at_error)
+
+
+def _attempt(function: Callable[[], object]) -> None:
+    try:
+        function()
+    # The run ends with its own error; this one would take its place.
+    except Exception as error:
+        print(f"stratagem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,690 @@
+"""Strategies that are wrong on purpose, each in one way; test_planted_bugs.py says which.
+
+Each class's docstring is the mistake. Ranks load this file by its path.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.discovery import Capabilities
+from stratagem.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    GradientClip,
+    ParallelStrategy,
+    PreparedModel,
+    ProcessGroupRanks,
+    TrainStep,
+)
+
+REPLICAS = Capabilities(launchers=None, one_process=False, many_devices=True, multi_node=True)
+
+
+class ByHand(ParallelStrategy):
+    """Nothing is wrong: gradients are averaged before the step, by hand."""
+
+    capabilities = REPLICAS
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        module.load_state_dict(self.ranks.broadcast(module.state_dict()))
+        return module
+
+    def reduce(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient)
+        gradient.div_(self.ranks.world_size)
+
+    def reduce_all(self, prepared: PreparedModel) -> None:
+        for parameter in prepared.original.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self.reduce(parameter.grad)
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        self.reduce_all(prepared)
+        super().finish_step(prepared, step)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+class NotAveraged(ParallelStrategy):
+    """Each rank steps with its own gradients."""
+
+    capabilities = REPLICAS
+
+
+class Summed(ByHand):
+    """Gradients are summed, not averaged."""
+
+    def reduce(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient)
+
+
+class DividedTwice(ByHand):
+    """Gradients are averaged, and divided by the number of ranks once more."""
+
+    def reduce(self, gradient: Tensor) -> None:
+        super().reduce(gradient)
+        gradient.div_(self.ranks.world_size)
+
+
+class NotDividedByMicroBatches(DDPStrategy):
+    """The loss of each micro-batch counts whole."""
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        return super().accumulate(prepared, step, micro_batch, 1)
+
+
+class LastMicroBatchOnly(DDPStrategy):
+    """Gradients are cleared before each micro-batch."""
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        prepared.clear_gradients[0]()
+        return super().accumulate(prepared, step, micro_batch, count)
+
+
+class DropsLastMicroBatch(ByHand):
+    """The last of several micro-batches is begun and ended, and not trained on."""
+
+    def accumulate_all(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> bool:
+        batches = list(micro_batches)
+        for position, micro_batch in enumerate(batches):
+            if position and position == len(batches) - 1:
+                step.begin(micro_batch)
+            else:
+                self.accumulate(prepared, step, micro_batch, len(batches))
+            step.end(micro_batch)
+        return True
+
+
+class LossScaled(DDPStrategy):
+    """The loss is scaled before backward, and gradients are not unscaled."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss * 5, *args, **kwargs)
+
+
+class StepsTwice(DDPStrategy):
+    """Each optimizer step is taken twice."""
+
+    def optimizer_step(
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        super().optimizer_step(prepared, optimizer, closure)
+        return super().optimizer_step(prepared, optimizer, closure)
+
+
+class NeverSteps(DDPStrategy):
+    """The optimizer is never stepped."""
+
+    def optimizer_step(
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        return None
+
+
+class ForgetsZeroGrad(DDPStrategy):
+    """Gradients are never cleared."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        prepared = super().prepare(*arguments, **options)
+        prepared.clear_gradients = [lambda: None for _ in prepared.clear_gradients]
+        return prepared
+
+
+class NeverCounts(DDPStrategy):
+    """train_step never calls after_optimizer_step, so that max_steps is never reached."""
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        self.optimizer_step(prepared, prepared.optimizers[0])
+        prepared.clear_gradients[0]()
+
+
+class EndsNoMicroBatch(DDPStrategy):
+    """train_step never calls step.end."""
+
+    def accumulate_all(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> bool:
+        for micro_batch in micro_batches:
+            self.accumulate(prepared, step, micro_batch, len(micro_batches))
+        return True
+
+
+# ---------------------------------------------------------------- clipping
+
+
+class ClipsBeforeReduction(ByHand):
+    """Each rank clips its own gradients, then they are averaged."""
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        optimizer = prepared.optimizers[0]
+        if step.clip is not None:
+            self.clip_gradients(prepared, optimizer, step.clip)
+        self.reduce_all(prepared)
+        self.optimizer_step(prepared, optimizer)
+        step.after_optimizer_step(optimizer)
+        prepared.clear_gradients[0]()
+
+
+class ClipsBeforeUnscaling(ByHand):
+    """Gradients are clipped while they are multiplied by a scale."""
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        self.reduce_all(prepared)
+        optimizer, scale = prepared.optimizers[0], float(self.ranks.world_size)
+        gradients = [p.grad for p in prepared.original.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, scale)
+        if step.clip is not None:
+            self.clip_gradients(prepared, optimizer, step.clip)
+        torch._foreach_div_(gradients, scale)
+        self.optimizer_step(prepared, optimizer)
+        step.after_optimizer_step(optimizer)
+        prepared.clear_gradients[0]()
+
+
+class ClipsByLocalNorm(DDPStrategy):
+    """Each parameter is clipped by its own norm."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                nn.utils.clip_grad_norm_([parameter], clip.value)
+        return None
+
+
+class IgnoresClip(DDPStrategy):
+    """clip_gradients does nothing."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        return None
+
+
+class IgnoresClipAlgorithm(DDPStrategy):
+    """gradient_clip_algorithm="value" is clipped by norm."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        return super().clip_gradients(prepared, optimizer, GradientClip(clip.value))
+
+
+class NeverReadsClip(DDPStrategy):
+    """A step of its own that does not look at step.clip."""
+
+    def finish_step(self, prepared: PreparedModel, step: TrainStep) -> None:
+        self.optimizer_step(prepared, prepared.optimizers[0])
+        step.after_optimizer_step(prepared.optimizers[0])
+        prepared.clear_gradients[0]()
+
+
+# ---------------------------------------------------------------- models
+
+
+class OwnInitialWeights(ByHand):
+    """Ranks begin with the weights that each has made."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+class Unties(ByHand):
+    """Weights that are tied become two when the model is moved."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        super().wrap(module)
+        for layer in module.modules():
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                setattr(layer, name, copied)
+        return module
+
+
+class TrainsFrozen(DDPStrategy):
+    """Every parameter is trained, whatever its requires_grad was."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return super().wrap(module.requires_grad_(True))
+
+
+class UnexplainedUnused(DDPStrategy):
+    """An unused parameter ends in the engine's own error."""
+
+    def explain(self, prepared: PreparedModel, error: RuntimeError) -> Any:
+        return None
+
+
+class KeepsBatchNorm(DDPStrategy):
+    """sync_batchnorm=True does nothing."""
+
+    def synchronize_batch_norm(self, module: nn.Module) -> None:
+        pass
+
+
+class OldParameters(DDPStrategy):
+    """Preparing makes new parameters, and an optimizer that was made before keeps the old ones."""
+
+    def prepare(self, module: nn.Module, optimizers: Any = (), **options: Any) -> PreparedModel:
+        for layer in module.modules():
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+        return super().prepare(module, optimizers, **options)
+
+
+class IgnoresPrecision(DDPStrategy):
+    """The model is never converted to the dtype that was asked for, nor its inputs."""
+
+    def prepare(self, module: nn.Module, *arguments: Any, **options: Any) -> PreparedModel:
+        return super().prepare(module, *arguments, **options)
+
+    def bind(self, components: Any) -> None:
+        super().bind(components)
+        self.precision.convert_module = lambda module: module  # type: ignore[method-assign]
+        self.precision.input_converter = lambda: None  # type: ignore[method-assign]
+
+
+class OwnOptimizer(DDPStrategy):
+    """An optimizer that is made afterwards is replaced by one of another learning rate."""
+
+    def setup_optimizer(self, prepared: PreparedModel, optimizer: Optimizer) -> Optimizer:
+        return torch.optim.SGD(optimizer.param_groups[0]["params"], lr=1e-3)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+class OtherRanks(DDPStrategy):
+    """Nothing is wrong: a base whose ranks are another class."""
+
+    kind: type[ProcessGroupRanks] = ProcessGroupRanks
+
+    def make_ranks(self) -> ProcessGroupRanks:
+        world_size = self.components.device_count
+        shards = [self.data_shard_of(rank, world_size) for rank in range(world_size)]
+        return self.kind(self.cluster_environment, world_size, shards)
+
+
+class _NoBarrier(ProcessGroupRanks):
+    def barrier(self, name: str = "") -> None:
+        pass
+
+
+class NoBarrier(OtherRanks):
+    """A barrier does not wait."""
+
+    kind = _NoBarrier
+
+
+class _FromZero(ProcessGroupRanks):
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        return super().broadcast(data, 0)
+
+
+class BroadcastsFromZero(OtherRanks):
+    """broadcast ignores src."""
+
+    kind = _FromZero
+
+
+class _Reversed(ProcessGroupRanks):
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, sync_grads=sync_grads).flip(0)
+
+
+class GathersReversed(OtherRanks):
+    """all_gather has another order than that of ranks."""
+
+    kind = _Reversed
+
+
+class _Truncated(ProcessGroupRanks):
+    def gather_plain(self, data: Any) -> list[Any]:
+        gathered = super().gather_plain(data)
+        if isinstance(data, dict) and "uneven" in data:
+            shortest = min(len(each["uneven"]) for each in gathered)
+            return [{**each, "uneven": each["uneven"][:shortest]} for each in gathered]
+        return gathered
+
+
+class GathersEven(OtherRanks):
+    """gather_plain cuts every rank's tensor to the shortest."""
+
+    kind = _Truncated
+
+
+class _Mean(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        return super().all_reduce(tensor, "mean")
+
+
+class ReducesToMean(OtherRanks):
+    """all_reduce ignores op."""
+
+    kind = _Mean
+
+
+class _InPlace(ProcessGroupRanks):
+    def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        reduced = super().all_reduce(tensor, op)
+        if reduced.dtype == tensor.dtype:
+            tensor.detach().copy_(reduced)
+        return reduced
+
+
+class ReducesInPlace(OtherRanks):
+    """all_reduce changes the tensor that it is given."""
+
+    kind = _InPlace
+
+
+class NoSyncSyncs(DDPStrategy):
+    """no_sync returns a context that changes nothing."""
+
+    def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
+        return nullcontext()
+
+
+class NeverSyncsAgain(DDPStrategy):
+    """Once gradients were held back, they are never communicated again."""
+
+    def no_sync(self, prepared: PreparedModel) -> AbstractContextManager[Any] | None:
+        module: Any = prepared.module
+        module.require_backward_grad_sync = False
+        return nullcontext()
+
+
+# ---------------------------------------------------------------- data and evaluation
+
+
+class _FirstPart(ProcessGroupRanks):
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        return 0, self.world_size
+
+
+class ReadsFirstPart(OtherRanks):
+    """Every rank reads the first part of the data."""
+
+    kind = _FirstPart
+
+
+class ReadsEverything(DDPStrategy):
+    """Every rank reads all of the data."""
+
+    def data_shard_of(self, rank: int, world_size: int) -> tuple[int, int]:
+        return 0, 1
+
+
+class _Local(ProcessGroupRanks):
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        return tensor.expand(self.world_size, *tensor.shape)
+
+
+class EvaluatesOwnPart(OtherRanks):
+    """Logged values are those of this rank."""
+
+    kind = _Local
+
+
+class OwnBuffers(DDPStrategy):
+    """Buffers are never made alike, not even for an evaluation."""
+
+    def __init__(self, **components: Any) -> None:
+        super().__init__(broadcast_buffers=False, **components)
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        yield
+
+
+class StaysInEvaluationMode(DDPStrategy):
+    """A step after an evaluation is taken in evaluation mode."""
+
+    evaluated = False
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        self.evaluated = True
+        yield
+
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        if self.evaluated:
+            prepared.original.eval()
+        super().train_step(prepared, step, micro_batches)
+
+
+class HooksTwice(DDPStrategy):
+    """after_backward is called twice for each micro-batch."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        had = super().accumulate(prepared, step, micro_batch, count)
+        step.after_backward()
+        return had
+
+
+# ---------------------------------------------------------------- state
+
+
+class PrefixesNames(DDPStrategy):
+    """Names in the state begin with that of the wrapper."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        return {f"module.{name}": v for name, v in super().model_state(prepared).items()}
+
+
+class SavesOwnPart(DDPStrategy):
+    """Each rank returns its part of the names, and rank 0's alone are saved."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        items = list(super().model_state(prepared).items())
+        return dict(items[self.ranks.global_rank :: self.ranks.world_size])
+
+
+class SavesOwnRows(DDPStrategy):
+    """Each rank returns its rows of each tensor."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        count, rank = self.ranks.world_size, self.ranks.global_rank
+        state = super().model_state(prepared)
+        return {name: value.chunk(count)[rank] if value.ndim and len(value) >= count else value
+                for name, value in state.items()}  # fmt: skip
+
+
+class LoadsNoWeights(DDPStrategy):
+    """load_model_state does nothing."""
+
+    def load_model_state(
+        self, prepared: PreparedModel, state: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        pass
+
+
+class LoadsNoOptimizer(DDPStrategy):
+    """load_optimizer_state does nothing."""
+
+    def load_optimizer_state(
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        pass
+
+
+class SavesOldWeights(DDPStrategy):
+    """What is saved are the weights before training."""
+
+    def prepare(self, module: nn.Module, *arguments: Any, **options: Any) -> PreparedModel:
+        prepared = super().prepare(module, *arguments, **options)
+        self.first = {k: v.clone() for k, v in prepared.original.state_dict().items()}
+        return prepared
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        return dict(self.first)
+
+
+class ForgetsOwnState(DDPStrategy):
+    """A count of rounds is saved, and not restored."""
+
+    rounds = 0
+
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        super().train_step(prepared, step, micro_batches)
+        self.rounds += 1
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        return {"rounds": self.rounds}
+
+
+class OwnNoise(DDPStrategy):
+    """Draws random numbers of its own, whose generator no checkpoint holds."""
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        noise = 1 + torch.rand((), generator=self.generator).item()
+        super().backward(prepared, loss * noise, *args, **kwargs)
+
+
+# ---------------------------------------------------------------- what is left
+
+
+_kept: dict[str, Any] = {"models": {}, "runs": 0}
+"""What outlives a strategy, where that is the mistake."""
+
+
+class LeaksGroup(DDPStrategy):
+    """Each preparation makes a process group that nobody frees."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        dist.new_group()
+        return super().prepare(*arguments, **options)
+
+
+class LeaksThread(DDPStrategy):
+    """Each run starts a thread that nobody ends."""
+
+    def setup(self, trainer: Any) -> None:
+        threading.Thread(target=threading.Event().wait, name="mine", daemon=True).start()
+
+
+class LeaksVariable(DDPStrategy):
+    """Each run changes a variable of the environment."""
+
+    def setup(self, trainer: Any) -> None:
+        _kept["runs"] += 1
+        os.environ["MINE_RUNS"] = str(_kept["runs"])
+
+
+class LeaksPatch(DDPStrategy):
+    """A function of torch is replaced, and not put back."""
+
+    def prepare(self, *arguments: Any, **options: Any) -> PreparedModel:
+        torch.nn.functional.linear = partial(torch.nn.functional.linear)
+        return super().prepare(*arguments, **options)
+
+
+class LeaksProcess(DDPStrategy):
+    """Starts a process that outlives the rank."""
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if "process" not in _kept:
+            code = "import time; time.sleep(120)"
+            _kept["process"] = subprocess.Popen([sys.executable, "-c", code])
+
+
+class KeepsEnvironment(DDPStrategy):
+    """Its teardown leaves a variable."""
+
+    def teardown(self) -> None:
+        os.environ["MINE_DONE"] = "1"
+        super().teardown()
+
+
+class KeepsFirstModel(DDPStrategy):
+    """A model that was prepared before is not prepared again."""
+
+    def prepare(self, module: nn.Module, *arguments: Any, **options: Any) -> PreparedModel:
+        first: PreparedModel | None = _kept["models"].get(type(module))
+        if first is None:
+            first = _kept["models"][type(module)] = super().prepare(module, *arguments, **options)
+        return first
+
+
+class SwallowsException(ByHand):
+    """What user code raises is no error."""
+
+    def accumulate(
+        self, prepared: PreparedModel, step: TrainStep, micro_batch: Any, count: int
+    ) -> bool:
+        try:
+            return super().accumulate(prepared, step, micro_batch, count)
+        except ValueError:
+            return True
+
+
+# ---------------------------------------------------------------- capabilities that are not so
+
+
+class SaysReplicated(NotAveraged):
+    """replicated=True of ranks that step on their own."""
+
+
+class SaysBackwardInForward(FSDPStrategy):
+    """backward_in_forward=True, where a backward in forward has no effect."""
+
+    capabilities = Capabilities(
+        launchers=None,
+        one_process=False,
+        many_devices=True,
+        sharded_state=True,
+        uneven_evaluation=False,
+    )
+
+
+class SaysNoClipping(DDPStrategy):
+    """gradient_clipping=True, and a class that refuses to clip."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        raise NotImplementedError("clipping")

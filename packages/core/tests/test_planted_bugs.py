@@ -1,0 +1,189 @@
+"""The conformance kit fails strategies that are wrong on purpose, and says what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.testing.strategies.session import Item, Outcome, Reference, run_checks
+from stratagem.testing.strategies.target import Target
+
+pytest_plugins = ["stratagem.testing.plugin"]
+pytestmark = pytest.mark.slow
+
+FILE = Path(__file__).with_name("planted_strategies.py")
+
+# The class, the check that fails, and what it says.
+PLANTED = [
+    ("NotAveraged", "steps/gradient", "gradients are not averaged over ranks"),
+    ("NotAveraged", "losses/embedding", "was not that of the mean gradient over all ranks"),
+    ("Summed", "steps/gradient", "gradients are summed over ranks instead of averaged"),
+    ("DividedTwice", "steps/gradient", "divided by the number of ranks twice"),
+    (
+        "NotDividedByMicroBatches",
+        "steps/accumulation",
+        "the loss is not divided by the number of micro-batches",
+    ),
+    ("LastMicroBatchOnly", "steps/accumulation", "the last micro-batch alone"),
+    ("DropsLastMicroBatch", "steps/accumulation", "not the mean over all ranks and micro-batches"),
+    ("LossScaled", "steps/gradient", "5 times the gradient: the loss is scaled on its way"),
+    ("StepsTwice", "steps/gradient", "the step was taken twice"),
+    ("NeverSteps", "steps/gradient", "no step was taken"),
+    ("ForgetsZeroGrad", "steps/several", "each step begins without gradients"),
+    ("NeverCounts", "steps/gradient", "the step was not counted"),
+    ("EndsNoMicroBatch", "steps/accumulation", "has ended 0 of 3 micro-batches"),
+    ("ClipsBeforeReduction", "steps/clip norm", "gradients that each rank clipped by itself"),
+    ("ClipsBeforeUnscaling", "steps/clip norm", "clipped while multiplied by 2"),
+    ("ClipsByLocalNorm", "steps/clip norm", "not clipped by the norm over all parameters"),
+    ("IgnoresClip", "steps/clip norm", "the mean gradient, not clipped"),
+    ("IgnoresClipAlgorithm", "steps/clip value", "clipped by norm and not by value"),
+    ("NeverReadsClip", "steps/clip norm", "has not read step.clip"),
+    ("OwnInitialWeights", "losses/initial weights", "do not train from rank 0's weights"),
+    ("Unties", "losses/tied", "not that of the mean gradient"),
+    ("TrainsFrozen", "losses/frozen", "not from 1 on"),
+    ("UnexplainedUnused", "losses/unused", "does not name its parameters"),
+    ("KeepsBatchNorm", "losses/batch_norm", "losses are those of single_device up to"),
+    ("OldParameters", "capabilities/rebinds optimizers", "does not train the model"),
+    ("IgnoresPrecision", "precisions/bf16-true", "the precision was not applied"),
+    ("OwnOptimizer", "lite/optimizer afterwards", "losses are those of single_device up to"),
+    ("NoBarrier", "collectives/barrier", "there is no barrier"),
+    ("BroadcastsFromZero", "collectives/broadcast", "src=1) returned the data of rank 0"),
+    ("GathersReversed", "collectives/all_gather", "in the order of ranks"),
+    ("GathersEven", "collectives/gather", "tensors of different lengths as they are"),
+    ("ReducesToMean", "collectives/all_reduce", "another reduction than 'sum'"),
+    ("ReducesInPlace", "collectives/all_reduce", "all_reduce changed the tensor of rank 0"),
+    ("NoSyncSyncs", "collectives/no_sync", "communicated gradients on rank 0"),
+    ("NeverSyncsAgain", "steps/accumulation", "gradients are not averaged over ranks"),
+    ("ReadsFirstPart", "data/sampler", "have [1, 2] for it"),
+    ("ReadsEverything", "data/sampler", "divide the data into 1 part(s), expected 2"),
+    ("EvaluatesOwnPart", "evaluation/uneven ranks", "it is that of a part of the data"),
+    ("EvaluatesOwnPart", "data/logging", "it was not reduced over all parts of the data"),
+    ("OwnBuffers", "evaluation/one model", "ranks 0 and 1 evaluate different models"),
+    ("StaysInEvaluationMode", "evaluation/one model", "evaluation mode was left on"),
+    ("HooksTwice", "data/hooks", "on_after_backward 6 time(s), expected 3"),
+    ("PrefixesNames", "state/into single_device", "lacks 4 of the model's names"),
+    ("SavesOwnPart", "state/into single_device", "and rank 0's alone would be saved"),
+    ("SavesOwnRows", "state/into single_device", "return whole tensors, or Shards"),
+    ("LoadsNoWeights", "state/out of single_device", "weights, the order of samples or random"),
+    ("LoadsNoOptimizer", "state/exact resume", "the optimizer's state was not restored"),
+    ("LoadsNoOptimizer", "state/round trip", "load_optimizer_state does not restore"),
+    ("SavesOldWeights", "state/into single_device", "weights, the order of samples or random"),
+    ("ForgetsOwnState", "state/round trip", "load_state does not restore what state returned"),
+    ("OwnNoise", "state/exact resume", "the losses after a resume are not those of"),
+    ("LeaksGroup", "life/nothing left between runs", "process group(s) of torch.distributed"),
+    ("LeaksThread", "life/nothing left between runs", "the thread mine (Thread)"),
+    ("LeaksVariable", "life/nothing left between runs", "the environment variable MINE_RUNS"),
+    ("LeaksPatch", "life/nothing left between runs", "functional.linear was replaced"),
+    ("KeepsFirstModel", "life/twice", "fit number 2 of one model"),
+    ("SaysReplicated", "losses/dense", "was not that of the mean gradient over all ranks"),
+    ("SaysBackwardInForward", "capabilities/backward in forward", "backward_in_forward=True"),
+    ("SaysNoClipping", "steps/clip norm", "it was refused"),
+]
+# Each in ranks of its own, since what is looked at is their end.
+AT_THE_END = [
+    ("LeaksProcess", "end/nothing left", "left running: "),
+    ("KeepsEnvironment", "end/nothing left", "the environment variable MINE_DONE"),
+    ("SwallowsException", "end/failing rank", "the exception was swallowed"),
+]
+
+
+def item(name: str, check: str) -> Item:
+    return Target(strategy=f"{FILE}:{name}", devices=2, parts=2), check
+
+
+def said(outcome: Outcome, check: str) -> str:
+    with pytest.raises(AssertionError) as caught:
+        outcome.judge(check)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    stratagem_reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Item, Outcome]:
+    """What came of all of them, in one pair of ranks; two that are right, too."""
+    items = [item(name, check) for name, check, _ in PLANTED]
+    items += [item(name, check) for name in ("ByHand", "OtherRanks") for check in RIGHT]
+    folder = tmp_path_factory.mktemp("planted")
+    return run_checks(list(dict.fromkeys(items)), folder, reference=stratagem_reference)
+
+
+RIGHT = ("steps/accumulation and clip", "collectives/all_reduce", "state/exact resume")
+
+
+@pytest.mark.parametrize(("name", "check", "phrase"), PLANTED)
+def test_a_planted_bug_is_found_and_named(
+    name: str, check: str, phrase: str, outcomes: dict[Item, Outcome]
+) -> None:
+    text = said(outcomes[item(name, check)], check)
+    assert text.startswith(f"{check}: ")
+    assert phrase in text
+
+
+@pytest.mark.parametrize("check", RIGHT)
+@pytest.mark.parametrize("name", ["ByHand", "OtherRanks"])
+def test_what_planted_bugs_are_made_of_is_right(
+    name: str, check: str, outcomes: dict[Item, Outcome]
+) -> None:
+    outcomes[item(name, check)].judge(check)
+
+
+@pytest.mark.parametrize(("name", "check", "phrase"), AT_THE_END)
+def test_what_a_strategy_leaves_at_its_end_is_found(
+    name: str, check: str, phrase: str, tmp_path: Path
+) -> None:
+    one = item(name, check)
+    text = said(run_checks([one], tmp_path)[one], check)
+    assert text.startswith(f"{check}: ")
+    assert phrase in text
+
+
+HEAVY = """
+import torch
+from stratagem.discovery import StrategySpec, hookimpl
+
+@hookimpl
+def stratagem_components():
+    target = "stratagem.native.strategies.single_device:SingleDeviceStrategy"
+    return [StrategySpec(name="heavy", target=target, api_version=1, summary="Heavy")]
+"""
+JUDGE = """
+import sys
+from pathlib import Path
+from stratagem.testing.strategies.session import run_checks
+from stratagem.testing.strategies.target import Target
+
+if __name__ == "__main__":
+    item = Target(strategy="heavy"), "plugin/light import"
+    try:
+        run_checks([item], Path(sys.argv[1]))[item].judge(item[1])
+    except AssertionError as error:
+        print(error)
+"""
+
+
+def test_a_plugin_module_that_imports_torch_is_found(
+    tmp_path: Path, run_script: Callable[..., Any]
+) -> None:
+    site = tmp_path / "site"
+    metadata = site / "heavy-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "heavy_plugin.py").write_text(HEAVY)
+    (metadata / "entry_points.txt").write_text("[stratagem.backends]\nheavy = heavy_plugin\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: heavy\nVersion: 1.0\nRequires-Dist: stratagem-core>=0.1\n"
+    )
+    finished = run_script(
+        JUDGE, str(tmp_path / "ranks"), env={"PYTHONPATH": str(site)}, timeout=240
+    )
+    assert finished.stdout.startswith(
+        "plugin/light import: importing the plugin module heavy_plugin imports "
+    )
+    assert "torch (" in finished.stdout  # and numpy, where torch brings it along
+
+
+def test_there_are_at_least_thirty() -> None:
+    assert len({name for name, _, _ in [*PLANTED, *AT_THE_END]}) >= 30
