@@ -223,6 +223,11 @@ FORMS = (
         ),
         (lambda o: ([o], ["cosine"]), "returned 'cosine' in the place of a scheduler"),
         (
+            lambda o: ([o], [StepLR(SGD(o.param_groups[0]["params"], lr=0.1), 1)]),
+            "returned a StepLR of a SGD that it did not return, so that it would change no "
+            "learning rate that is trained with: make it of the optimizer that is returned",
+        ),
+        (
             lambda o: ([o], [{"scheduler": StepLR(o, 1), "interval": "batch"}]),
             "returned a scheduler with interval='batch', frequency=1; expected 'epoch' or 'step', "
             "and at least 1",

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -842,7 +843,10 @@ def test_a_model_is_made_from_a_checkpoint_with_its_hyperparameters(saved: Path)
     state = SingleFileCheckpointIO().load_checkpoint(saved)["state_dict"]
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
-    assert Net.load_from_checkpoint(saved, map_location="cpu").device == torch.device("cpu")
+    for where in ("cpu", {"cuda:0": "cpu"}, {"cpu": "cpu"}, lambda storage, location: storage):
+        assert Net.load_from_checkpoint(saved, map_location=where).device == torch.device("cpu")
+    for where in ({"cpu": "meta"}, lambda storage, location: torch.empty(0, device="meta")):
+        assert Net.load_from_checkpoint(saved, map_location=where).device.type == "meta"
 
 
 def test_another_models_checkpoint_is_refused_and_the_difference_named(
@@ -1112,10 +1116,10 @@ def test_saving_needs_a_run(tmp_path: Path) -> None:
             "ModelCheckpoint(save_top_k=-2): expected a number of checkpoints, or -1 for all",
         ),
         ({"keep_latest_k": -1}, "ModelCheckpoint(keep_latest_k=-1): expected at least 0"),
-        ({"every_n_epochs": 0}, "ModelCheckpoint(every_n_epochs=0): expected at least 1"),
+        ({"every_n_epochs": -1}, "ModelCheckpoint(every_n_epochs=-1): expected at least 0"),
         (
             {"every_n_train_steps": -1},
-            "ModelCheckpoint(every_n_train_steps=-1): expected at least 1",
+            "ModelCheckpoint(every_n_train_steps=-1): expected at least 0",
         ),
     ],
 )
@@ -1162,7 +1166,7 @@ def test_a_file_name_takes_values_that_are_there(tmp_path: Path) -> None:
         ((1.0, 0.9, 0.8, 0.7, 0.6, 0.5), {"patience": 1}, 6),
         ((1.0, 0.99, 0.98, 0.97, 0.5, 0.5), {"patience": 2, "min_delta": 0.1}, 3),
         ((1.0, 2.0, 1.5, 1.7, 3.0, 3.0), {"patience": 2, "mode": "max"}, 4),
-        ((NAN, NAN, NAN, 1.0, 1.0, 1.0), {"patience": 2}, 2),
+        ((NAN, NAN, NAN, 1.0, 1.0, 1.0), {"patience": 2, "check_finite": False}, 2),
     ],
 )
 def test_early_stopping_ends_training_when_a_value_stops_improving(
@@ -1173,6 +1177,18 @@ def test_early_stopping_ends_training_when_a_value_stops_improving(
     trainer.fit(Scored(scores), loader(), loader(4))
     assert trainer.current_epoch == epochs
     assert stopping.stopped_epoch == (epochs - 1 if epochs < 6 else 0)
+
+
+@pytest.mark.parametrize("score", [NAN, float("inf"), -float("inf")])
+def test_early_stopping_ends_training_when_a_value_is_not_finite(
+    score: float, tmp_path: Path
+) -> None:
+    stopping = EarlyStopping("score", patience=5)
+    trainer = trainer_in(tmp_path, max_epochs=6, limit_train_batches=1, callbacks=stopping)
+    text = f"EarlyStopping ends training after step 2: score is {score}. check_finite=False goes on"
+    with pytest.warns(UserWarning, match=re.escape(text)):
+        trainer.fit(Scored((1.0, score, 0.5, 0.5, 0.5, 0.5)), loader(), loader(4))
+    assert (trainer.current_epoch, stopping.stopped_epoch) == (2, 1)
 
 
 def test_early_stopping_counts_on_across_a_resume(tmp_path: Path) -> None:

@@ -25,7 +25,13 @@ from stratagem import Callback, Lite, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.callbacks.checkpoint_names import CheckpointNames
 from stratagem.checkpoint import SingleFileCheckpointIO
-from stratagem.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigurationError
+from stratagem.errors import (
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    ConfigurationError,
+    UserCodeError,
+)
+from stratagem.loggers import CSVLogger
 from stratagem.storage.claims import claim
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -606,6 +612,97 @@ def test_callbacks_that_differ_in_any_argument_have_states_of_their_own(tmp_path
         "step=3.ckpt",
         *(f"top-step={step}.ckpt" for step in (1, 2, 3)),
     ]
+
+
+# ---------------------------------------------------------------- what calls for a save
+
+
+class Validated(Line):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", 1.0 + self.current_epoch)
+
+
+def fit_epochs(saver: ModelCheckpoint, epochs: int, *, validates: bool = True) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        max_epochs=epochs,
+        limit_train_batches=2,
+        callbacks=saver,
+    )
+    trainer.fit(Validated(), loader(), loader() if validates else None)
+
+
+def test_a_save_by_steps_waits_for_the_first_value_that_it_monitors(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", every_n_train_steps=1)
+    with pytest.warns(UserWarning, match=r"step 1: .*monitor='val_loss'.*there is no"):
+        fit_epochs(saver, 2)
+    # Of the first epoch's value, which is the smaller one; the first step after it.
+    assert names(tmp_path) == ["step=3.ckpt"]
+    assert saver.best_model_score == 1.0
+    never = ModelCheckpoint(tmp_path / "never", monitor="loss", every_n_train_steps=1)
+    with (
+        pytest.warns(UserWarning, match="there is no value yet"),
+        pytest.raises(UserCodeError, match=r"ModelCheckpoint\(monitor='loss'\): no value of"),
+    ):
+        fit_epochs(never, 2)
+
+
+def test_saves_after_validation_come_after_the_epoch_where_there_is_none(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
+    fit_epochs(saver, 2, validates=False)
+    assert names(tmp_path) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+
+
+def test_zero_steps_or_epochs_mean_not_by_them(tmp_path: Path) -> None:
+    by_epoch = ModelCheckpoint(
+        tmp_path / "epochs", "{step}", every_n_train_steps=0, every_n_epochs=1, save_top_k=-1
+    )
+    fit_epochs(by_epoch, 2)
+    assert names(tmp_path / "epochs") == ["step=2.ckpt", "step=4.ckpt"]
+    by_step = ModelCheckpoint(
+        tmp_path / "steps", "{step}", every_n_train_steps=3, every_n_epochs=0, save_top_k=-1
+    )
+    fit_epochs(by_step, 2)
+    assert names(tmp_path / "steps") == ["step=3.ckpt"]
+    fit_epochs(ModelCheckpoint(tmp_path / "never", every_n_epochs=0), 2)
+    assert not (tmp_path / "never").exists() or names(tmp_path / "never") == []
+
+
+@pytest.mark.parametrize("monitor", ["epoch", "step"])
+def test_the_epoch_and_the_step_may_be_monitored(monitor: str, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{epoch}", monitor=monitor, mode="max", save_top_k=2)
+    fit_epochs(saver, 3)
+    assert names(tmp_path) == ["epoch=1.ckpt", "epoch=2.ckpt"]
+    assert saver.best_model_score == {"epoch": 2.0, "step": 6.0}[monitor]
+
+
+def test_last_may_be_asked_for_as_a_link(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
+    fit_epochs(saver, 1)
+    assert (tmp_path / "last.ckpt").readlink() == Path("epoch=0.ckpt")
+    assert ModelCheckpoint(save_last=None).save_last is False
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    saver = ModelCheckpoint("~/saved", "{epoch}")
+    fit_epochs(saver, 1)
+    assert saver.dirpath == tmp_path / "home" / "saved"
+    trainer = Trainer(accelerator="cpu", default_root_dir="~/root", logger=CSVLogger("~/logs"))
+    assert trainer.default_root_dir == tmp_path / "home" / "root"
+    assert Validated.load_from_checkpoint("~/saved/epoch=0.ckpt").scores == ()
+    trainer.validate(Validated(), loader(), ckpt_path="~/saved/epoch=0.ckpt", verbose=False)
+    trainer.save_checkpoint("~/again.ckpt")
+    lite = Lite(accelerator="cpu")
+    lite.launch()
+    assert lite.load("~/again.ckpt")["epoch"] == 0
+    assert names(tmp_path) == ["home"]
+    assert names(tmp_path / "home") == ["again.ckpt", "logs", "saved"]
+    with pytest.raises(ConfigurationError, match=r"'~no-such-user/x': .*write the folder out"):
+        ModelCheckpoint("~no-such-user/x")
 
 
 # ---------------------------------------------------------------- two ranks

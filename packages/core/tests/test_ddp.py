@@ -907,3 +907,16 @@ def test_a_method_that_goes_past_the_strategy_is_refused_until_it_is_marked(
     run_script: RunScript, strategy: str
 ) -> None:
     assert "alike" in run_script(OTHER_METHOD, strategy).stdout
+
+
+UNFROZEN = (SCRIPTS / "ddp_unfrozen.py").read_text()
+
+
+def test_parameters_that_are_unfrozen_while_training_stay_alike(run_script: RunScript) -> None:
+    one = json.loads(run_script(UNFROZEN, "single_device", "1").stdout)
+    two = json.loads(run_script(UNFROZEN, "ddp", "2").stdout)
+    # Each of three ways to train: the parameter sums of each rank.
+    assert [len(of_ranks) for of_ranks in two] == [2, 2, 2]
+    for (alone,), of_ranks in zip(one, two, strict=True):
+        assert of_ranks[0] == of_ranks[1]
+        assert of_ranks[0] == pytest.approx(alone, abs=1e-5)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stratagem import Callback, DataModule, Module, Trainer
+from stratagem.callbacks import EarlyStopping
 from stratagem.errors import ConfigurationError, NonFiniteLossError, UserCodeError
+from stratagem.plan.step_options import GradientClip
 from stratagem.trainer.hooks import HOOKS
 from stratagem.trainer.progress import RunState
 
@@ -209,6 +211,21 @@ def test_a_precision_equals_the_same_formats_by_hand(
         first_weight(expected).float(),
         first_weight(raw_fit(sgd)),
     )
+
+
+@pytest.mark.parametrize("precision", ["64-true", "16-true", "bf16-true"])
+def test_a_precision_leaves_complex_numbers_whole(precision: str) -> None:
+    class Rotates(Regression):
+        angle: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angle", torch.tensor([1 + 2j]))
+
+    model = Rotates()
+    quiet(max_epochs=1, precision=precision, limit_train_batches=1).fit(model, loader())
+    assert model.angle.tolist() == [1 + 2j]
+    assert first_weight(model.net).dtype.itemsize == int(precision[:2].replace("bf", "16")) // 8
 
 
 def test_a_batch_is_skipped_where_training_step_returns_none() -> None:
@@ -435,7 +452,9 @@ def test_a_model_may_prepare_data_once_a_node_before_anything_else() -> None:
 
 def test_a_hook_that_would_end_an_epoch_elsewhere_is_refused() -> None:
     class Ends(Regression):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+        def on_train_batch_start(  # type: ignore[override]
+            self, batch: Any, batch_idx: int
+        ) -> int:
             return -1
 
     with pytest.raises(UserCodeError, match="on_train_batch_start returned -1, which does not end"):
@@ -469,6 +488,44 @@ def test_a_second_fit_begins_at_the_first_epoch() -> None:
     trainer.fit(second, loader())
     assert_same_weights(second.net, first.net)
     assert (trainer.current_epoch, trainer.global_step) == (2, 22)
+
+
+def test_a_second_fit_of_the_same_model_says_what_it_begins_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainer, model = quiet(max_epochs=2), Regression()
+    trainer.fit(model, loader())
+    assert capsys.readouterr().err == ""
+    trainer.fit(model, loader())
+    assert capsys.readouterr().err.startswith(
+        "stratagem: fit() of the same model again: epochs and steps are counted from 0 and "
+    )
+    assert_same_weights(model.net, raw_fits_twice())
+
+
+def raw_fits_twice() -> nn.Module:
+    """A loop of two epochs, and another one with a new optimizer."""
+    net = network()
+    for _ in range(2):
+        optimizer = sgd(net.parameters())
+        for _ in range(2):
+            for inputs, targets in loader():
+                optimizer.zero_grad()
+                mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+    return net
+
+
+def test_a_value_of_the_fit_before_ends_no_other() -> None:
+    class Silent(Regression):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            pass
+
+    trainer = quiet(max_epochs=2, callbacks=EarlyStopping("val_loss", patience=1))
+    trainer.fit(Regression(), loader(8), loader(8))
+    assert "val_loss" in trainer.callback_metrics
+    with pytest.raises(UserCodeError, match="no value of that name was logged; there is nothing"):
+        trainer.fit(Silent(), loader(8), loader(8))
 
 
 class Endless(IterableDataset[Batch]):
@@ -617,6 +674,65 @@ def test_reduce_on_plateau_waits_for_the_epochs_that_have_validation() -> None:
     ).fit(model, loader(), loader(4))
     # Values come after epochs 1, 3 and 5; the second is no better than the first.
     assert model.rates == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_manual_optimization_steps_its_schedulers_itself(named: bool) -> None:
+    class Manual(Configured):
+        automatic_optimization = False
+
+        def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_value", 1.0, on_step=False, on_epoch=True)
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+        def on_train_epoch_end(self) -> None:
+            for _ in range(steps):
+                self.lr_schedulers().step(1.0)
+
+    steps = 0
+    monitor = {"monitor": "train_value"} if named else {}
+
+    def configured(optimizer: Optimizer) -> Any:
+        return [optimizer], [{"scheduler": plateau(optimizer), **monitor}]
+
+    model = Manual(configured)
+    quiet(max_epochs=4, limit_train_batches=1).fit(model, loader())
+    assert model.rates == [0.1] * 4
+    steps = 1
+    model = Manual(configured)
+    quiet(max_epochs=4, limit_train_batches=1).fit(model, loader())
+    assert model.rates == [0.1, 0.1, 0.05, 0.025]
+
+
+def test_none_leaves_an_option_at_its_default() -> None:
+    given: dict[str, Any] = dict.fromkeys(
+        ("enable_checkpointing", "enable_progress_bar", "gradient_clip_algorithm", "deterministic")
+    )
+    given.update(num_sanity_val_steps=None, log_every_n_steps=None, precision=None, strategy=None)
+    trainer = Trainer(accelerator="cpu", logger=False, gradient_clip_val=0.5, **given)
+    assert trainer.checkpoint_callback is not None
+    assert len(trainer.callbacks) == 2
+    assert trainer.step_options.clip == GradientClip(0.5, "norm")
+    assert (trainer.num_sanity_val_steps, trainer.log_every_n_steps) == (2, 1)
+    predicted = quiet().predict(Regression(), [data().tensors[0]] * 3, None, None)
+    assert len(predicted) == 3
+
+
+def test_a_checkpoint_may_stand_where_the_datamodule_would(tmp_path: Path) -> None:
+    trainer, model = quiet(max_epochs=1), Regression()
+    trainer.fit(model, loader(8))
+    trainer.save_checkpoint(tmp_path / "fitted.ckpt")
+    other: Any = Regression()
+    paths: list[Any] = [tmp_path / "fitted.ckpt", str(tmp_path / "fitted.ckpt")]
+    for path in paths:
+        nn.init.zeros_(first_weight(other.net))
+        quiet().validate(other, loader(8), path, verbose=False)
+        assert_same_weights(other.net, model.net)
+    wrong: Any = 7
+    with pytest.raises(ConfigurationError, match=r"datamodule=7: expected a stratagem\.DataModule"):
+        quiet().validate(model, loader(8), wrong)
 
 
 def test_manual_optimization_of_two_networks_equals_a_raw_loop() -> None:
@@ -1286,3 +1402,91 @@ def test_callbacks_of_a_model_are_asked_for_once_and_remember() -> None:
     trainer.validate(model, loader(), verbose=False)
     assert len(made) == 1
     assert made[0] in trainer.callbacks
+
+
+# ---------------------------------------------------------------- what users read
+
+
+def test_a_trainer_tells_what_it_runs_and_on_what() -> None:
+    trainer = quiet(
+        max_epochs=6,
+        limit_train_batches=10,
+        limit_val_batches=0.5,
+        accumulate_grad_batches={0: 1, 4: 8},
+        gradient_clip_val=0.5,
+        callbacks=[early := EarlyStopping("val_loss", patience=99)],
+        num_sanity_val_steps=1,
+    )
+    nothing: list[Any] = [trainer.model, trainer.datamodule, trainer.ckpt_path]
+    nothing += [trainer.train_dataloader, trainer.val_dataloaders, trainer.progress_bar_callback]
+    assert nothing == [None] * 6
+    assert (trainer.num_val_batches, trainer.state.finished) == ([], True)
+    seen: list[Any] = []
+
+    class Asks(Regression):
+        def configure_optimizers(self) -> Any:
+            steps: Any = self.trainer.estimated_stepping_batches
+            optimizer = SGD(self.parameters(), lr=0.1)
+            seen.append(steps)
+            return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, steps)}]
+
+        def on_train_start(self) -> None:
+            seen.append((self.trainer.training, self.trainer.validating))
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if not seen[1:]:
+                seen.append((self.trainer.training, self.trainer.validating))
+
+        def on_fit_end(self) -> None:
+            seen.append(self.trainer.accumulate_grad_batches)
+
+    model, train, evaluated = Asks(), loader(), loader(24)
+    trainer.fit(model, train, evaluated)
+    assert seen == [44, (False, True), (True, False), 8]
+    assert trainer.global_step == 44
+    assert trainer.model is trainer.lightning_module is model
+    assert trainer.train_dataloader.dataset is train.dataset
+    assert trainer.val_dataloaders.dataset is evaluated.dataset
+    assert (trainer.num_training_batches, trainer.num_val_batches) == (10, [3])
+    assert trainer.num_sanity_val_batches == [1]
+    assert (trainer.limit_train_batches, trainer.limit_val_batches) == (10, 0.5)
+    assert (trainer.limit_test_batches, trainer.limit_predict_batches) == (1.0, 1.0)
+    assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "norm")
+    assert (trainer.num_devices, trainer.device_ids, trainer.num_nodes) == (1, [0], 1)
+    assert (trainer.accelerator.name, trainer.precision) == ("cpu", "32-true")
+    assert trainer.early_stopping_callback is early
+    assert trainer.checkpoint_callbacks == []
+    trainer.validate(model, [loader(8), loader(8)], verbose=False)
+    assert len(trainer.val_dataloaders) == 2
+    trainer.predict(model, [data(8).tensors[0]] * 4)
+    assert (trainer.num_predict_batches, trainer.num_test_batches) == ([4], [])
+    assert not trainer.interrupted
+    assert quiet(max_epochs=-1, max_steps=7).max_steps == 7
+
+
+def test_the_steps_of_a_fit_without_an_end_are_infinitely_many() -> None:
+    class Asks(Regression):
+        steps: list[float]
+
+        def configure_optimizers(self) -> Any:
+            self.steps.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    model = Asks()
+    model.steps = []
+    endless = DataLoader(Endless(8), batch_size=4)
+    quiet(max_epochs=1).fit(model, endless)
+    quiet(max_epochs=-1, max_steps=3).fit(model, loader())
+    quiet(max_epochs=1, max_steps=99).fit(model, loader())
+    assert model.steps == [float("inf"), 3, 11]
+
+
+def test_a_model_is_frozen_and_unfrozen_as_a_whole() -> None:
+    model = Regression()
+    model.freeze()
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.unfreeze()
+    assert model.net.training
+    assert all(parameter.requires_grad for parameter in model.parameters())

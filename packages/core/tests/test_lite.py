@@ -783,8 +783,19 @@ def refused(action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def test_one_rank_needs_no_launch(tmp_path: Path) -> None:
+    lite = Lite(accelerator="cpu", devices=1)
+    assert lite.device == torch.device("cpu")
+    model, optimizer = lite.setup(net := network(), torch.optim.SGD(net.parameters(), lr=0.1))
+    lite.save(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer})
+    other = Lite(accelerator="cpu", devices=1)
+    assert set(other.load(tmp_path / "saved.ckpt")) == {"model", "optimizer"}
+    Lite(accelerator="cpu", devices=1).save(tmp_path / "plain.ckpt", {"step": 3})
+    assert lite.all_reduce(2.0).item() == 2.0
+
+
 def test_what_needs_a_launch_says_so() -> None:
-    lite = Lite(accelerator="cpu")
+    lite = Lite(accelerator="cpu", strategy="ddp", devices=2)
     for action in (
         lambda: lite.device,
         lambda: lite.setup(network()),

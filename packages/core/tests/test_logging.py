@@ -762,11 +762,69 @@ def test_log_works_within_a_run_only() -> None:
     with pytest.raises(UserCodeError) as caught:
         model.log("x", 1.0)
     assert str(caught.value) == (
-        "self.log('x', ...) works while a Trainer runs this model, in its steps and hooks only"
+        "self.log('x', ...) works while a Trainer runs this model, in its steps and in hooks up to "
+        "the end of an epoch (on_train_epoch_end, on_validation_epoch_end, on_test_epoch_end); "
+        "later, use self.logger.log_metrics({...})"
     )
     trainer_with().fit(model, numbers())
     with pytest.raises(UserCodeError, match="works while a Trainer runs this model"):
         model.log("x", 1.0)
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end", "on_validation_end", "teardown"])
+def test_what_would_be_lost_is_not_logged(hook: str) -> None:
+    late = type("Late", (Logs,), {hook: lambda self, *stage: self.log("late", 1.0)})()
+    late.validation_step = lambda batch, batch_idx: None
+    with pytest.raises(UserCodeError, match="works while a Trainer runs this model, in its steps"):
+        trainer_with(num_sanity_val_steps=0).fit(late, numbers(), numbers())
+
+
+def test_a_metric_that_computes_several_values_is_refused_with_what_to_do() -> None:
+    class Both(MeanMetric):
+        def compute(self) -> Any:
+            return {"a": super().compute()}
+
+    class LogsBoth(Logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = Both()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.both.update(1.0)
+            self.log("both", self.both, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(UserCodeError) as caught:
+        trainer_with().fit(LogsBoth(), numbers())
+    assert str(caught.value) == (
+        "self.log('both', Both(...)): expected a metric whose compute() returns a tensor with one "
+        "element, received <class 'dict'>: log its parts, as in self.log_dict(metric.compute()) in "
+        "on_train_epoch_end or on_validation_epoch_end"
+    )
+
+
+def test_a_logger_needs_no_folder(tmp_path: Path) -> None:
+    class Sends(Logger):
+        sent: list[Any]
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            self.sent.append((step, dict(metrics)))
+
+    logger = Sends()
+    logger.sent = []
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=logger,
+        max_epochs=1,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    model = Logs()
+    trainer.fit(model, numbers())
+    assert logger.sent
+    assert (logger.log_dir, trainer.log_dir) == ("", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert model.loggers == [logger]
 
 
 def test_what_needs_a_trainer_says_so() -> None:

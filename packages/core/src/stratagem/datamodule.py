@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from stratagem.callbacks.module_hooks import DataHooks
+
 if TYPE_CHECKING:
     from stratagem.trainer import Trainer
 
 
-class DataModule:
-    """Prepares data and makes the loaders.
+class DataModule(DataHooks):
+    """Prepares data and makes the loaders; a copy belongs to no Trainer.
 
     Call sequence:
         1. `prepare_data` on rank 0 of each node only: download, write to disk. Assign nothing.
         2. `setup(stage)` on every rank: read, split.
         3. The loader methods, on every rank, when they are needed.
-        4. `teardown(stage)` on every rank.
+        4. `on_before_batch_transfer`, `transfer_batch_to_device` and `on_after_batch_transfer` for
+           each batch.
+        5. `teardown(stage)` on every rank; `on_exception` where the run has failed.
 
     Example:
         >>> import torch
@@ -28,6 +32,9 @@ class DataModule:
     """
 
     trainer: Trainer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "trainer": None}
 
     def prepare_data(self) -> None:
         """Download and write to disk; on rank 0 of each node, before the others go on."""

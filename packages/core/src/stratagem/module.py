@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from stratagem.callbacks.module_hooks import ModuleHooks
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import CheckpointMismatchError, UserCodeError
 from stratagem.state.hyperparameters import HyperParameters, arguments_of_init
@@ -35,11 +36,13 @@ class LogOptions(NamedTuple):
     add_dataloader_idx: bool
 
 
-class Module(nn.Module):
+class Module(ModuleHooks):
     """A model with its training step and optimizers: what a Trainer trains.
 
     Override `training_step` and `configure_optimizers`, and what else is needed. The hooks of
     `Callback` may be overridden here too, without their first two arguments.
+
+    A copy, and what is pickled, belongs to no Trainer.
 
     Example:
         >>> import torch
@@ -71,6 +74,9 @@ class Module(nn.Module):
         self.__dict__["_trainer"] = None
         self.__dict__["_metrics"] = None
         self.__dict__["_hparams"] = HyperParameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trainer": None, "_metrics": None}
 
     # -- to be overridden
 
@@ -134,10 +140,13 @@ class Module(nn.Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called when a checkpoint was read, before the model is filled from it."""
 
-    @classmethod
-    def defines(cls, method: str) -> bool:
-        """Whether a subclass defines a method that has no use here."""
-        return getattr(cls, method) is not getattr(Module, method)
+    def defines(self, method: str) -> bool:
+        """Whether a subclass, or this object, defines a method that has no use here.
+
+        None in a method's place means that there is none.
+        """
+        own = getattr(self, method)
+        return own is not None and getattr(own, "__func__", own) is not getattr(Module, method)
 
     # -- where it runs
 
@@ -199,6 +208,19 @@ class Module(nn.Module):
         """The Trainer's first logger, or None."""
         return self.trainer.logger
 
+    @property
+    def loggers(self) -> list[Any]:
+        """The Trainer's loggers."""
+        return list(self.trainer.loggers)
+
+    def freeze(self) -> None:
+        """Let no parameter require a gradient, and set evaluation mode."""
+        self.requires_grad_(False).eval()
+
+    def unfreeze(self) -> None:
+        """Let every parameter require a gradient, and set training mode."""
+        self.requires_grad_(True).train()
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
         if self.trainer.is_global_zero:
@@ -252,7 +274,8 @@ class Module(nn.Module):
         if metrics is None:
             raise UserCodeError(
                 f"self.log({name!r}, ...) works while a Trainer runs this model, in its steps and "
-                "hooks only"
+                "in hooks up to the end of an epoch (on_train_epoch_end, on_validation_epoch_end, "
+                "on_test_epoch_end); later, use self.logger.log_metrics({...})"
             )
         if rank_zero_only:
             sync_dist = False
@@ -354,7 +377,8 @@ class Module(nn.Module):
 
         Args:
             checkpoint_path: what a Trainer saved, a local path or a URL.
-            map_location: device to put it on; None: the CPU.
+            map_location: device to put it on, or what `torch.load` takes in its place (a dict of
+                devices, a function), asked where the CPU's tensors go; None: the CPU.
             strict: refuse names that do not match.
             **kwargs: arguments of `__init__`, in place of those in the checkpoint.
 
@@ -366,8 +390,9 @@ class Module(nn.Module):
         from stratagem.errors import naming
         from stratagem.interfaces.compiling import adopt_compiled
         from stratagem.state.state_dict import load_weights
+        from stratagem.storage import paths
 
-        checkpoint = SingleFileCheckpointIO().load_checkpoint(checkpoint_path)
+        checkpoint = SingleFileCheckpointIO().load_checkpoint(paths.given(checkpoint_path))
         checkpoint = check(checkpoint, checkpoint_path)
         arguments = {**checkpoint.get("hyper_parameters", {}), **kwargs}
         accepted = inspect.signature(cls).parameters
@@ -390,4 +415,14 @@ class Module(nn.Module):
         model.on_load_checkpoint(checkpoint)
         with naming(checkpoint_path):
             load_weights(model, checkpoint["state_dict"], strict=strict)
-        return model if map_location is None else model.to(map_location)
+        return model if map_location is None else model.to(_device_for(map_location))
+
+
+def _device_for(map_location: Any) -> Any:
+    """Return the device that `map_location` has for what lies on the CPU."""
+    if isinstance(map_location, Mapping):
+        return map_location.get("cpu", "cpu")
+    if callable(map_location):
+        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
+        return "cpu" if moved is None else moved.device
+    return map_location

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
@@ -24,6 +25,7 @@ class EarlyStopping(Callback):
         min_delta: a change smaller than this is no improvement.
         patience: how many checks without improvement end training.
         mode: "min": smaller is better; "max".
+        check_finite: end training when the value is NaN or infinite; False: that is no improvement.
 
     Example:
         >>> from stratagem.callbacks import EarlyStopping
@@ -40,6 +42,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         patience: int = 3,
         mode: Literal["min", "max"] = "min",
+        check_finite: bool = True,
     ) -> None:
         if mode not in ("min", "max"):
             raise ConfigurationError(f"EarlyStopping(mode={mode!r}): expected 'min' or 'max'")
@@ -51,6 +54,7 @@ class EarlyStopping(Callback):
         self.min_delta = min_delta
         self.patience = patience
         self.mode = mode
+        self.check_finite = check_finite
         self.best_score = math.inf if mode == "min" else -math.inf
         self.wait_count = 0
         self.stopped_epoch = 0
@@ -88,6 +92,15 @@ class EarlyStopping(Callback):
 
     def _check(self, trainer: Trainer) -> None:
         score = float(trainer.run.metric(self.monitor, "EarlyStopping"))
+        if self.check_finite and not math.isfinite(score):
+            if trainer.is_global_zero:
+                warnings.warn(
+                    f"EarlyStopping ends training after step {trainer.global_step}: "
+                    f"{self.monitor} is {score}. check_finite=False goes on",
+                    stacklevel=2,
+                )
+            self._stop(trainer)
+            return
         sign = 1.0 if self.mode == "min" else -1.0
         if sign * score < sign * self.best_score - self.min_delta:
             self.best_score = score
@@ -95,5 +108,8 @@ class EarlyStopping(Callback):
             return
         self.wait_count += 1
         if self.wait_count >= self.patience:
-            self.stopped_epoch = trainer.current_epoch
-            trainer.should_stop = True
+            self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        self.stopped_epoch = trainer.current_epoch
+        trainer.should_stop = True

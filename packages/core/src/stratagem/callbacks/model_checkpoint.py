@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.callbacks.callback import Callback
+from stratagem.callbacks.checkpoint_arguments import check_arguments
 from stratagem.callbacks.checkpoint_names import CheckpointNames, filled
+from stratagem.callbacks.keeps_checkpoints import KeepsCheckpoints
 from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
-from stratagem.callbacks.resumed_checkpoints import ResumedCheckpoints, in_folder
-from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.errors import CheckpointError
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.resume.checkpoint import Weights
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(KeepsCheckpoints):
     """Saves checkpoints while a model trains.
 
     What calls for a save (steps, epochs, time) may be combined. Only files of this run, or of the
@@ -35,22 +34,23 @@ class ModelCheckpoint(Callback):
             beside the logs.
         filename: name without `.ckpt`, with values in braces: "{epoch}-{val_acc:.3f}"; None:
             "epoch=E-step=S".
-        monitor: logged value that says which are the best; None: the newest are.
+        monitor: logged value that says which are the best, or "epoch" or "step"; None: the newest
+            are.
         mode: "min": smaller is better; "max".
         save_top_k: how many of the best to keep (without `monitor`: of the newest); -1: all; 0:
             none.
         keep_latest_k: how many of the newest to keep as well, whatever their values.
         save_last: let `last.ckpt` name the newest, which is then kept: as a symbolic link, on an
-            object store as a copy. It moves once the newest is durable.
+            object store as a copy. It moves once the newest is durable. "link" means the same.
         save_weights_only: leave optimizer and loop state out.
-        every_n_train_steps: save after every so many optimizer steps.
-        every_n_epochs: save after every so many epochs; the default is 1, unless steps or time are
-            given.
+        every_n_train_steps: save after every so many optimizer steps; 0: not by steps.
+        every_n_epochs: save after every so many epochs, 0: not by epochs; the default is 1, unless
+            steps or time are given.
         train_time_interval: save when so much time has gone by since the last save. With several
             ranks half a second may be added: they agree on the time about twice a second.
         save_on_train_epoch_end: save at the end of the training epoch (True), where the values of
-            training and of validation are there, or after validation (False); None: after
-            validation if it comes in the middle of epochs.
+            training and of validation are there, or after validation (False), in a fit that has
+            one; None: after validation if it comes in the middle of epochs.
         save_on_exception: save as `exception-step=S.ckpt` when training ends by an error or by
             Ctrl-C. Only where one process trains: of several, the others are elsewhere.
 
@@ -58,7 +58,8 @@ class ModelCheckpoint(Callback):
     place of none: it counts among neither the best nor the newest, and `last.ckpt` stays. A
     monitored value that is NaN is the worst.
 
-    With `monitor`, an epoch without validation is passed over where others have it. A signal that
+    With `monitor`, an epoch without validation is passed over where others have it, and what calls
+    for a save before there is a first value, which is said once. A signal that
     ends training saves `interrupted-step=S.ckpt`. That file, and the one of an error, stay until
     this run, resumed, has saved another.
 
@@ -98,7 +99,7 @@ class ModelCheckpoint(Callback):
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
         keep_latest_k: int = 0,
-        save_last: bool = False,
+        save_last: bool | Literal["link"] | None = False,
         save_weights_only: bool = False,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -106,13 +107,14 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         save_on_exception: bool = False,
     ) -> None:
-        self.dirpath = None if dirpath is None else paths.at(dirpath)
+        super().__init__()
+        self.dirpath = None if dirpath is None else paths.given(dirpath)
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k
         self.keep_latest_k = keep_latest_k
-        self.save_last = save_last
+        self.save_last = bool(save_last)
         self.save_weights_only = save_weights_only
         self.every_n_train_steps = every_n_train_steps
         if every_n_epochs is None and every_n_train_steps is None and train_time_interval is None:
@@ -121,123 +123,21 @@ class ModelCheckpoint(Callback):
         self.train_time_interval = train_time_interval
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.save_on_exception = save_on_exception
-        _check_arguments(self)
+        check_arguments(self)
         self.last_model_path = ""
         self._key = self._key_without_folder() + f", dirpath={dirpath})"
         # Without a monitor the value is the step: the newest are the best.
         self._kept = KeptCheckpoints(
             "max" if monitor is None else mode,
             top_k=save_top_k,
-            latest_k=max(keep_latest_k, int(save_last)),
+            latest_k=max(keep_latest_k, int(self.save_last)),
         )
-        self._resumed: dict[str, Any] | None = None
-        """What was loaded, until rank 0 has looked at what of it is still there."""
         self._names = CheckpointNames()
-        self._spared: set[str] = set()
-        """On rank 0: what was saved before this run was resumed, and may be another's."""
         self._said: set[str] = set()
         """On rank 0: what this fit has warned of."""
         self._trains = False
         self._last_step_saved = -1
         self._last_time_saved = 0.0
-
-    @property
-    def best_k_models(self) -> dict[str, float]:
-        """Value by path of those that are kept as the best."""
-        return self._kept.best
-
-    @property
-    def best_model_path(self) -> str:
-        """The best so far, or ""."""
-        return self._kept.best_path()
-
-    @property
-    def best_model_score(self) -> float | None:
-        """The value of the best, or None; without a monitor there are no values."""
-        return self._kept.best.get(self.best_model_path) if self.monitor is not None else None
-
-    @property
-    def kept_paths(self) -> list[str]:
-        """All that are kept, for whatever reason."""
-        return self._kept.all_paths()
-
-    # -- its state in a checkpoint
-
-    @property
-    def state_key(self) -> str:
-        """Tells it from other ModelCheckpoints of a run by what they were given."""
-        return self._key
-
-    def _key_without_folder(self) -> str:
-        given = {
-            "monitor": self.monitor,
-            "mode": self.mode,
-            "filename": self.filename,
-            "save_top_k": self.save_top_k,
-            "keep_latest_k": self.keep_latest_k,
-            "save_weights_only": self.save_weights_only,
-            "every_n_train_steps": self.every_n_train_steps,
-            "every_n_epochs": self.every_n_epochs,
-            "train_time_interval": self.train_time_interval,
-        }
-        listed = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-        return f"ModelCheckpoint({listed}"
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
-    ) -> None:
-        """Find its state also if its folder has another name by now, where only one can be it."""
-        states = checkpoint.get("callbacks", {})
-        alike = [key for key in states if key.startswith(self._key_without_folder() + ", dirpath=")]
-        if self.state_key not in states and len(alike) == 1:
-            states[self.state_key] = states[alike[0]]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which checkpoints are kept; names are relative to the folder."""
-        if self.dirpath is None:
-            return {}
-        return {
-            "dirpath": str(paths.absolute(self.dirpath)),
-            "last_model_path": paths.relative(self.last_model_path, self.dirpath)
-            if self.last_model_path
-            else "",
-            **self._kept.state_dict(self.dirpath),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore which checkpoints are kept, by their names in this one's folder.
-
-        When a fit goes on, it is looked at which are there. A state may be anybody's, so that it
-        names no folder and nothing outside of this one's.
-        """
-        folder = self.dirpath
-        self._take(state, lambda name: None if folder is None else in_folder(folder, name))
-
-    def take_over(self, state: dict[str, Any]) -> None:
-        """Restore what a run in processes of its own has kept, wherever that is."""
-        folder = state["dirpath"]
-        self._take(state, lambda name: str(paths.join(folder, str(name))) if name else None)
-
-    def _take(self, state: dict[str, Any], locate: Callable[[object], str | None]) -> None:
-        self._resumed = state
-        self._kept.load_state_dict(state, locate)
-        self.last_model_path = locate(state.get("last_model_path")) or ""
-
-    def _look_after_resuming(self, trainer: Trainer) -> None:
-        """Forget what is not there any more; what rank 0 sees counts."""
-        state, self._resumed = self._resumed, None
-        if state is None or self.dirpath is None:
-            return
-        if trainer.is_global_zero:
-            run = trainer.run
-            there = ResumedCheckpoints(self.dirpath, run.resumed_from, run.run_id)
-            self._kept.load_state_dict(state, there.locate)
-            self.last_model_path = there.locate_last(state.get("last_model_path"))
-            self._spared = there.spared
-            there.warn_of_refused()
-        kept = self._kept
-        seen = [kept.best, kept.latest, kept.nonfinite, self.last_model_path]
-        kept.best, kept.latest, kept.nonfinite, self.last_model_path = trainer.ranks.broadcast(seen)
 
     # -- when to save
 
@@ -276,7 +176,7 @@ class ModelCheckpoint(Callback):
         if step == self._last_step_saved:
             return
         every, interval = self.every_n_train_steps, self.train_time_interval
-        if (every is not None and step % every == 0) or (
+        if (every and step % every == 0) or (
             interval is not None
             and trainer.run.interruption.agreed_time() - self._last_time_saved
             >= interval.total_seconds()
@@ -326,12 +226,12 @@ class ModelCheckpoint(Callback):
         self._names.release_all()
 
     def _after_training_epoch(self, trainer: Trainer) -> bool:
-        if self.save_on_train_epoch_end is not None:
-            return self.save_on_train_epoch_end
-        return not trainer.run.validates_within_epochs
+        if self.save_on_train_epoch_end is None:
+            return not trainer.run.validates_within_epochs
+        return self.save_on_train_epoch_end or not trainer.run.has_validation
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
-        if self.every_n_epochs is None or trainer.global_step == self._last_step_saved:
+        if not self.every_n_epochs or trainer.global_step == self._last_step_saved:
             return False
         return (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
@@ -340,20 +240,9 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer, *, among_best: bool = True) -> None:
         self._last_step_saved = trainer.global_step
         self._last_time_saved = trainer.run.interruption.agreed_time()
-        value = None
-        if among_best and self.save_top_k != 0:
-            value = float(trainer.global_step)
-            if self.monitor is not None:
-                value = float(trainer.run.metric(self.monitor, "ModelCheckpoint"))
-                if math.isnan(value):
-                    self._warn_once(
-                        trainer,
-                        f"ModelCheckpoint(monitor={self.monitor!r}): the value is NaN",
-                        "NaN is the worst value in either mode: such a checkpoint takes the place "
-                        "of no better one",
-                    )
-            if not self._kept.is_among_best(value):
-                value = None
+        value = self._monitored(trainer) if among_best and self.save_top_k != 0 else None
+        if value is not None and not self._kept.is_among_best(value):
+            value = None
         if value is None and not (self.keep_latest_k or self.save_last):
             return
         assert self.dirpath is not None
@@ -382,6 +271,30 @@ class ModelCheckpoint(Callback):
             if old not in self._spared:
                 trainer.checkpoint_writer.remove(old)
         self._names.release()
+
+    def _monitored(self, trainer: Trainer) -> float | None:
+        """Return the value that the present checkpoint would be kept for; None: not there yet."""
+        positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        name = "step" if self.monitor is None else self.monitor
+        if name in positions and (self.monitor is None or name not in trainer.callback_metrics):
+            return float(positions[name])
+        if trainer.run.may_come_later(name):
+            self._warn_once(
+                trainer,
+                f"ModelCheckpoint(monitor={name!r}): there is no value yet",
+                "What calls for a save before the first one saves nothing among the best; "
+                "keep_latest_k=1 keeps the newest in any case",
+            )
+            return None
+        value = float(trainer.run.metric(name, "ModelCheckpoint"))
+        if math.isnan(value):
+            self._warn_once(
+                trainer,
+                f"ModelCheckpoint(monitor={name!r}): the value is NaN",
+                "NaN is the worst value in either mode: such a checkpoint takes the place of no "
+                "better one",
+            )
+        return value
 
     def _weights(self, trainer: Trainer) -> Weights:
         """Return what is to be saved, and say where it is not finite."""
@@ -421,26 +334,3 @@ class ModelCheckpoint(Callback):
         values["epoch"] = trainer.current_epoch
         values["step"] = trainer.global_step
         return filled(self.filename, values)
-
-
-def _check_arguments(given: ModelCheckpoint) -> None:
-    interval: object = given.train_time_interval
-    if given.mode not in ("min", "max"):
-        raise ConfigurationError(f"ModelCheckpoint(mode={given.mode!r}): expected 'min' or 'max'")
-    if interval is not None and not isinstance(interval, timedelta):
-        raise ConfigurationError(
-            f"ModelCheckpoint(train_time_interval={interval!r}): expected a "
-            "datetime.timedelta, such as timedelta(minutes=30)"
-        )
-    if given.save_top_k < -1:
-        raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={given.save_top_k!r}): expected a number of checkpoints, "
-            "or -1 for all"
-        )
-    for name, value, least in (
-        ("keep_latest_k", given.keep_latest_k, 0),
-        ("every_n_train_steps", given.every_n_train_steps, 1),
-        ("every_n_epochs", given.every_n_epochs, 1),
-    ):
-        if value is not None and value < least:
-            raise ConfigurationError(f"ModelCheckpoint({name}={value}): expected at least {least}")

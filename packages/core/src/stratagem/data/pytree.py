@@ -1,4 +1,4 @@
-"""Mapping a function over the tensors in a batch: nested containers, dataclasses, and the rest."""
+"""Mapping a function over the tensors in a batch, or in a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
@@ -47,3 +48,17 @@ def convert_floats(data: Any, dtype: torch.dtype) -> Any:
     return map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, data
     )
+
+
+def convert_module_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a module's floating-point parameters and buffers in place, and return it.
+
+    Complex ones stay as they are: `module.to(dtype)` would drop their imaginary parts.
+    """
+    convert = {
+        torch.float64: module.double,
+        torch.float32: module.float,
+        torch.float16: module.half,
+        torch.bfloat16: module.bfloat16,
+    }
+    return convert[dtype]()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.pytree import convert_floats
+from stratagem.data.pytree import convert_floats, convert_module_floats
 from stratagem.interfaces.accelerator import Accelerator
 
 
@@ -125,7 +125,7 @@ class EnginePrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a model that no engine runs, since it is only evaluated."""
-        return module.to(self.dtype)
+        return convert_module_floats(module, self.dtype)
 
     def input_converter(self) -> Callable[[Any], Any] | None:
         """Return a function that converts floating-point tensors to the dtype of the model."""

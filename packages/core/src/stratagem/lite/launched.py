@@ -178,6 +178,8 @@ class Launched(Ranked):
         return self._launched
 
     def _launched_strategy(self) -> Strategy:
+        if not self._launched and self.plan.world_size == 1 and not self.plan.runs_elsewhere:
+            self.launch()  # nothing is started: this process is the only rank
         if not self._launched:
             raise ConfigurationError(
                 "nothing was launched yet: call lite.launch() first, or put the code into a "

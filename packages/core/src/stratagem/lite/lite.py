@@ -47,7 +47,7 @@ class Lite(Launched, Observed):
     """Gives a hand-written loop devices, processes, precision and checkpoints.
 
     Either subclass it, write the loop in `run` and call that; or make one, call `launch` and go on
-    in the same script.
+    in the same script. One rank needs no `launch`.
 
     Args:
         accelerator: a name ("cpu", "gpu", ...), an Accelerator, or "auto".
@@ -400,7 +400,8 @@ class Lite(Launched, Observed):
                 "save() expects a path and a dict of state, received "
                 f"{type(path).__name__} and {type(state).__name__}"
             )
-        self.checkpoint_writer.save(collect(self.strategy, state), paths.at(path))
+        self._launched_strategy()
+        self.checkpoint_writer.save(collect(self.strategy, state), paths.given(path))
 
     def load(
         self, path: PathLike, state: dict[str, Any] | None = None, *, strict: bool = True
@@ -422,7 +423,8 @@ class Lite(Launched, Observed):
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
                 wrong with it.
         """
-        checkpoint = self.checkpoint_writer.load(paths.at(path))
+        self._launched_strategy()
+        checkpoint = self.checkpoint_writer.load(paths.given(path))
         if state is not None:
             restore(self.strategy, checkpoint, state, path=path, strict=strict)
         checkpoint.pop(STRATEGY_STATE, None)

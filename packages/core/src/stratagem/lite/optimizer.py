@@ -18,7 +18,7 @@ class LiteOptimizer:
     """The user's optimizer, whose step goes through the strategy.
 
     An instance is one of the optimizer's own class too, and has its name and its repr, so that
-    schedulers take it.
+    schedulers take it. A copy, and what is pickled, is the user's optimizer: a run is not copied.
     """
 
     optimizer: Optimizer
@@ -55,6 +55,9 @@ class LiteOptimizer:
         else:
             self.optimizer.zero_grad(set_to_none=False)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self.optimizer,)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter names."""
         return self.strategy.optimizer_state(self.prepared, self.optimizer)
@@ -62,6 +65,10 @@ class LiteOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state by parameter names."""
         self.strategy.load_optimizer_state(self.prepared, self.optimizer, state)
+
+
+def _itself(optimizer: Optimizer) -> Optimizer:
+    return optimizer
 
 
 def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Strategy) -> Any:

@@ -48,7 +48,7 @@ class CSVLogger(Logger):
         name: str = "stratagem_logs",
         version: int | str | None = None,
     ) -> None:
-        self.save_dir = Path(save_dir)
+        self.save_dir = Path(save_dir).expanduser()
         self._root = self.save_dir / name
         self._version = version
         self._columns: list[str] = []

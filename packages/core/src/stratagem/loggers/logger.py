@@ -22,7 +22,6 @@ class Logger(ABC):
         >>> from stratagem import Lite
         >>> from stratagem.loggers import Logger
         >>> class Printing(Logger):
-        ...     log_dir = "."
         ...     def log_metrics(self, metrics, step=None):
         ...         print(step, metrics)
         >>> Lite(accelerator="cpu", loggers=Printing()).log("loss", 0.5, step=3)
@@ -34,9 +33,12 @@ class Logger(ABC):
     there is none to try."""
 
     @property
-    @abstractmethod
     def log_dir(self) -> str:
-        """The folder of this run."""
+        """The folder of this run, by default `save_dir`; "": it has none, as where values are sent.
+
+        A Trainer puts checkpoints beside it, or else into its `default_root_dir`.
+        """
+        return "" if self.save_dir is None else str(self.save_dir)
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

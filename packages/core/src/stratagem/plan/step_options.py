@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from stratagem.errors import ConfigurationError
@@ -65,6 +66,24 @@ class StepOptions:
     accumulation: Mapping[int, int] = field(default_factory=lambda: {0: 1})
     sync_batchnorm: bool = False
     compilation: Compilation | None = None
+
+    def micro_batches_in(self, epoch: int) -> int:
+        """Return the number of micro-batches in a step of an epoch."""
+        return self.accumulation[max(first for first in self.accumulation if first <= epoch)]
+
+    def steps_in(self, epochs: int, batches: int) -> int:
+        """Return the number of steps in so many epochs of so many batches.
+
+        Example:
+            >>> from stratagem.strategies import StepOptions
+            >>> StepOptions(accumulation={0: 1, 4: 8}).steps_in(epochs=6, batches=10)
+            44
+        """
+        firsts = [first for first in sorted(self.accumulation) if first < epochs]
+        return sum(
+            (until - first) * math.ceil(batches / self.accumulation[first])
+            for first, until in pairwise([*firsts, epochs])
+        )
 
     @property
     def most_micro_batches(self) -> int:

@@ -61,6 +61,25 @@ def at(path: str | os.PathLike[str]) -> Location:
     return Path(path)
 
 
+def given(path: str | os.PathLike[str]) -> Location:
+    """Return what `at` does of a path that a user wrote, where "~" is a home folder.
+
+    For nothing else: a name that was read may begin with "~" too.
+
+    Raises:
+        ConfigurationError: it is a URL that has gone through `pathlib`, or nobody has that home.
+    """
+    location = at(path)
+    if not isinstance(location, Path):
+        return location
+    try:
+        return location.expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{os.fspath(path)!r}: {error}; write the folder out, or './~...' for one of that name"
+        ) from error
+
+
 # -- names
 
 

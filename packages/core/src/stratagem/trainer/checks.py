@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,26 +19,25 @@ from stratagem.plan.step_options import StepOptions
 from stratagem.state.hyperparameters import savable
 from stratagem.trainer.progress import RunState
 
-# Methods of the library that our users come from, which are not called here.
-_UNCALLED = (
-    "backward",
-    "configure_gradient_clipping",
-    "configure_sharded_model",
-    "lr_scheduler_step",
-    "on_after_batch_transfer",
-    "on_before_batch_transfer",
-    "on_predict_model_eval",
-    "on_test_model_eval",
-    "on_test_model_train",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "training_epoch_end",
-    "training_step_end",
-    "transfer_batch_to_device",
-    "validation_epoch_end",
-)
+if TYPE_CHECKING:
+    from stratagem.trainer.job import Job
+    from stratagem.trainer.run import Run
+
+_OTHERWISE = "use automatic_optimization = False, a Callback or a Strategy for what it does"
+# Methods of the library that our users come from, which are not called here, and what to do.
+_UNCALLED = {
+    "backward": _OTHERWISE,
+    "configure_gradient_clipping": _OTHERWISE,
+    "configure_sharded_model": "rename it to configure_model",
+    "lr_scheduler_step": _OTHERWISE,
+    "optimizer_step": _OTHERWISE,
+    "optimizer_zero_grad": _OTHERWISE,
+    "training_epoch_end": "rename it to on_train_epoch_end, and keep outputs in an attribute",
+    "training_step_end": "put it into training_step",
+    "validation_epoch_end": (
+        "rename it to on_validation_epoch_end, and keep outputs in an attribute"
+    ),
+}
 _NEEDED = {
     "fit": ("training_step", "configure_optimizers"),
     "validate": ("validation_step",),
@@ -90,8 +89,7 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
     if uncalled := sorted(name for name in _UNCALLED if hasattr(model, name)):
         raise UserCodeError(
             f"{type(model).__name__} defines {' and '.join(uncalled)}, which Stratagem does not "
-            "call, so training would differ silently: use automatic_optimization = False, a "
-            "Callback or a Strategy for what they do"
+            f"call, so training would differ silently: for {uncalled[0]}, {_UNCALLED[uncalled[0]]}"
         )
     missing = [method for method in _NEEDED[stage] if not model.defines(method)]
     if makes_optimizers and "configure_optimizers" in missing:
@@ -114,6 +112,27 @@ def warn_of_unsavable_hyperparameters(module: Module) -> None:
             f"{reason}): pass them to load_from_checkpoint again. "
             f"save_hyperparameters(ignore={list(reasons)!r}) says that this is meant",
             stacklevel=2,
+        )
+
+
+def say_what_begins_again(before: Run | None, job: Job) -> None:
+    """Say on rank 0 what a second fit of a model begins with, where nothing says otherwise.
+
+    In the library that our users come from it goes on where the first one ended, at its limit.
+
+    Args:
+        before: the run before.
+        job: the fit that begins.
+    """
+    again = before is not None and before.stage == "fit" and before.module is job.model
+    if before is not None and again and job.ckpt_path is None and before.trainer.is_global_zero:
+        # No warning: it is well meant as often as not, and one rank alone must not raise it.
+        print(
+            "stratagem: fit() of the same model again: epochs and steps are counted from 0 and "
+            "optimizers are made anew, while the weights are those that the last fit has left. To "
+            "go on with that one, pass ckpt_path='last' and a larger max_epochs",
+            file=sys.stderr,
+            flush=True,
         )
 
 

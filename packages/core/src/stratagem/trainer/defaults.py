@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.errors import ConfigurationError
@@ -40,23 +41,18 @@ def make_loggers(
     return loggers
 
 
-def make_callbacks(
-    given: Callback | Sequence[Callback] | None,
-    enable_checkpointing: bool,
-    enable_progress_bar: bool,
-    *,
-    quick: bool,
-) -> list[Callback]:
+def make_callbacks(given: Mapping[str, Any], *, quick: bool) -> list[Callback]:
     """Return the callbacks, with a ProgressBar and a ModelCheckpoint if they are wanted.
 
     Args:
-        given, enable_checkpointing, enable_progress_bar: the Trainer's arguments.
+        given: the Trainer's arguments `callbacks`, `enable_checkpointing` and
+            `enable_progress_bar`.
         quick: a `fast_dev_run` saves no checkpoints.
 
     Raises:
         ConfigurationError: one is no Callback, or two would share a state.
     """
-    callbacks = as_list(given)
+    callbacks, enable_checkpointing = as_list(given["callbacks"]), given["enable_checkpointing"]
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigurationError(
@@ -69,7 +65,9 @@ def make_callbacks(
         )
     if enable_checkpointing and not saves:
         callbacks.append(ModelCheckpoint())
-    if enable_progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+    if given["enable_progress_bar"] and not any(
+        isinstance(callback, ProgressBar) for callback in callbacks
+    ):
         callbacks.insert(0, ProgressBar())
     return merge_callbacks(callbacks, [], quick=quick)
 

@@ -46,8 +46,8 @@ def take_over(
             model
         )  # to one that has entries of its own, such as scales
     model.load_state_dict(outcome["weights"])
-    latest.values.update(outcome["callback_metrics"])
-    latest.of_epochs.update(outcome["logged_metrics"])
+    latest.values = dict(outcome["callback_metrics"])
+    latest.of_epochs = dict(outcome["logged_metrics"])
     states = outcome["callbacks"]
     for callback in trainer.callbacks:
         if callback.state_key in states:

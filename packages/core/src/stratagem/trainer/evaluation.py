@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stratagem.errors import UserCodeError
+from stratagem.trainer.batch_transfer import batch_converter
+from stratagem.trainer.hooks import is_users, positional_parameters
 from stratagem.trainer.metrics import EpochValues, LatestValues, Metrics
 from stratagem.trainer.rows import Rows
-from stratagem.trainer.step import takes_batch_idx
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.trainer.hooks import Hook
     from stratagem.trainer.loaders import EvaluationLoader
     from stratagem.trainer.run import Run
 
@@ -45,9 +47,9 @@ def evaluate(
         metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     else:
         metrics = Metrics(run.strategy, run.rows, run.latest)
-    with module.logging_to(metrics):
+    with module.logging_to(metrics), _EvaluationMode(run, what):
         hooks.call(f"on_{what}_start")
-        with _Evaluating(run, prepared):
+        with run.strategy.evaluation(prepared), _inference(run):
             hooks.call(f"on_{what}_epoch_start")
             for _ in _run_batches(run, prepared, loaders, what, metrics):
                 pass
@@ -59,7 +61,8 @@ def evaluate(
         # At the last optimizer step, as the values of a training epoch.
         last_step = max(0, run.progress.global_step - 1)
         metrics.rows.write({"epoch": run.progress.epoch, **epoch.for_loggers}, last_step)
-        hooks.call(f"on_{what}_end")
+        with module.logging_to(None):
+            hooks.call(f"on_{what}_end")
     return epoch
 
 
@@ -68,15 +71,16 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     hooks = run.hooks
     metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
-    hooks.call("on_predict_start")
-    with _Evaluating(run, prepared):
-        hooks.call("on_predict_epoch_start")
-        for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
-            if run.job.keeps_predictions:
-                predictions[loader_idx].append(output)
-            del output  # before the next one is computed
-        hooks.call("on_predict_epoch_end")
-    hooks.call("on_predict_end")
+    with _EvaluationMode(run, "predict"):
+        hooks.call("on_predict_start")
+        with run.strategy.evaluation(prepared), _inference(run):
+            hooks.call("on_predict_epoch_start")
+            for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
+                if run.job.keeps_predictions:
+                    predictions[loader_idx].append(output)
+                del output  # before the next one is computed
+            hooks.call("on_predict_epoch_end")
+        hooks.call("on_predict_end")
     return predictions
 
 
@@ -89,14 +93,15 @@ def _run_batches(
 ) -> Iterator[tuple[int, Any]]:
     """Yield (loader index, what the step returned) for every batch."""
     method = _STEPS[what]
-    takes = _extra_arguments(getattr(run.module, method), several=len(loaders) > 1)
-    convert = run.strategy.input_converter()
+    several = len(loaders) > 1
+    takes = _arguments_taken(getattr(run.module, method), 3 if several else 2)
     context = run.strategy.precision.forward_context()
-    on_start = run.hooks.of(f"on_{what}_batch_start")
-    on_end = run.hooks.of(f"on_{what}_batch_end")
+    on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
+    on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
     call = prepared.evaluation_module
     for loader_idx, loader in enumerate(loaders):
-        metrics.begin_loader(loader_idx if len(loaders) > 1 else None)
+        convert = batch_converter(run.strategy, run.module, run.datamodule, loader_idx)
+        metrics.begin_loader(loader_idx if several else None)
         limit = None if loader.batches == float("inf") else int(loader.batches)
         batch_idx = -1
         for batch_idx, batch in enumerate(islice(iter(loader.loader), limit)):
@@ -123,30 +128,56 @@ def _run_batches(
     metrics.begin_loader(None)
 
 
-def _extra_arguments(method: Any, *, several: bool) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) a step takes."""
-    if not takes_batch_idx(method):
-        return 1
-    return 3 if several else 2
+def _arguments_taken(method: Callable[..., Any], most: int) -> int:
+    """Return how many of (batch, batch_idx, dataloader_idx) a step is given.
+
+    Args:
+        method: the step.
+        most: how many of them say something; it gets more where it has no default.
+    """
+    takes = positional_parameters(method)
+    return min(3, max(takes.needed, min(takes.most, most)))
 
 
-class _Evaluating(AbstractContextManager[None]):
+def _with_index(hooks: Sequence[Hook], arguments: int) -> list[Hook]:
+    """Return hooks that take so many arguments, of which the last is the loader's index."""
+
+    def without_index(hook: Hook) -> Hook:
+        return lambda *given: hook(*given[:-1])
+
+    return [
+        hook if positional_parameters(hook).most >= arguments else without_index(hook)
+        for hook in hooks
+    ]
+
+
+class _EvaluationMode(AbstractContextManager[None]):
     """Evaluation mode without gradients; every submodule gets its own mode back afterwards."""
 
-    def __init__(self, run: Run, prepared: PreparedModel) -> None:
-        self._modes = [(part, part.training) for part in run.module.modules()]
+    def __init__(self, run: Run, what: str) -> None:
+        self._run = run
         self._module = run.module
-        inference = run.trainer.inference_mode and run.strategy.accelerator.inference_mode
-        self._context: Any = torch.inference_mode() if inference else torch.no_grad()
-        self._strategys = run.strategy.evaluation(prepared)
+        self._what = what
 
     def __enter__(self) -> None:
-        self._strategys.__enter__()
-        self._module.eval()
-        self._context.__enter__()
+        self._run.evaluating = self._what
+        self._modes = [(part, part.training) for part in self._module.modules()]
+        self._gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        getattr(self._module, f"on_{self._what}_model_eval")()
 
     def __exit__(self, *exception: Any) -> None:
-        self._context.__exit__(*exception)
+        self._run.evaluating = ""
+        torch.set_grad_enabled(self._gradients)
+        leave = f"on_{self._what}_model_train"
+        if is_users(self._module, leave):
+            getattr(self._module, leave)()
+            return
         for part, mode in self._modes:
             part.training = mode
-        self._strategys.__exit__(*exception)
+
+
+def _inference(run: Run) -> AbstractContextManager[Any]:
+    """Return inference mode, where it is wanted and the device has it."""
+    wanted = run.trainer.inference_mode and run.strategy.accelerator.inference_mode
+    return torch.inference_mode() if wanted else nullcontext()

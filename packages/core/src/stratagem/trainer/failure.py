@@ -22,7 +22,8 @@ def end_failed(run: Run, error: BaseException) -> None:
     explain_device_error(error, run.strategy, run.module, optimizers)
     if this_rank.device_is_lost:
         run.rows.leave_device()
-    for hook in run.hooks.of("on_exception"):
+    of_data = () if run.datamodule is None else (run.datamodule.on_exception,)
+    for hook in (*run.hooks.of("on_exception"), *of_data):
         _attempt(lambda hook=hook: hook(error))  # type: ignore[misc]
     # What was saved before the error becomes durable.
     _attempt(run.strategy.checkpoint_io.wait_at_error)

@@ -65,8 +65,7 @@ def fit(
                 # resumes with the next one. A stop in the middle leaves it unfinished.
                 progress.epoch_is_done, validation_is_due = train_steps(interval)
                 if progress.epoch_is_done:
-                    if module.automatic_optimization:
-                        run.schedulers.step("epoch", epoch + 1)
+                    run.schedulers.step("epoch", epoch + 1)
                     if validation_is_due:
                         validation.run(prepared)
                 run.end_train_epoch()
@@ -78,7 +77,8 @@ def fit(
         if explained is None:
             raise
         raise explained from error
-    hooks.call("on_train_end")
+    with module.logging_to(None):
+        hooks.call("on_train_end")
     run.strategy.end_training(prepared)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratagem.callbacks.callback import Callback
 
@@ -40,7 +42,7 @@ class Hooks:
             own = getattr(module, name, None)
             # Saving and loading call these two with other arguments.
             called_elsewhere = name in ("on_save_checkpoint", "on_load_checkpoint")
-            if own is not None and not called_elsewhere and _is_users(module, name):
+            if own is not None and not called_elsewhere and is_users(module, name):
                 early.append(own)
             self._early[name] = tuple(early)
             self._monitors[name] = tuple(late)
@@ -69,9 +71,32 @@ def _overrides(callback: object, name: str, base: type) -> bool:
     return getattr(type(callback), name, None) is not getattr(base, name) or name in vars(callback)
 
 
-def _is_users(module: object, name: str) -> bool:
-    """Whether a module's method is the user's, not torch's or ours."""
+def is_users(module: object, name: str) -> bool:
+    """Whether a module's method is the user's, not torch's or ours; None in its place is none."""
+    if name in getattr(module, "__dict__", ()):
+        return vars(module)[name] is not None
     for owner in type(module).__mro__:
         if name in vars(owner):
             return not owner.__module__.startswith(("torch.", "stratagem."))
-    return name in vars(module)
+    return False
+
+
+class Positional(NamedTuple):
+    """How many positional arguments a function needs, and takes at most."""
+
+    needed: int
+    most: int
+
+
+def positional_parameters(function: Callable[..., Any]) -> Positional:
+    """Return how many positional arguments a function takes.
+
+    Example:
+        >>> positional_parameters(lambda batch, batch_idx, dataloader_idx=0: None)
+        Positional(needed=2, most=3)
+    """
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    needed = sum(p.default is p.empty for p in positional)
+    return Positional(needed, sys.maxsize if takes_any else len(positional))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.compiling import own_module
+from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
@@ -48,17 +49,29 @@ class Job:
         stage: Stage,
         model: Module,
         loaders: Any,
-        datamodule: DataModule | None,
+        datamodule: DataModule | str | Path | None,
         ckpt_path: str | Path | None,
         val_loaders: Any = None,
     ) -> Job:
-        """Return a Job; a DataModule may have been passed in the place of loaders.
+        """Return a Job; each argument goes where its type belongs.
+
+        A DataModule may have been passed in the place of loaders, and a checkpoint in that of the
+        datamodule: in the library that our users come from it is the third argument of `validate`.
 
         Raises:
-            ConfigurationError: there are loaders and a datamodule.
+            ConfigurationError: there are loaders and a datamodule, or something else in its place.
         """
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
+        if isinstance(datamodule, (str, Path)) and ckpt_path is None:
+            datamodule, ckpt_path = None, datamodule
+        if isinstance(ckpt_path, (str, Path)) and ckpt_path not in ("best", "last"):
+            ckpt_path = paths.given(ckpt_path)
+        if datamodule is not None and not isinstance(datamodule, DataModule):
+            raise ConfigurationError(
+                f"datamodule={datamodule!r}: expected a stratagem.DataModule, received a "
+                f"{type(datamodule).__name__}"
+            )
         if loaders is not None and datamodule is not None:
             raise ConfigurationError(
                 "both data loaders and a datamodule were passed; pass one of them"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ def limit_batches(length: float, limit: Limit, *, name: str, limit_name: str) ->
 
 def _several(source: Any) -> list[Any]:
     """Return a list of loaders for one loader or several."""
-    if isinstance(source, (list, tuple)) and source and _all_loaders(source):
+    if isinstance(source, (list, tuple)) and _has_loader(source):
         return list(source)
     if isinstance(source, Mapping):
         return list(source.values())
@@ -131,8 +131,8 @@ def one_loader(source: Any) -> Any:
     Raises:
         UserCodeError: several were given.
     """
-    several = (isinstance(source, (list, tuple)) and _all_loaders(source)) or (
-        isinstance(source, Mapping) and _all_loaders(list(source.values()))
+    several = (isinstance(source, (list, tuple)) and _has_loader(source)) or (
+        isinstance(source, Mapping) and _has_loader(source.values())
     )
     if several:
         raise UserCodeError(
@@ -169,8 +169,9 @@ def source_of(method: str, job: Job, given: Any, *, needed: bool) -> Any:
     return None
 
 
-def _all_loaders(items: Any) -> bool:
-    return bool(items) and all(isinstance(item, DataLoader) for item in items)
+def _has_loader(items: Iterable[Any]) -> bool:
+    """Whether these are loaders, and not batches: no batch is a DataLoader."""
+    return any(isinstance(item, DataLoader) for item in items)
 
 
 def _why_empty(source: Any, world_size: int) -> str:

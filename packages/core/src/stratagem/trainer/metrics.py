@@ -18,7 +18,7 @@ from stratagem.trainer.rows import Rows
 
 
 class LatestValues:
-    """The latest values of a Trainer: what callbacks, users and the progress bar read.
+    """The latest values of a Trainer's last fit and what followed: for callbacks, users, the bar.
 
     Attributes:
         values: of everything that was logged, by the name of a step's or an epoch's value.
@@ -130,7 +130,7 @@ class Metrics:
                 continue
             if entry.on_epoch:
                 shown = Summary("mean", 0.0, 0.0, entry.epoch_name, entry.logger, entry.prog_bar)
-                self._keep(entry.name, entry.metric.compute(), shown)
+                self._keep(entry.name, _computed(entry), shown)
             # Also one that is logged at steps only: what it holds is of this epoch.
             self._metrics.append(entry.metric)
         for index, by_name in self._of_loader.items():
@@ -230,6 +230,19 @@ def _read(name: str, value: Tensor) -> Any:
     raise UserCodeError(
         f"self.log({name!r}, ...) expected a single number, received a tensor of shape "
         f"{tuple(value.shape)}: reduce it first, for example by .mean()"
+    )
+
+
+def _computed(entry: EpochValue) -> Tensor:
+    """Return what a metric object computes of the epoch."""
+    value = entry.metric.compute()
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value
+    found = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
+    raise UserCodeError(
+        f"self.log({entry.name!r}, {type(entry.metric).__name__}(...)): expected a metric whose "
+        f"compute() returns a tensor with one element, received {found}: log its parts, as in "
+        "self.log_dict(metric.compute()) in on_train_epoch_end or on_validation_epoch_end"
     )
 
 

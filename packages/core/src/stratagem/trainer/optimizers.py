@@ -78,7 +78,11 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
             "optimization computes it once: set automatic_optimization = False and call "
             "self.optimizers().step(closure) in training_step"
         )
-    return optimizers, [_scheduler_config(s, who) for s in schedulers]
+    automatic = module.automatic_optimization
+    configs = [_scheduler_config(s, who, automatic=automatic) for s in schedulers]
+    for config in configs:
+        _check_optimizer(config.scheduler, optimizers, who)
+    return optimizers, configs
 
 
 def count_steps(optimizer: Any, progress: Progress) -> None:
@@ -114,7 +118,18 @@ def _from_mappings(items: Sequence[Mapping[str, Any]], who: str) -> tuple[list[A
     return optimizers, schedulers
 
 
-def _scheduler_config(given: Any, who: str) -> SchedulerConfig:
+def _check_optimizer(scheduler: Any, optimizers: Sequence[Optimizer], who: str) -> None:
+    """Refuse a scheduler whose optimizer takes no steps here."""
+    own = getattr(scheduler, "optimizer", None)
+    if isinstance(own, Optimizer) and all(own is not one for one in optimizers):
+        raise UserCodeError(
+            f"{who} returned a {type(scheduler).__name__} of a {type(own).__name__} that it did "
+            "not return, so that it would change no learning rate that is trained with: make it "
+            "of the optimizer that is returned"
+        )
+
+
+def _scheduler_config(given: Any, who: str, *, automatic: bool) -> SchedulerConfig:
     fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     fields.pop("name", None)
     fields.pop("strict", None)
@@ -139,6 +154,8 @@ def _scheduler_config(given: Any, who: str) -> SchedulerConfig:
     if not by_value:
         # A monitor beside a scheduler that is not stepped with a value says nothing about it.
         config.monitor = None
+        return config
+    if not automatic:
         return config
     kind = type(config.scheduler).__name__
     if config.monitor is None:

@@ -131,6 +131,20 @@ class TrainerOptions:
         )
 
 
+def with_defaults(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the keyword-only arguments of a call, each with its default in the place of None.
+
+    None is what a config says of an option that it leaves alone.
+
+    Args:
+        arguments: the function's `locals()`, before it has any others.
+        function: that was called.
+    """
+    defaults: Any = function.__kwdefaults__
+    given = ((name, arguments[name]) for name in defaults)
+    return {name: defaults[name] if value is None else value for name, value in given}
+
+
 _WHOLE = {
     "max_epochs": -1,
     "max_steps": -1,
@@ -261,7 +275,7 @@ def seconds(value: Any) -> float | None:
 def root_folder(given: str | Path | None) -> paths.Location:
     """Return the folder for logs and checkpoints; by default the current one."""
     if given is not None:
-        return paths.at(given)
+        return paths.given(given)
     try:
         return Path.cwd()
     except OSError as error:

@@ -57,3 +57,8 @@ class RunState:
 
     stage: str = ""
     status: str = "finished"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last run has ended without an exception."""
+        return self.status == "finished"

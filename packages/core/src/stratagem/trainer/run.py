@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
-from stratagem.lite.prepare import prepare, release
+from stratagem.lite.prepare import prepare
 from stratagem.storage import paths
 from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
 from stratagem.trainer.failure import end_failed
+from stratagem.trainer.former_runs import release_others
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
@@ -60,9 +60,15 @@ class Run:
         launched: the plan, whose strategy runs it.
         job: what was asked for.
         progress: how far training is; of the Trainer's last fit.
-        latest: the latest values that were logged, of all of the Trainer's runs.
+        latest: the latest values that were logged, since the Trainer's last fit began.
         before: the run before, whose prepared model is used again if it is the same model.
     """
+
+    evaluating = ""
+    """What of "validation", "test" and "predict" is running now."""
+    has_ended_epoch = False
+    """In a fit: whether an epoch has ended in it, with its values."""
+    has_failed = False
 
     def __init__(
         self,
@@ -93,7 +99,9 @@ class Run:
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
         """The optimizers as user code sees them: their steps go through the strategy."""
-        self.schedulers: Schedulers = Schedulers(self.progress, self.metric)
+        self.schedulers: Schedulers = Schedulers(
+            self.progress, self.metric, automatic=job.model.automatic_optimization
+        )
         self.rank_state: RankState | None = None
         """Once a fit has begun: what this rank saves for itself and restores."""
         if before is not None and before.module is job.model:
@@ -107,6 +115,8 @@ class Run:
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
         self.resumed_from: paths.Location | None = None
         """In a fit that was resumed: from what, which the user named and no checkpoint did."""
+        self.evaluation_loaders: dict[str, list[EvaluationLoader]] = {}
+        """This rank's, by what they are for."""
         self.evaluated_batches = 0
         """Batches of validation or testing in this run; the step of what is logged for each."""
         self.restarts: Restarts | None = None
@@ -115,7 +125,6 @@ class Run:
         """In a fit: the optimizer step, which may be under way."""
         self.saves_due: list[paths.Location] = []
         """Checkpoints that were asked for within the present step, to be saved after it."""
-        self.has_failed = False
         self.interruption = Interruption(
             self.strategy.ranks, self.strategy.cluster_environment, trainer.max_time
         )
@@ -123,7 +132,7 @@ class Run:
     def execute(self) -> Any:
         """Set up what all four stages share, run the stage, and take it down."""
         trainer, module, datamodule, stage = self.trainer, self.module, self.datamodule, self.stage
-        stages: dict[str, Callable[[ExitStack], Any]] = {
+        stages: dict[str, Callable[[], Any]] = {
             "fit": self._fit,
             "validate": self._evaluate,
             "test": self._evaluate,
@@ -133,42 +142,40 @@ class Run:
         ranks = self.strategy.ranks
         ranks.report_status(self._position)
         folders.check_on_ranks(trainer, stage)
-        with ExitStack() as until_end:
-            until_end.callback(
-                options.set_determinism(
-                    self.strategy.accelerator,
-                    deterministic=trainer.deterministic,
-                    benchmark=trainer.benchmark,
-                )
-            )
-            try:
-                self.job.prepare_data(ranks)
-                if datamodule is not None:
-                    datamodule.setup(stage)
-                _release_others(self)
-                self.strategy.setup(trainer)
-                self.hooks.call("setup", stage)
-                with self.launched.init_module():
-                    module.configure_model()
-                with fit_loop.anomaly_detection(trainer.detect_anomaly):
-                    result = stages[stage](until_end)
-                self.hooks.call("teardown", stage)
-                if datamodule is not None:
-                    datamodule.teardown(stage)
-                status = "success"
-                return result
-            except BaseException as error:
-                self.has_failed = True
-                end_failed(self, error)
-                raise
-            finally:
-                # It holds the graph of the last loss, and so what hooks of an engine hold.
-                self.step = None
-                # What was logged before an error is what explains it.
-                self.rows.flush()
-                if ranks.is_global_zero:
-                    for logger in trainer.loggers:
-                        logger.finalize(status)
+        restore_determinism = options.set_determinism(
+            self.strategy.accelerator,
+            deterministic=trainer.deterministic,
+            benchmark=trainer.benchmark,
+        )
+        try:
+            self.job.prepare_data(ranks)
+            if datamodule is not None:
+                datamodule.setup(stage)
+            release_others(self)
+            self.strategy.setup(trainer)
+            self.hooks.call("setup", stage)
+            with self.launched.init_module():
+                module.configure_model()
+            with fit_loop.anomaly_detection(trainer.detect_anomaly):
+                result = stages[stage]()
+            self.hooks.call("teardown", stage)
+            if datamodule is not None:
+                datamodule.teardown(stage)
+            status = "success"
+            return result
+        except BaseException as error:
+            self.has_failed = True
+            end_failed(self, error)
+            raise
+        finally:
+            restore_determinism()
+            # It holds the graph of the last loss, and so what hooks of an engine hold.
+            self.step = None
+            # What was logged before an error is what explains it.
+            self.rows.flush()
+            if ranks.is_global_zero:
+                for logger in trainer.loggers:
+                    logger.finalize(status)
 
     def _position(self) -> str:
         if self.stage != "fit":
@@ -177,7 +184,7 @@ class Run:
 
     # -- the stages
 
-    def _fit(self, until_end: ExitStack) -> None:
+    def _fit(self) -> None:
         trainer, module, strategy = self.trainer, self.module, self.strategy
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
         checks.give_hints(strategy)
@@ -189,17 +196,17 @@ class Run:
         prepared = self._prepare_to_train()
         if path is not None:
             self._resume(prepared, path)
-        until_end.enter_context(module.logging_to(self.metrics))
         if module.hyper_parameters and strategy.ranks.is_global_zero:
             checks.warn_of_unsavable_hyperparameters(module)
             for logger in trainer.loggers:
                 logger.log_hyperparams(module.hyper_parameters)
-        self.hooks.call("on_fit_start")
-        if path is None:
-            self.validation.check_sanity(prepared)
-        assert self.rank_state is not None
-        with self.interruption, closing(loader):
-            fit_loop.fit(self, prepared, loader, self.validation, self.rank_state)
+        with module.logging_to(self.metrics):
+            self.hooks.call("on_fit_start")
+            if path is None:
+                self.validation.check_sanity(prepared)
+            assert self.rank_state is not None
+            with self.interruption, closing(loader):
+                fit_loop.fit(self, prepared, loader, self.validation, self.rank_state)
         self.hooks.call("on_fit_end")
         strategy.checkpoint_io.wait()
 
@@ -242,7 +249,7 @@ class Run:
         checks.check_parameters(optimizers, self.module)
         return optimizers
 
-    def _evaluate(self, until_end: ExitStack) -> tuple[dict[str, float], list[dict[str, float]]]:
+    def _evaluate(self) -> tuple[dict[str, float], list[dict[str, float]]]:
         """Return the values, and those of each loader."""
         what = "validation" if self.stage == "validate" else "test"
         method = "val_dataloader" if what == "validation" else "test_dataloader"
@@ -252,19 +259,20 @@ class Run:
         values = {name: float(value) for name, value in epoch.values.items()}
         return values, results.by_loader(values, epoch.loaders, len(loaders))
 
-    def _predict(self, until_end: ExitStack) -> list[list[Any]]:
+    def _predict(self) -> list[list[Any]]:
         source = source_of("predict_dataloader", self.job, self.job.loaders, needed=True)
         loaders = self._evaluation_loaders(source, "predict")
         return evaluation.predict(self, self._prepare_to_evaluate(), loaders)
 
     def _evaluation_loaders(self, source: Any, what: str) -> list[EvaluationLoader]:
-        return evaluation_loaders(
+        loaders = self.evaluation_loaders[what] = evaluation_loaders(
             source,
             self.strategy,
             what=what,
             limit=self.trainer.limits["val" if what == "validation" else what],
             use_distributed_sampler=self.trainer.use_distributed_sampler,
         )
+        return loaders
 
     def _prepare_to_evaluate(self) -> PreparedModel:
         path = self._find(self.job.ckpt_path)
@@ -323,8 +331,7 @@ class Run:
 
     def accumulation(self, epoch: int) -> int:
         """Return how many batches an optimizer step takes in an epoch."""
-        by_epoch = self.trainer.step_options.accumulation
-        return by_epoch[max(first for first in by_epoch if first <= epoch)]
+        return self.trainer.step_options.micro_batches_in(epoch)
 
     def should_stop(self) -> bool:
         """Whether training is to end here, by `Trainer.should_stop`; not before its minimum."""
@@ -363,15 +370,20 @@ class Run:
         # The epoch's values stand at its last step, with the epoch's number.
         last_step = max(0, progress.global_step - 1)
         self.rows.write({"epoch": progress.epoch, **epoch.for_loggers}, last_step)
-        self.schedulers.step_after_epoch(self._may_come_later)
+        self.has_ended_epoch = True
+        self.schedulers.step_after_epoch(self.may_come_later)
         self.hooks.call_monitors("on_train_epoch_end")
 
-    def _may_come_later(self, name: str) -> bool:
-        """Whether a value that is not there yet may be logged by validation in a later epoch."""
-        comes_later = self.has_validation and self.validation.last_epoch == -1
-        return comes_later and name not in self.latest.values
-
     # -- what callbacks ask
+
+    def may_come_later(self, name: str) -> bool:
+        """Whether a value that is not there yet may still be logged.
+
+        At the end of the first epoch of this fit, or by validation in a later one.
+        """
+        unknown = not self.has_ended_epoch
+        comes_later = self.has_validation and self.validation.last_epoch == -1
+        return (unknown or comes_later) and name not in self.latest.values
 
     @property
     def is_within_step(self) -> bool:
@@ -425,16 +437,3 @@ class Run:
                 "this needs a prepared model, but the last run ended before it was there"
             )
         return self.prepared
-
-
-_runs: WeakSet[Run] = WeakSet()
-"""Those of this process whose prepared models may still hold something."""
-
-
-def _release_others(run: Run) -> None:
-    """Free what strategies hold for Trainers that are done: a process trains model after model."""
-    for other in list(_runs):
-        if other.trainer is not run.trainer and other.trainer.state.status != "running":
-            _runs.discard(other)
-            release(other.module)
-    _runs.add(run)

@@ -20,16 +20,22 @@ class Schedulers:
         progress: of the run.
         metric: returns the latest logged value of a name, for whom is named after it; an error if
             there is none.
+        automatic: whether they are stepped here; False: the user's own code steps them.
     """
 
-    def __init__(self, progress: Progress, metric: Callable[[str, str], Tensor]) -> None:
+    def __init__(
+        self, progress: Progress, metric: Callable[[str, str], Tensor], *, automatic: bool
+    ) -> None:
         self.configs: list[SchedulerConfig] = []
+        self._automatic = automatic
         self._progress = progress
         self._metric = metric
         self._names_of_validation: set[str] = set()
 
     def step(self, interval: str, count: int) -> None:
         """Step those that are due after the `count`-th epoch or step, without a value."""
+        if not self._automatic:
+            return
         for config in self.configs:
             if config.is_due(interval, count):
                 config.scheduler.step()
@@ -51,7 +57,7 @@ class Schedulers:
 
     def _step_monitored(self, is_there: Callable[[str], bool]) -> None:
         """Step those that are due in this epoch, each with its value."""
-        if not self._progress.epoch_is_done:
+        if not self._automatic or not self._progress.epoch_is_done:
             return
         for config in self.configs:
             name = config.monitor

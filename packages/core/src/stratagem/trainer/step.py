@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,6 +13,8 @@ from torch.optim import Optimizer
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.train_step import TrainStep
+from stratagem.trainer.batch_transfer import batch_converter
+from stratagem.trainer.hooks import positional_parameters
 from stratagem.trainer.strategy_check import StrategyCheck, takes_own_steps
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ class Step(TrainStep):
         self._logged = run.metrics
         self._schedulers = run.schedulers
         self._training_step = _training_step(module, prepared)
-        self._convert = strategy.input_converter()
+        self._convert = batch_converter(strategy, module, run.datamodule)
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
-        self._takes_index = takes_batch_idx(module.training_step)
+        self._takes_index = positional_parameters(module.training_step).most > 1
         self._detect = run.trainer.detect_anomaly
         self._stepped = False
         self._skipped: bool | None = None
@@ -135,9 +136,10 @@ class Step(TrainStep):
 
     def _end_batch(self) -> None:
         if self._on_batch_end:
+            loss = None if self._loss is None else self._loss.detach()
             outputs = self._outputs
-            if not isinstance(outputs, dict):
-                outputs = {"loss": None if self._loss is None else self._loss.detach()}
+            # What a callback keeps of it holds no graph of the loss.
+            outputs = {**outputs, "loss": loss} if isinstance(outputs, dict) else {"loss": loss}
             for hook in self._on_batch_end:
                 hook(outputs, self._batch, self.batch_idx)
         self.batch_idx += 1
@@ -325,13 +327,6 @@ class _WatchedStep(Step):
 def make_step(run: Run, prepared: PreparedModel) -> Step:
     """Return the step of a fit, watched in its first optimizer step where that is needed."""
     return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)
-
-
-def takes_batch_idx(method: Any) -> bool:
-    """Whether a step method takes (batch, batch_idx), not (batch) alone."""
-    parameters = inspect.signature(method).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _described(outputs: Any) -> str:

@@ -8,10 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from stratagem.callbacks import Callback, ModelCheckpoint
+from stratagem.callbacks import Callback
 from stratagem.datamodule import DataModule
 from stratagem.distributed.checkpoint_writer import CheckpointWriter
 from stratagem.errors import ConfigurationError
@@ -20,25 +17,29 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.launched import REQUESTED, Launched
-from stratagem.lite.ranked import Ranked
 from stratagem.lite.request import Devices, Plugin, as_list
 from stratagem.loggers import Logger
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.storage import paths
 from stratagem.trainer import elsewhere, folders
-from stratagem.trainer.checks import check_divergence_detection, check_module, check_not_running
+from stratagem.trainer.attributes import TrainerAttributes
+from stratagem.trainer.checks import (
+    check_divergence_detection,
+    check_module,
+    check_not_running,
+    say_what_begins_again,
+)
 from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
 from stratagem.trainer.job import Job
 from stratagem.trainer.metrics import LatestValues
-from stratagem.trainer.optimizers import SchedulerConfig
-from stratagem.trainer.options import OptionAttributes, TrainerOptions
+from stratagem.trainer.options import TrainerOptions, with_defaults
 from stratagem.trainer.progress import Progress, RunState
 from stratagem.trainer.results import print_values
 from stratagem.trainer.run import Run
 
 
-class Trainer(Ranked, OptionAttributes):
+class Trainer(TrainerAttributes):
     """Trains, validates, tests and predicts.
 
     Args:
@@ -133,15 +134,14 @@ class Trainer(Ranked, OptionAttributes):
         gpus: int | str | list[int] | None = None,
         tpu_cores: int | str | list[int] | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
+        given = with_defaults(locals(), Trainer.__init__)
         vars(self).update(vars(TrainerOptions.parse(given)))
         requested = {name: given[name] for name in REQUESTED}
         self._launched = Launched(step_options=self.step_options, **requested)
         check_divergence_detection(self.plan, self.detect_divergence)
-        self.loggers = make_loggers(logger, self.default_root_dir, quick=self.fast_dev_run > 0)
-        self.callbacks = make_callbacks(
-            callbacks, enable_checkpointing, enable_progress_bar, quick=self.fast_dev_run > 0
-        )
+        quick = self.fast_dev_run > 0
+        self.loggers = make_loggers(logger, self.default_root_dir, quick=quick)
+        self.callbacks = make_callbacks(given, quick=quick)
         self.state = RunState()
         self.should_stop = False
         """Set to True, on every rank alike, to end training after the present step."""
@@ -173,43 +173,6 @@ class Trainer(Ranked, OptionAttributes):
         """What saves and loads checkpoints from all ranks together."""
         return self._launched.checkpoint_writer
 
-    # -- how far training is
-
-    @property
-    def current_epoch(self) -> int:
-        """The epoch, counted from 0."""
-        return self._progress.epoch
-
-    @property
-    def global_step(self) -> int:
-        """The number of optimizer steps taken."""
-        return self._progress.global_step
-
-    @property
-    def batches_that_trained(self) -> int:
-        """The number of batches of this epoch that were trained on."""
-        return self._progress.batches
-
-    @property
-    def num_training_batches(self) -> float:
-        """Batches of this rank in an epoch; infinity if that is not known."""
-        loader = self.run.train_loader
-        return 0 if loader is None else loader.batches
-
-    @property
-    def is_within_step(self) -> bool:
-        """Whether batches were read for an optimizer step that is yet to be taken.
-
-        So it is in `on_train_batch_start`, and in `on_train_batch_end` of all but the last batch
-        that is accumulated.
-        """
-        return self._run is not None and self._run.is_within_step
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether these are the validation batches that are run before training."""
-        return self._run is not None and self._run.validation.is_sanity_check
-
     @property
     def run(self) -> Run:
         """The present run, or the one before; for callbacks that follow it closely.
@@ -229,50 +192,6 @@ class Trainer(Ranked, OptionAttributes):
             "this needs a model that was fitted, validated, tested or predicted with this "
             "Trainer; there was none yet"
         )
-
-    # -- values, loggers, optimizers
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest value of everything that was logged."""
-        return {name: torch.as_tensor(value) for name, value in self._latest.values.items()}
-
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """The latest epoch values."""
-        return self._latest.of_epochs
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        """The values for the progress bar."""
-        return self.run.latest.bar
-
-    @property
-    def logger(self) -> Logger | None:
-        """The first logger, or None."""
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def log_dir(self) -> str:
-        """The folder of this run, on rank 0; the root folder if there is no logger."""
-        if self.loggers and self.is_global_zero:
-            return self.loggers[0].log_dir
-        return str(self.default_root_dir)
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ModelCheckpoint, or None."""
-        return next((c for c in self.callbacks if isinstance(c, ModelCheckpoint)), None)
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers, once the model is prepared."""
-        return self.run.require_prepared().optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning rate schedulers, once the model is prepared."""
-        return self.run.schedulers.configs
 
     # -- the four runs
 
@@ -344,21 +263,22 @@ class Trainer(Ranked, OptionAttributes):
         model: Module | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
     ) -> Any:
         """Predict; return what `predict_step` returned, for this rank's part of the data.
 
         Args:
             model, dataloaders, datamodule, ckpt_path: as in `validate`.
-            return_predictions: False drops them; callbacks see each.
+            return_predictions: False drops them; callbacks see each. None: True.
 
         Returns:
             A list of batches, or a list of those for several loaders; None if they are dropped.
         """
         job = Job.of("predict", self._model_or_last(model), dataloaders, datamodule, ckpt_path)
-        predictions = self._execute(replace(job, keeps_predictions=return_predictions))
-        if not return_predictions:
+        keeps = return_predictions is not False
+        predictions = self._execute(replace(job, keeps_predictions=keeps))
+        if not keeps:
             return None
         return predictions[0] if len(predictions) == 1 else predictions
 
@@ -417,9 +337,12 @@ class Trainer(Ranked, OptionAttributes):
             asked = as_list(job.model.configure_callbacks())
             self.callbacks = merge_callbacks(self.callbacks, asked, quick=self.fast_dev_run > 0)
         if job.stage == "fit":
+            say_what_begins_again(self._run, job)
             self.should_stop = False
             # A checkpoint, if one is given, says where to go on; otherwise every fit begins anew.
             self._progress = Progress()
+            # A callback that waits for a value waits for one of this fit.
+            self._latest = LatestValues()
         self._run = Run(
             self, launched, job, progress=self._progress, latest=self._latest, before=self._run
         )
@@ -437,4 +360,4 @@ class Trainer(Ranked, OptionAttributes):
         Raises:
             CheckpointContentError: something in it is not plain data; says what.
         """
-        self.run.save(paths.at(filepath), weights_only=weights_only)
+        self.run.save(paths.given(filepath), weights_only=weights_only)

@@ -70,6 +70,7 @@ class Validation:
         run.rows.flush()
         self.last_epoch = run.progress.epoch
         run.progress.validated = run.progress.batches
+        run.module.on_validation_model_zero_grad()
         evaluate(run, prepared, self.loaders, "validation")
 
     def check_sanity(self, prepared: PreparedModel) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.data.pytree import convert_floats
+from stratagem.data.pytree import convert_floats, convert_module_floats
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.precision import Precision, default_dtype
 
@@ -47,8 +47,10 @@ class TruePrecision(Precision):
         return default_dtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert floating-point parameters and buffers; "32-true" leaves them as they are."""
-        return module if self.dtype is torch.float32 else module.to(self.dtype)
+        """Convert floating-point parameters and buffers, not complex ones; "32-true": none."""
+        if self.dtype is torch.float32:
+            return module
+        return convert_module_floats(module, self.dtype)
 
     def input_converter(self) -> Callable[[Any], Any] | None:
         """Return a function that converts floating-point tensors, or None for float32."""

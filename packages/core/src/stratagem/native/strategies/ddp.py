@@ -18,6 +18,7 @@ from stratagem.interfaces.components import Components
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.strategies.communication_hooks import CommunicationHook, Hook, Wrapper
 from stratagem.native.strategies.ddp_errors import explain
+from stratagem.native.strategies.unfrozen import reduce_unfrozen
 from stratagem.native.strategy_specs import DDP
 from stratagem.native.torch_versions import FORWARD_SYNC_BUFFERS
 
@@ -140,6 +141,7 @@ class DDPStrategy(ParallelStrategy):
             if isinstance(self.model, DistributedDataParallel):
                 self._check_owner_of_state(module)
                 self._hook_state = self.communication_hook.register(self.model)
+                reduce_unfrozen(self.model, lambda: self._within_forward_of is not None)
         return self.model
 
     def _check_owner_of_state(self, module: nn.Module) -> None:
