@@ -691,8 +691,8 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     saver = ModelCheckpoint("~/saved", "{epoch}")
     fit_epochs(saver, 1)
     assert saver.dirpath == tmp_path / "home" / "saved"
-    trainer = Trainer(accelerator="cpu", default_root_dir="~/root", logger=CSVLogger("~/logs"))
-    assert trainer.default_root_dir == tmp_path / "home" / "root"
+    trainer = Trainer(accelerator="cpu", default_root_dir="~/runs", logger=CSVLogger("~/logs"))
+    assert trainer.default_root_dir == tmp_path / "home" / "runs"
     assert Validated.load_from_checkpoint("~/saved/epoch=0.ckpt").scores == ()
     trainer.validate(Validated(), loader(), ckpt_path="~/saved/epoch=0.ckpt", verbose=False)
     trainer.save_checkpoint("~/again.ckpt")
