@@ -22,7 +22,8 @@ from torch_output import without_torchs_own
 from stratagem import Lite, Module, Trainer
 from stratagem.accelerators import CPUAccelerator
 from stratagem.errors import ConfigurationError
-from stratagem.launch.environment import environment_of_request, threads_per_rank
+from stratagem.launch.cores import threads_per_rank
+from stratagem.launch.environment import environment_of_request
 from stratagem.launch.rank import OWNER_VARIABLE
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 

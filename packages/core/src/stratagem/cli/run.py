@@ -21,7 +21,8 @@ from types import FrameType
 from typing import NoReturn
 
 from stratagem.launch import network, rank
-from stratagem.launch.environment import rank_environment, threads_per_rank
+from stratagem.launch.cores import threads_per_rank
+from stratagem.launch.environment import rank_environment
 from stratagem.launch.supervisor import Command, Failure, Output, RankProcesses
 
 SUMMARY = "Run a script in several processes, one for each device."

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from stratagem.launch.environment import available_cores
+from stratagem.launch.cores import available_cores
 
 _NVIDIA = Path("/proc/driver/nvidia")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -85,6 +84,8 @@ def load_plugin(
         specs = _specs_of(plugin, plugins)
         _refuse_repeated_names(specs, entry.distribution, claimed)
     except (Exception, SystemExit) as error:
+        import traceback  # which takes as long to import as all plugins, and is seldom needed
+
         plugins.unregister(name=name)
         broken = replace(
             report,

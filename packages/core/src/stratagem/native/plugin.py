@@ -18,7 +18,7 @@ from stratagem.native.strategy_specs import strategies
 def cpu_availability() -> Availability:
     """Return the cores of this process; any number of ranks may share them."""
     # Here, because it brings sockets and subprocesses, which a listing of names does not need.
-    from stratagem.launch.environment import available_cores
+    from stratagem.launch.cores import available_cores
 
     cores = available_cores()
     return Availability(cores, f"{cores} cores", auto_count=1, indexed=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +105,7 @@ def _meant(given: Any) -> str:
     """Return what a string may have been meant for."""
     if not isinstance(given, str):
         return ""
-    if difflib.get_close_matches(given, ["step"]):
+    if given.strip().casefold() in ("step", "steps", "one_step", "whole_step"):
         return "; did you mean compile='step'?"
     what = "mode" if given in MODES else "backend"
     return f"; did you mean compile={ {what: given}!r}?"
