@@ -39,7 +39,7 @@ def run(strategy: str, folder: str) -> dict[str, Any]:
     environ = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(DEVICES[strategy])}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(TESTS / "run_strategy.py"), strategy, folder],
-        env={**environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+        env={**environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -231,6 +231,26 @@ def test_a_device_without_float8_kernels_is_refused(installed: dict[str, str]) -
     assert "plugins=Float8Precision(emulate=True)" in str(caught.value)
 
 
+@needs_torchao
+def test_a_model_is_evaluated_with_the_trainers_defaults() -> None:
+    class Validated(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", cross_entropy(self(batch[0]), batch[1]))
+
+    trainer = Trainer(
+        accelerator="cpu",
+        plugins=Float8Precision(emulate=True),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    module = Validated()
+    trainer.fit(module, data(), data())
+    (results,) = trainer.validate(module, data(), verbose=False)
+    assert results == {"val_loss": pytest.approx(trainer.callback_metrics["val_loss"].item())}
+
+
 def play_nvml(monkeypatch: pytest.MonkeyPatch, gpus: dict[str, tuple[int, int]]) -> None:
     """Play the driver of a machine with these GPUs."""
     names = list(gpus)

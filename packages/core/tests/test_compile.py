@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -172,6 +174,42 @@ def test_checkpoints_go_from_compiled_to_eager_and_back_and_resume_exactly(tmp_p
         _, net, losses = fit(ckpt_path=path, **second)
         assert losses == expected[4:]
         assert all(map(torch.equal, net.state_dict().values(), whole.state_dict().values()))
+
+
+class Whole(Net):
+    """Calls itself, and is no module of torch's: its own call is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(calls_self=True)
+
+
+class Copied(Callback):
+    """Copies the model, and sets the copy's weights to zero, while it is compiled."""
+
+    def __init__(self) -> None:
+        self.outputs: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            with torch.no_grad():
+                for parameter in copied.parameters():
+                    parameter.zero_()
+                self.outputs.append(copied(batch[0]).abs().max().item())
+
+
+def test_a_copy_of_a_compiled_model_has_its_own_weights(graphs: Graphs) -> None:
+    copied = Copied()
+    _, net, _ = fit(Whole(), compile={"backend": graphs}, callbacks=[copied])
+    assert graphs.made
+    assert set(copied.outputs) == {0.0}
+    lite = Lite(accelerator="cpu")
+    model = copy.deepcopy(lite.setup(net, compile={"backend": graphs}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert model(torch.ones(2, 5)).abs().max() == 0
 
 
 def test_modules_without_parameters_are_not_compiled(graphs: Graphs) -> None:
@@ -529,6 +567,30 @@ def test_whole_steps_of_ever_new_shapes_go_on_uncompiled(graphs: Graphs) -> None
         torch.testing.assert_close(compiled.state_dict()[name], value, rtol=0, atol=TOLERANCE)
 
 
+class OneCycle(AdamNet):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_whole_steps_whose_optimizer_changes_go_on_quietly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.warns(UserWarning, match="again|uncompiled") as told,
+    ):
+        fit(OneCycle(), **step_of("aot_eager"))
+    messages = [str(warning.message) for warning in told]
+    assert any("runs uncompiled from here on" in message for message in messages)
+    for message in messages:
+        assert "for OneCycleLR pass cycle_momentum=False" in message
+        assert "drop_last" not in message
+    limits = [r for r in caplog.records if "hit config.recompile_limit" in r.getMessage()]
+    assert len(limits) <= 1, "once, and not in every step after it"
+
+
 class Hooked(Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         pass
@@ -565,6 +627,7 @@ class Counting(SingleDeviceStrategy):
         (Net, {"callbacks": [Hooked()]}, "on_before_optimizer_step would be called in the middle"),
         (Net, {"strategy": Counting()}, "Counting has optimizer_step of its own"),
         (Net, {"detect_anomaly": True}, "detect_anomaly=True looks at each loss"),
+        (Net, {"precision": "bf16-true"}, "'bf16-true' changes torch's default dtype within it"),
         (Manual, {}, "there is no step that compile="),
         (Fused, {}, r"AdamW\(fused=True\) is a kernel that is not traced"),
         (Breaks, {}, "cannot take this step of Breaks with SGD into one graph: .*data-dependent"),

@@ -299,10 +299,16 @@ pathlib.Path(f"weights{lite.global_rank}").write_text(json.dumps([lite.world_siz
         torch.testing.assert_close(torch.tensor(found), wanted)
 
 
-def test_a_failing_rank_is_named_once_with_its_traceback_and_ends_all(runs: Runs) -> None:
-    ending = """
+@pytest.mark.parametrize("seconds_to_end", [0, 2])
+def test_a_failing_rank_is_named_once_with_its_traceback_and_ends_all(
+    runs: Runs, seconds_to_end: int
+) -> None:
+    # Where it takes its time to end, the one that has lost its connection to it ends before.
+    ending = f"""
 leave_pid()
 if lite.global_rank == 1:
+    import atexit
+    atexit.register(time.sleep, {seconds_to_end})
     while not pathlib.Path("pid0").exists():
         time.sleep(0.01)
     raise ValueError("no such luck")

@@ -139,8 +139,8 @@ class DivergenceError(StratagemError):
     """`detect_divergence` has found ranks that differ where they ought to be alike."""
 
 
-_SHOWN = 80
-"""Characters of a value in a message."""
+_SHOWN = 200
+"""Characters of a value in a message: a path, with some room."""
 
 
 def shown(value: object) -> str:
@@ -155,7 +155,7 @@ def shown(value: object) -> str:
         ("'epoch=1.ckpt'", 'a list')
     """
     if isinstance(value, (str, bytes)):
-        return repr(value[:_SHOWN])
+        return repr(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
     if value is None or type(value) in (bool, float):
         return repr(value)
     if type(value) is int and abs(value) < 1 << 64:

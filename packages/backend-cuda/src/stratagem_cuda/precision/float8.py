@@ -50,6 +50,8 @@ class Float8Precision(MixedPrecision):
         'float8'
     """
 
+    inference_mode = False  # torchao's tensors are cast by operations that it does not have
+
     def __init__(
         self,
         name: str = "float8",

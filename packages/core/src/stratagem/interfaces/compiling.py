@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import os
@@ -160,14 +161,44 @@ def _compile(part: nn.Module, compile: Callable[..., Any]) -> None:
         # Activation checkpointing stays outside: it runs what is compiled once more.
         inner = forward.forward_to_repeat
         part.__dict__[_MARK] = forward, "forward_to_repeat", inner
-        forward.forward_to_repeat = compile(_framed(inner, part))
-    elif not _is_torchs(part):
-        part._compiled_call_impl = compile(part._call_impl)
+        forward.forward_to_repeat = _Compiled(compile(_framed(inner, part)), inner)
+        return
+    if not _is_torchs(part):
+        call = compile(part._call_impl)
     elif part._forward_pre_hooks or part._forward_hooks:
         # The hooks of a group gather its parameters; they stay outside of the graph.
-        part._compiled_call_impl = _Hooked(part, compile(_framed(part.forward, part)))
+        call = _Hooked(part, compile(_framed(part.forward, part)))
     else:
-        part._compiled_call_impl = compile(_framed(part._call_impl, part))
+        call = compile(_framed(part._call_impl, part))
+    part._compiled_call_impl = _Compiled(call, None)
+
+
+class _Compiled:
+    """What is compiled for one module, and does not go along where that is copied or pickled.
+
+    A compiled function holds on to its module: a copy of the model that had it would compute with
+    the weights of the original.
+
+    Args:
+        call: compiled.
+        instead: what a copy of the module has in its place.
+    """
+
+    def __init__(self, call: Callable[..., Any], instead: Callable[..., Any] | None) -> None:
+        self.call, self.instead = call, instead
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.instead, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_is, (self.instead,)
+
+
+def _as_it_is(instead: Any) -> Any:
+    return instead
 
 
 class _Hooked:

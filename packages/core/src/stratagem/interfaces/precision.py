@@ -52,6 +52,9 @@ class Precision(ABC):
     strategies with sharded state refuse it."""
     scales_loss: bool = False
     """Whether `scale_loss`, `unscale_gradients` and `optimizer_step` do something."""
+    inference_mode: bool = True
+    """Whether its tensors work under `torch.inference_mode`; otherwise evaluation runs under
+    `torch.no_grad` in its place."""
     step_was_skipped: bool = False
     """Whether the last optimizer step was left out, since scaled gradients were not finite: it is
     not counted then. Alike on every rank; set by `optimizer_step`, or by a strategy whose engine

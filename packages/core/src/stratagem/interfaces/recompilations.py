@@ -11,9 +11,14 @@ from stratagem.interfaces.compiling import compiled_parts
 
 _EXPECTED = ("grad_mode", "inference_mode", ".training", "GLOBAL_STATE", "BACKEND_MATCH")
 """In a reason: training and evaluation have a graph each, and so has each request."""
-_ADVICE = (
+_OF_SHAPES = (
     "Batches of other shapes, such as a smaller last one, each need another graph: pass "
     "drop_last=True to the DataLoader, pad the batches, or pass compile={'dynamic': True}"
+)
+_OF_VALUES = (
+    "A Python value that changes needs another graph each time: keep it as it is, or make it a "
+    "tensor; of an optimizer's options, only the learning rate may change (for OneCycleLR pass "
+    "cycle_momentum=False)"
 )
 
 
@@ -41,7 +46,8 @@ class _Watcher(logging.Filter):
         if reason is None or not any(mode in reason for mode in _EXPECTED):
             self._tell(
                 "again",
-                f"torch.compile compiles a part of the model again{_because(reason)}. {_ADVICE}",
+                f"torch.compile compiles a part of the model again{_because(reason)}. "
+                + _advice(reason),
             )
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -53,7 +59,7 @@ class _Watcher(logging.Filter):
             self._tell(
                 "limit",
                 f"torch.compile has compiled {function} as often as it may, and what does not fit "
-                f"those graphs runs uncompiled from here on{_because(reason)}. {_ADVICE}; "
+                f"those graphs runs uncompiled from here on{_because(reason)}. {_advice(reason)}; "
                 "torch._dynamo.config.recompile_limit raises the limit",
             )
         return True
@@ -69,6 +75,11 @@ def _because(reason: str | None) -> str:
         return " (TORCH_LOGS=recompiles says why)"
     # Its first line is the guard that failed; the rest, where it was made.
     return ", since this has changed: " + reason.strip().splitlines()[0].strip()
+
+
+def _advice(reason: str | None) -> str:
+    shapes = reason is None or any(word in reason for word in ("size", "stride", "shape"))
+    return _OF_SHAPES if shapes else _OF_VALUES
 
 
 def _reason() -> str | None:

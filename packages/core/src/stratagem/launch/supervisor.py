@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ from stratagem.launch.rank import (
     parent_death_signal,
 )
 
+_END_GRACE = 3.0
+"""Seconds that ranks have to end which have reported an error, when another one has failed."""
 _TERM_GRACE = 5.0
 """Seconds that a rank has between SIGTERM and SIGKILL."""
 
@@ -285,12 +287,25 @@ class RankProcesses:
                 self.failure = self.failure or failures[0]
             elif failures and not self._ending.is_set():
                 # Several may have ended between two looks: the first to report is the cause.
+                failures += self._failing(running)
                 self.failure = min(failures, key=lambda failure: (not failure.report, failure.time))
                 self._signal(signal.SIGTERM)
                 self._on_failure(self.failure)
                 self._end_all()
                 return
             self._ending.wait(0.05)
+
+    def _failing(self, running: Mapping[int, RankProcess]) -> Iterator[Failure]:
+        """Yield the failures of ranks that have reported one and are about to end."""
+        deadline = time.monotonic() + _END_GRACE
+        for rank, process in running.items():
+            if self._error_file(rank).exists():
+                try:
+                    exit_code = process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    continue
+                if exit_code != 0:
+                    yield self._failure(rank, exit_code)
 
     def _failure(self, rank: int, exit_code: int) -> Failure:
         file, log_file = self._error_file(rank), self._log_files.get(rank)

@@ -178,6 +178,8 @@ class _EvaluationMode(AbstractContextManager[None]):
 
 
 def _inference(run: Run) -> AbstractContextManager[Any]:
-    """Return inference mode, where it is wanted and the device has it."""
-    wanted = run.trainer.inference_mode and run.strategy.accelerator.inference_mode
+    """Return inference mode, where it is wanted and device and precision have it."""
+    strategy = run.strategy
+    able = strategy.accelerator.inference_mode and strategy.precision.inference_mode
+    wanted = run.trainer.inference_mode and able
     return torch.inference_mode() if wanted else nullcontext()

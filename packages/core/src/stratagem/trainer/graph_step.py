@@ -148,6 +148,7 @@ class GraphStep(Step):
         try:
             return self._graph(inputs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
+            self._graph = self._whole  # or torch would say so again in each step
             return self._whole(inputs)
 
     def _hand_over_options(self) -> None:
@@ -273,6 +274,11 @@ def _check(run: Run, optimizer: Optimizer, compilation: Compilation) -> None:
         problem = (
             f"precision={strategy.precision.name!r} scales the loss, and leaves steps out by "
             "what it finds in gradients"
+        )
+    elif not isinstance(strategy.precision.forward_context(), torch.autocast | None):
+        problem = (
+            f"precision={strategy.precision.name!r} changes torch's default dtype within it (of "
+            "the precisions, '32-true' and 'bf16-mixed' do not)"
         )
     elif run.trainer.detect_anomaly:
         problem = "detect_anomaly=True looks at each loss"
