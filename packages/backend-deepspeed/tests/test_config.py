@@ -492,11 +492,11 @@ def test_ops_are_where_torch_builds_them(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert str(ops.folder_of("cpu_adam")) == _get_build_directory("cpu_adam", verbose=False)
-    assert f"-torch-{torch.__version__}-" in ops.mark_of("cpu_adam").name
+    assert ops.folder_of("cpu_adam") == _get_build_directory("cpu_adam", verbose=False)
+    assert f"-torch-{torch.__version__}-" in ops.mark_of("cpu_adam")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert str(ops.folder_of("cpu_adam")) == _get_build_directory("cpu_adam", verbose=False)
+    assert ops.folder_of("cpu_adam") == _get_build_directory("cpu_adam", verbose=False)
 
 
 def test_a_config_that_switches_off_what_an_argument_asks_for_is_refused() -> None:

@@ -509,11 +509,11 @@ def test_doctor_lists_the_gpus_that_the_driver_lists(tmp_path: Path) -> None:
         (tmp_path / "gpus" / place / "information").write_text(lines)
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
     (tmp_path / "version").write_text(version)
-    assert nvidia_gpus(tmp_path) == (
+    assert nvidia_gpus(str(tmp_path)) == (
         "0000:19:00.0: NVIDIA H200, driver 570.86.15",
         "0000:3b:00.0: unknown model, driver 570.86.15",
     )
-    assert nvidia_gpus(tmp_path / "nothing") == ()
+    assert nvidia_gpus(str(tmp_path / "nothing")) == ()
 
 
 # -- plugins' commands

@@ -39,7 +39,7 @@ def build(name: str, device_type: str) -> None:
         ConfigurationError: a compiler or a library is missing (with the command that installs it),
             or the build failed (with its last lines).
     """
-    folder, mark = folder_of(name), mark_of(name)
+    folder, mark = Path(folder_of(name)), Path(mark_of(name))
     if mark.exists() and (folder / f"{name}.so").exists():
         with _one_builder(folder):
             _remove_old_lock(folder)  # loading it would wait for that, too

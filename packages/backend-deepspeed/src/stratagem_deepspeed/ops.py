@@ -1,6 +1,6 @@
 """DeepSpeed's compiled ops: what they are for, whether they are built, what building them needs.
 
-Found without torch, DeepSpeed or a compiler, so that `stratagem doctor` says it at once.
+Found without torch, DeepSpeed, a compiler or pathlib, so that `stratagem doctor` says it at once.
 `op_builds.py` builds them.
 """
 
@@ -13,7 +13,6 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from stratagem.discovery.installed import torch_build
 from stratagem_deepspeed.library import installed_version
@@ -67,14 +66,14 @@ OPS = {
 
 def is_built(name: str) -> bool:
     """Return whether an op was built for the versions that are installed."""
-    return mark_of(name).exists()
+    return os.path.exists(mark_of(name))  # noqa: PTH110 - pathlib is slow to import
 
 
 def is_seen(header: str) -> bool:
     """Return whether a C header lies where compilers look by default, or are told to."""
     told = (os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH"))
     folders = [*filter(None, os.pathsep.join(told).split(os.pathsep)), *_INCLUDED]
-    return any(Path(folder, header).is_file() for folder in folders)
+    return any(os.path.isfile(f"{folder}/{header}") for folder in folders)  # noqa: PTH113
 
 
 def what_is_missing(name: str, *, has_header: Callable[[str], bool] = is_seen) -> str:
@@ -118,20 +117,20 @@ def _nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def folder_of(name: str) -> Path:
+def folder_of(name: str) -> str:
     """Return the folder that torch builds an op in; a test compares it with torch's own."""
     asked = os.environ.get("TORCH_EXTENSIONS_DIR")
     if asked:
-        return Path(asked) / name
+        return f"{asked}/{name}"
     torch = torch_build()
     version = None if torch is None else torch.cuda
     device = "cpu" if version is None else f"cu{version.replace('.', '')}"
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    return (cache / "torch_extensions").resolve() / f"{python}_{device}" / name
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache"))  # noqa: PTH111
+    return f"{os.path.realpath(f'{cache}/torch_extensions')}/{python}_{device}/{name}"
 
 
-def mark_of(name: str) -> Path:
+def mark_of(name: str) -> str:
     """Return the file that says that an op was built for the versions and paths that are here."""
     places = (importlib.util.find_spec(name) for name in ("deepspeed", "torch"))
     # Paths too, which ninja compares.
@@ -140,4 +139,4 @@ def mark_of(name: str) -> Path:
     torch = torch_build()
     version = "none" if torch is None else torch.version
     mark = f".stratagem-deepspeed-{installed_version()}-torch-{version}-{where:08x}"
-    return folder_of(name) / mark
+    return f"{folder_of(name)}/{mark}"

@@ -11,18 +11,26 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stratagem.discovery import Availability
 
-DEVICES = Path("/dev")
-ACCELERATORS = Path("/sys/class/accel")
+if TYPE_CHECKING:
+    from pathlib import Path  # slow to import, and mostly for nothing
+
+DEVICES = "/dev"
+ACCELERATORS = "/sys/class/accel"
 VISIBLE = "HABANA_VISIBLE_MODULES"
 
 
 def hpu_availability() -> Availability:
     """Return the Gaudi devices that this process can use, and if there are none, why."""
-    return availability(os.environ, sdk=has_sdk(), devices=count_devices(ACCELERATORS, DEVICES))
+    if not has_sdk():
+        return availability(os.environ, sdk=False, devices=0)
+    from pathlib import Path
+
+    devices = count_devices(Path(ACCELERATORS), Path(DEVICES))
+    return availability(os.environ, sdk=True, devices=devices)
 
 
 def availability(environ: Mapping[str, str], *, sdk: bool, devices: int) -> Availability:
@@ -66,7 +74,7 @@ def has_sdk() -> bool:
     """Return whether the SDK's package for torch is installed, without importing any of it."""
     found = importlib.util.find_spec("habana_frameworks")
     folders = [] if found is None else found.submodule_search_locations or []
-    return any((Path(folder) / "torch").is_dir() for folder in folders)
+    return any(os.path.isdir(f"{folder}/torch") for folder in folders)  # noqa: PTH112
 
 
 def count_devices(accelerators: Path, devices: Path) -> int:

@@ -10,23 +10,28 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from stratagem.discovery import Availability
 
-DEVICES = Path("/dev")
-CONFIGS = (Path.home() / ".ipuof.conf.d", Path("/etc/ipuof.conf.d"))
+DEVICES = "/dev"
+CONFIGS = ("~/.ipuof.conf.d", "/etc/ipuof.conf.d")
 EMULATED = "POPTORCH_IPU_MODEL"
 _FABRIC = ("IPUOF_CONFIG_PATH", "IPUOF_VIPU_API_PARTITION_ID")
 
 
 def ipu_availability() -> Availability:
     """Return the IPUs that this process can use, and if there are none, why."""
+    if importlib.util.find_spec("poptorch") is None:
+        return availability(os.environ, sdk=False, cards=0, configs=[])
+    from pathlib import Path  # slow to import, and mostly for nothing
+
+    nodes = Path(DEVICES).glob("ipu*")
+    folders = [Path(folder).expanduser() for folder in CONFIGS]
     return availability(
         os.environ,
-        sdk=importlib.util.find_spec("poptorch") is not None,
-        cards=sum(bool(re.fullmatch(r"ipu\d+", node.name)) for node in DEVICES.glob("ipu*")),
-        configs=[str(file) for folder in CONFIGS for file in sorted(folder.glob("*.conf*"))],
+        sdk=True,
+        cards=sum(bool(re.fullmatch(r"ipu\d+", node.name)) for node in nodes),
+        configs=[str(file) for folder in folders for file in sorted(folder.glob("*.conf*"))],
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from stratagem.discovery import Availability, Check
+from stratagem.discovery.entry_points import read_text
 from stratagem.discovery.installed import version_of
 from stratagem.errors import ConfigurationError
 
@@ -16,7 +16,7 @@ SUPPORTED = "2.9"
 number, without declaring it, and a wrong pair fails by an undefined symbol when it is imported."""
 
 # As torch_xla._internal.tpu has them, to count chips as it does.
-_PCI = Path("/sys/bus/pci/devices")
+_PCI = "/sys/bus/pci/devices"
 _GOOGLE = "0x1ae0"
 _CHIPS = {"0x0027": 2, "0x005e": 1, "0x0063": 1, "0x006f": 1, "0x0056": 1, "0x0062": 1, "0x0076": 1}
 """PCI devices, and how many XLA devices each is: a chip of v2 and v3 is two."""
@@ -90,11 +90,10 @@ def _cpu_devices() -> Availability:
 def _tpu_devices() -> list[int]:
     """Return of each TPU chip that PCI shows how many XLA devices it is."""
     found = []
-    for folder in sorted(_PCI.glob("*")):
-        try:
-            vendor, device = ((folder / name).read_text().strip() for name in ("vendor", "device"))
-        except OSError:
-            continue
+    # Not by pathlib, which is slow to import.
+    for name in sorted(os.listdir(_PCI)) if os.path.isdir(_PCI) else ():  # noqa: PTH112, PTH208
+        folder = f"{_PCI}/{name}"
+        vendor, device = (read_text(f"{folder}/{what}").strip() for what in ("vendor", "device"))
         if vendor == _GOOGLE and device in _CHIPS:
             found.append(_CHIPS[device])
     return found

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+from stratagem.discovery.entry_points import read_text
 from stratagem.launch.cores import available_cores
 
-_NVIDIA = Path("/proc/driver/nvidia")
+_NVIDIA = "/proc/driver/nvidia"
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,11 @@ def this_system() -> System:
 def _platform() -> str:
     """Return what `platform.platform()` does, which starts a program for a name it leaves out."""
     if sys.platform != "linux":
+        import platform
+
         return platform.platform()
     host = os.uname()
-    libc = "".join(platform.libc_ver())
+    libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "")
     return f"{host.sysname}-{host.release}-{host.machine}" + (f"-with-{libc}" if libc else "")
 
 
@@ -62,28 +63,26 @@ def _memory() -> int | None:
         return None
     try:
         # "max" where there is no limit, which int() refuses.
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (ValueError, OSError):
+        return min(total, int(read_text("/sys/fs/cgroup/memory.max")))
+    except ValueError:
         return total
 
 
-def nvidia_gpus(driver: Path) -> tuple[str, ...]:
+def nvidia_gpus(driver: str) -> tuple[str, ...]:
     """Return a line for each GPU, from the files of the driver; nvidia-smi takes up to seconds.
 
     Args:
         driver: its folder, /proc/driver/nvidia.
     """
-    numbers = re.search(r"\d+\.\d+(\.\d+)?", _text(driver / "version"))
+    numbers = re.search(r"\d+\.\d+(\.\d+)?", read_text(f"{driver}/version"))
     version = f", driver {numbers[0]}" if numbers else ""
     gpus = []
-    for file in sorted(driver.glob("gpus/*/information")):
-        model = re.search(r"^Model:\s*(.+?)\s*$", _text(file), re.MULTILINE)
-        gpus.append(f"{file.parent.name}: {model[1] if model else 'unknown model'}{version}")
-    return tuple(gpus)
-
-
-def _text(file: Path) -> str:
     try:
-        return file.read_text()
+        found = sorted(os.listdir(f"{driver}/gpus"))  # noqa: PTH208 - pathlib is slow to import
     except OSError:
-        return ""
+        return ()
+    for gpu in found:
+        information = read_text(f"{driver}/gpus/{gpu}/information")
+        model = re.search(r"^Model:\s*(.+?)\s*$", information, re.MULTILINE)
+        gpus.append(f"{gpu}: {model[1] if model else 'unknown model'}{version}")
+    return tuple(gpus)

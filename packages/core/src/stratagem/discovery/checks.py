@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from stratagem.discovery.registry import Registry
 from stratagem.discovery.specs import ComponentSpec, StrategySpec
@@ -60,7 +59,8 @@ def why_missing(target: object) -> str:
         return ""
     name = attribute.partition(".")[0]
     try:
-        source = Path(found.origin).read_bytes()
+        with open(found.origin, "rb") as file:  # noqa: PTH123 - pathlib is slow to import
+            source = file.read()
         # Where it mostly is; parsing a module takes longer than the rest of doctor together.
         if re.search(rf"^(class|def) {re.escape(name)}\b".encode(), source, re.MULTILINE):
             return ""
