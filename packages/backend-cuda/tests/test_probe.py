@@ -14,10 +14,11 @@ import pytest
 
 from stratagem import Trainer
 from stratagem.discovery import Availability
+from stratagem.discovery.installed import TorchBuild, torch_build
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import DDPStrategy
 from stratagem_cuda import probe
-from stratagem_cuda.probe import GPU, Driver, TorchBuild, availability, visible_gpus
+from stratagem_cuda.probe import GPU, Driver, availability, visible_gpus
 
 H100 = "NVIDIA H100"
 GPUS = (GPU(0, "GPU-aa1", H100), GPU(1, "GPU-ab2", H100), GPU(2, "GPU-cc3", H100))
@@ -290,7 +291,8 @@ def test_one_gpu_that_cannot_be_opened_hides_no_other(nvml: Callable[..., None])
 
 def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
     code = (
-        "import sys; from stratagem_cuda.probe import cuda_availability, torch_build\n"
+        "import sys; from stratagem_cuda.probe import cuda_availability\n"
+        "from stratagem.discovery.installed import torch_build\n"
         "cuda_availability(); print(torch_build()); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -301,7 +303,7 @@ def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
 
 def test_a_torch_that_is_nowhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert probe.torch_build() is None
+    assert torch_build() is None
 
 
 @pytest.mark.skipif(

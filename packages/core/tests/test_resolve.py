@@ -437,6 +437,37 @@ def test_no_devices_of_a_gpu_are_refused(refused: Callable[..., str]) -> None:
     assert "pass a number of devices, or accelerator='cpu'" in text
 
 
+TAKEN = "is in exclusive use by the process 7"
+
+
+@pytest.mark.parametrize("asked", [{}, {"devices": 1}, {"strategy": "single_device"}])
+def test_an_accelerator_whose_devices_are_all_taken_is_not_available(
+    registry: Registry, asked: dict[str, Any]
+) -> None:
+    def probe(spec: Any) -> Availability:
+        taken = Availability(2, "2 GPUs", problems=((0, TAKEN), (1, TAKEN)))
+        return taken if spec.name == "gpu" else MACHINE.get(spec.name, Availability(0, "none"))
+
+    def made(**asked: Any) -> RunPlan:
+        request = RunRequest(environ={}, interactive=False, **asked)
+        return resolve(request, registry, probe=probe)
+
+    with pytest.raises(ConfigurationError) as refused:
+        made(accelerator="gpu", **asked)
+    assert str(refused.value) == (
+        f"accelerator='gpu' is not available on this machine: 2 GPUs; device 0 {TAKEN}; device 1 "
+        f"{TAKEN}; pass accelerator='auto' to take what there is"
+    )
+    assert made(accelerator="auto", **asked).accelerator.name == "cpu"
+
+
+def test_devices_left_to_the_accelerator_are_free_ones(registry: Registry) -> None:
+    found = Availability(3, "3 NPUs", auto_count=1, problems=((0, TAKEN),))
+    given = types.SimpleNamespace(name="npu", availability=lambda: found)
+    request = RunRequest(accelerator=given, environ={}, interactive=False)
+    assert resolve(request, registry).devices == (1,)
+
+
 def test_cores_have_no_indices(refused: Callable[..., str]) -> None:
     text = refused(accelerator="cpu", devices=[0, 2, 3])
     assert "devices=[0, 2, 3] chooses devices by index, but cpu devices have none" in text

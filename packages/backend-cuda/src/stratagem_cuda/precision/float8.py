@@ -12,12 +12,16 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.precision import MixedPrecision
 from stratagem_cuda.precision.compute_capability import check_current_float8, check_visible_float8
-from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
+from stratagem_cuda.precision.layers import (
+    FLOAT8_LINEAR,
+    as_names,
+    become,
+    find_float8_linear,
+    warn_unless_converted,
+)
 from stratagem_cuda.precision.requirement import TORCHAO
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-MULTIPLE = 16
-"""What float8 kernels want both sizes of a weight to be a multiple of."""
 
 
 class Float8Precision(MixedPrecision):
@@ -100,16 +104,14 @@ class Float8Precision(MixedPrecision):
             # Without it a batch whose size is no multiple of 16 fails, such as an epoch's last one.
             pad_inner_dim=True,
         )
-        for layer in find_layers(module, nn.Linear, self.ignore_modules).values():
-            if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
-                _become(layer, convert_to_float8_training(layer, config=config))
-                if self.emulate:
-                    layer.register_forward_pre_hook(_in_bfloat16)
+        for layer in find_float8_linear(module, self.ignore_modules):
+            # What torchao returns is another module of the same parameters.
+            converted = convert_to_float8_training(layer, config=config)
+            become(layer, type(converted), vars(converted))
+            if self.emulate:
+                layer.register_forward_pre_hook(_in_bfloat16)
         warn_unless_converted(
-            module,
-            self.name,
-            lambda part: hasattr(part, "linear_mm_config"),
-            f"torch.nn.Linear whose two sizes are multiples of {MULTIPLE}",
+            module, self.name, lambda part: hasattr(part, "linear_mm_config"), FLOAT8_LINEAR
         )
         return module
 
@@ -117,14 +119,3 @@ class Float8Precision(MixedPrecision):
 def _in_bfloat16(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Do on any device what torchao does under CUDA's autocast only."""
     return tuple(each.to(torch.bfloat16) for each in inputs)
-
-
-def _become(layer: nn.Linear, converted: nn.Module) -> None:
-    """Make a layer what torchao has made of it, as `fully_shard` does: in place, by its class.
-
-    What torchao returns is another module of the same parameters. Put in the layer's place, it
-    would lose the layer's hooks, and a reference to the layer would be to one that is not used.
-    """
-    for name, value in vars(converted).items():
-        vars(layer).setdefault(name, value)
-    layer.__class__ = type(converted)  # type: ignore[assignment]

@@ -172,7 +172,7 @@ def _listed(candidate: Candidate, environ: Mapping[str, str]) -> ListedComponent
     here = ""
     if isinstance(spec, AcceleratorSpec):
         found = probe_accelerator(spec)
-        here = f"available: {found.reason}" if found.count else f"not available: {found.reason}"
+        here = f"available: {found.reason}" if found.free else f"not available: {found.reason}"
     elif isinstance(spec, ClusterEnvironmentSpec):
         here = _detected(spec, environ)
     elif isinstance(spec, PrecisionSpec):

@@ -141,6 +141,17 @@ class Availability:
     indexed: bool = True
     problems: tuple[tuple[int, str], ...] = ()
 
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Indices of the devices that this process can use.
+
+        Example:
+            >>> Availability(3, "3 GPUs", problems=((1, "is taken"),)).free
+            (0, 2)
+        """
+        taken = dict(self.problems)
+        return tuple(index for index in range(self.count) if index not in taken)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec(ComponentSpec):
