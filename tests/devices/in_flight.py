@@ -16,7 +16,7 @@ from typing import Any
 
 import simulated
 import torch
-from device_models import Net, fit, same
+from device_models import Net, same
 from simulated.accelerator import SimulatedAccelerator
 from torch.utils.data import DataLoader, TensorDataset
 

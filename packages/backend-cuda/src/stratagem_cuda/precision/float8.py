@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.precision import MixedPrecision
-from stratagem_cuda.precision.compute_capability import check_current_float8, check_visible_float8
+from stratagem_cuda.precision.compute_capability import check_current_float8
 from stratagem_cuda.precision.layers import (
     FLOAT8_LINEAR,
     as_names,
@@ -19,6 +19,7 @@ from stratagem_cuda.precision.layers import (
     find_float8_linear,
     warn_unless_converted,
 )
+from stratagem_cuda.precision.objections import why_no_float8
 from stratagem_cuda.precision.requirement import TORCHAO
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -79,22 +80,19 @@ class Float8Precision(MixedPrecision):
 
     def bind(self, accelerator: Accelerator) -> None:
         """Look for torchao, and for float8 in the GPUs that this process sees."""
-        TORCHAO.check(self.name)
-        if not self.emulate:
-            kind = accelerator.device(0).type
-            if kind != "cuda":
-                raise ConfigurationError(
-                    f"precision={self.name!r}: the accelerator {accelerator.name!r} has no float8 "
-                    "kernels: pass precision='bf16-mixed', or "
-                    "plugins=Float8Precision(emulate=True) to try the rounding, slowly"
-                )
-            check_visible_float8(self)
+        if self.emulate:
+            why = TORCHAO.why_not(self.name)
+        else:
+            has_kernels = accelerator.device(0).type == "cuda"
+            why = why_no_float8(self.name, accelerator.name, has_kernels=has_kernels)
+        if why:
+            raise ConfigurationError(why)
         super().bind(accelerator)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Let linear layers compute in float8, in place; parameters stay the same objects."""
         if not self.emulate:
-            check_current_float8(self)
+            check_current_float8(self.name)
         # The import takes seconds, and only ranks need it.
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

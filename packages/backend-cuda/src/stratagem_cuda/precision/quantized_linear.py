@@ -145,7 +145,7 @@ class _EightBits(QuantizedLinear):
         self._put(scale=scale)
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        state = _state_of(self)
+        state = _state(is_training=self.training)
         state.has_fp16_weights = False
         state.CB = self.weight.view(self.out_features, self.in_features)
         state.SCB = self._take("scale")
@@ -158,22 +158,27 @@ class _EightBitsTrained(QuantizedLinear):
         """Leave the weight as it is: it is quantised in each forward."""
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = bitsandbytes.matmul(rows, self.weight, bias=bias, state=_state_of(self))
+        # For a weight with a gradient, the CPU has kernels where bitsandbytes is told that it
+        # trains; for one without, it has those that multiply in 8 bits, as has a GPU.
+        has_gradient = torch.is_grad_enabled()
+        weight = self.weight if has_gradient else self.weight.detach()
+        state = _state(is_training=has_gradient)
+        product: Tensor = bitsandbytes.matmul(rows, weight, bias=bias, state=state)
         return product
 
 
-_KINDS: dict[str, type[QuantizedLinear]] = {
+KINDS: dict[str, type[QuantizedLinear]] = {
     **dict.fromkeys(("nf4", "nf4-dq", "fp4", "fp4-dq"), _FourBits),
     "int8": _EightBits,
     "int8-training": _EightBitsTrained,
 }
 
 
-def _state_of(layer: nn.Module) -> Any:
+def _state(*, is_training: bool) -> Any:
     """Return what bitsandbytes keeps from a forward in 8 bits to its backward."""
     state = bitsandbytes.MatmulLtState()
     state.threshold = OUTLIERS
-    state.is_training = layer.training
+    state.is_training = is_training
     return state
 
 
@@ -184,6 +189,6 @@ def quantize(layer: nn.Linear, mode: str) -> None:
         layer: whose weight has its values.
         mode: see `BitsandbytesPrecision`.
     """
-    quantized = become(layer, _KINDS[mode])
+    quantized = become(layer, KINDS[mode])
     quantized.mode = mode
     quantized.quantize_weight()

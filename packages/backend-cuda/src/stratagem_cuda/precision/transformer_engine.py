@@ -15,7 +15,10 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import default_dtype
 from stratagem.precision import TruePrecision
-from stratagem_cuda.precision.compute_capability import check_current_float8, check_visible_float8
+from stratagem_cuda.precision.compute_capability import (
+    check_current_float8,
+    why_no_visible_float8,
+)
 from stratagem_cuda.precision.layers import (
     FLOAT8_LINEAR,
     as_names,
@@ -91,12 +94,13 @@ class TransformerEnginePrecision(TruePrecision):
                 f"precision={self.name!r} works on 'cuda', received accelerator="
                 f"{accelerator.name!r}: change one of the two"
             )
-        check_visible_float8(self)
+        if why := why_no_visible_float8(self.name):
+            raise ConfigurationError(why)
         super().bind(accelerator)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Exchange layers for those of Transformer Engine, and convert everything else."""
-        check_current_float8(self)
+        check_current_float8(self.name)
         has_own = any(map(_is_engines, module.modules()))
         if self.replace_layers or (self.replace_layers is None and not has_own):
             self._replace_layers(module)

@@ -131,7 +131,8 @@ def _listed(
         version=candidate.version,
         accelerators=spec.capabilities.accelerators,
         summary=spec.summary,
-        why_not=_why_not(candidate.qualified_name, registry, environ, probe),
+        why_not=_no_accelerator(spec, registry, probe)
+        or _why_not(candidate.qualified_name, registry, environ, probe),
     )
 
 
@@ -142,6 +143,23 @@ def selecting_name(registry: Registry, candidate: Candidate, name: str) -> str:
     except ConfigurationError:
         found = None
     return name if found is candidate else f"{candidate.distribution}:{name}"
+
+
+def _no_accelerator(spec: StrategySpec, registry: Registry, probe: Probe) -> str:
+    """Return why none of the accelerators that a strategy was made for is here, or "".
+
+    The error of a request says it of all accelerators there are, which is long.
+    """
+    reasons = []
+    for candidate in registry.candidates("accelerator"):
+        if {candidate.spec.name, *candidate.spec.aliases} & set(
+            spec.capabilities.accelerators or ()
+        ):
+            found = probe(candidate.spec)
+            if found.free:
+                return ""
+            reasons.append(f"{candidate.spec.name} ({found.reason})")
+    return "; ".join(reasons)
 
 
 def _why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:

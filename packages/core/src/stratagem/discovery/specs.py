@@ -19,6 +19,11 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 Target = str | Callable[..., Any]
 
+Objection = str | Callable[[Any], str]
+"""`"module:function"` or a function of the `RunPlan`, which returns why a request cannot be met as
+it was planned, or "". It runs while a request is resolved, so it must be quick and import no
+torch."""
+
 _PARTS = ("parameters", "gradients", "optimizer")
 """What training holds of a model."""
 
@@ -104,6 +109,8 @@ class StrategySpec(ComponentSpec):
     from it follows whether a model that is too large for a device would fit."""
     offloads: tuple[str, ...] = ()
     """Of the same, what lies in host memory."""
+    objection: Objection | None = None
+    """Why it cannot be used in a plan that takes it; `bind` of its class says the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,6 +175,8 @@ class AcceleratorSpec(ComponentSpec):
     own_strategies: bool = False
     """Its devices need calls that only strategies made for them make: one that takes any
     accelerator (`Capabilities.accelerators=None`) does not take this one."""
+    data_parallel_kernels: bool = False
+    """Whether `torch.nn.DataParallel` works on its devices; as in its class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +191,8 @@ class PrecisionSpec(ComponentSpec):
     requires: tuple[str, ...] = ()
     """Distributions that it needs beside its own, such as "torchao>=0.13,<1", for a listing: the
     class itself refuses to be bound without them."""
+    objection: Objection | None = None
+    """Why it cannot be used in a plan that takes it; `bind` of its class says the same."""
 
 
 class CheckpointIOSpec(ComponentSpec):
