@@ -24,7 +24,7 @@ def test_the_distribution_declares_its_plugin_modules() -> None:
     assert {entry.name: entry.value for entry in entry_points} == PLUGINS
 
 
-@pytest.mark.parametrize("module", PLUGINS.values())
+@pytest.mark.parametrize("module", [*PLUGINS.values(), "stratagem_cuda.precision.objections"])
 def test_importing_the_plugin_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -139,6 +139,11 @@ def test_a_gpu_that_others_hold_is_passed_over(machine: Callable[..., None]) -> 
             rf"devices=\[0, 1\] asks for 2 cuda device\(s\), and device 0 {HELD}: pass "
             r"devices=\[1, 2\]",
         ),
+        (
+            {"devices": "0,1"},  # which names them, as the list does
+            rf"devices='0,1' asks for 2 cuda device\(s\), and device 0 {HELD}: pass "
+            r"devices=\[1, 2\]",
+        ),
         ({"devices": 3}, rf"devices=3 asks for 3 .* device 0 {HELD}: pass devices=\[1, 2\]"),
         ({"devices": -1}, rf"devices=-1 asks for 3 .* device 0 {HELD}: pass devices=\[1, 2\]"),
         ({"devices": 4}, "devices=4 asks for cuda device 3, but there are 3 here"),
@@ -299,6 +304,39 @@ def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
     import torch
 
     assert done.stdout.strip() == str(TorchBuild(str(torch.__version__), torch.version.cuda))
+
+
+PROBE = """
+import sys, time
+import stratagem.discovery.registry  # what whoever asks has imported before
+from stratagem.discovery.installed import TorchBuild
+
+before, began = set(sys.modules), time.process_time()
+from stratagem_cuda import probe
+probe.torch_build = lambda: TorchBuild("2.13.0", "13.0")  # so that NVML is asked
+probe.cuda_availability()
+spent = time.process_time() - began
+print(spent, *sorted(set(sys.modules) - before))
+"""
+
+
+def test_asking_the_driver_imports_its_bindings_and_little_else() -> None:
+    """20 ms of CPU time is what it may take; counted are modules, since time is the machine's.
+
+    Those 45 are ctypes, the bindings, and what ctypes.util imports.
+    """
+    times, modules = [], set()
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True
+        )
+        spent, *imported = done.stdout.split()
+        times.append(float(spent))
+        modules = set(imported)
+    assert "pynvml" in modules
+    assert not {"torch", "numpy", "pathlib", "packaging", "importlib.metadata"} & modules
+    assert len(modules) <= 45
+    assert min(times) < 0.1  # five times that: on a machine that does much else
 
 
 def test_a_torch_that_is_nowhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def _report(
 
 
 def _advice(strategy: Strategy, need: MemoryNeed, capacity: int) -> list[str]:
-    ranks = max(strategy.ranks.world_size, strategy.accelerator.availability().count)
+    ranks = max(strategy.ranks.world_size, len(strategy.accelerator.availability().free))
     step = strategy.components.step
     fitting = what_would_fit(
         need,

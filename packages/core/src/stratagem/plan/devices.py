@@ -59,7 +59,7 @@ def _usable(
     if not taken:
         return indices
     free = found.free
-    is_number = indices == tuple(range(len(indices))) and not isinstance(asked, (list, tuple))
+    is_number = isinstance(asked, int) or (isinstance(asked, str) and "," not in asked)
     if is_number and len(free) >= len(indices) and asked not in (-1, "-1"):
         return free[: len(indices)]
     why = "; ".join(f"device {index} {taken[index]}" for index in sorted(taken))
