@@ -278,7 +278,7 @@ def test_a_compiled_part_keeps_its_names(graphs: Graphs) -> None:
 
 def test_a_compiled_part_comes_back_from_processes_of_their_own() -> None:
     net = Net()
-    before = net.net[0].weight.detach().clone()
+    before = net.state_dict()["net.0.weight"].clone()
     net.net = torch.compile(net.net, backend="aot_eager")  # type: ignore[assignment]
     fit(net, strategy="ddp_fork", devices=2)
     assert "net.0.weight" in net.state_dict()
