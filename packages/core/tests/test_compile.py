@@ -568,7 +568,7 @@ def test_the_compilers_setting_for_whole_steps_ends_with_the_steps_of_an_epoch(
 
         def look(self, where: str) -> None:
             found = self.seen.setdefault(where, set())
-            found.add(torch._dynamo.config.trace_autograd_ops)  # type: ignore[attr-defined]
+            found.add(torch._dynamo.config.trace_autograd_ops)
 
         def on_train_batch_end(self, *arguments: Any) -> None:
             self.look("step")

@@ -409,8 +409,10 @@ def test_a_component_may_object_to_the_plan(kind: str, objection: Any) -> None:
     registry = registry_of(("strangers", plugin_of((spec,))))
 
     def planned(devices: int) -> RunPlan:
-        asked = {"strategy": "ddp", kind: "fp9", "devices": devices, "accelerator": "cpu"}
-        return resolve(RunRequest(environ={}, interactive=False, **asked), registry)
+        asked: dict[str, Any] = {"strategy": "ddp", "accelerator": "cpu", kind: "fp9"}
+        return resolve(
+            RunRequest(devices=devices, environ={}, interactive=False, **asked), registry
+        )
 
     assert getattr(planned(1), kind).name == "fp9"
     with pytest.raises(ConfigurationError, match="fp9 takes one device, received 2"):
