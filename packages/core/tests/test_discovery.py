@@ -367,7 +367,8 @@ def test_core_is_switched_off_only_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["", "my strategy", "-x", "a:b", "ä", 3])
 def test_a_name_that_nobody_could_type_is_refused(name: Any) -> None:
-    with pytest.raises(PluginError, match="expected letters, digits, '_', '-' and") as caught:
+    expected = "expected (letters, digits, '_', '-' and|a string)"
+    with pytest.raises(PluginError, match=expected) as caught:
         strategy(name)
     assert repr(name) in str(caught.value)
     with pytest.raises(PluginError):
@@ -384,6 +385,21 @@ def test_a_target_that_names_nothing_is_refused(target: Any) -> None:
 def test_aliases_are_a_tuple() -> None:
     with pytest.raises(PluginError, match="has aliases='abc'; expected a tuple of names"):
         strategy("mine", aliases="abc")
+
+
+def test_a_description_of_another_type_than_it_has_is_refused() -> None:
+    with pytest.raises(PluginError) as caught:
+        Capabilities(launchers="spawn")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "Capabilities has launchers='spawn'; expected a tuple of names or None; of one it is "
+        "('name',)"
+    )
+    with pytest.raises(PluginError, match="Capabilities has multi_node=1; expected True or False"):
+        Capabilities(multi_node=1)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match="'mine' has api_version='1'; expected a number"):
+        strategy("mine", api_version="1")
+    with pytest.raises(PluginError, match=r"'mine' has summary=None; expected a string"):
+        strategy("mine", summary=None)
 
 
 def test_capabilities_are_of_their_class() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from stratagem.discovery.capabilities import Capabilities
+from stratagem.discovery.capabilities import Capabilities, check_fields
 from stratagem.errors import PluginError
 
 PLUGIN_API_VERSION = 1
@@ -54,11 +54,7 @@ class ComponentSpec:
     """Further names."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.aliases, tuple):
-            raise PluginError(
-                f"the {self.kind} spec {self.name!r} has aliases={self.aliases!r}; expected a "
-                "tuple of names"
-            )
+        check_fields(self, f"the {self.kind} spec {self.name!r}")
         for name in (self.name, *self.aliases):
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise PluginError(
