@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 from stratagem.discovery.capabilities import Capabilities, check_fields
 from stratagem.errors import PluginError
@@ -89,6 +89,7 @@ class ComponentSpec:
         return self.load()(**{**self.init_args, **arguments})
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec(ComponentSpec):
     """Describes a strategy."""
@@ -117,6 +118,7 @@ class StrategySpec(ComponentSpec):
             )
 
 
+@final
 @dataclass(frozen=True)
 class Availability:
     """What an accelerator's probe found.
@@ -138,6 +140,7 @@ class Availability:
     problems: tuple[tuple[int, str], ...] = ()
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec(ComponentSpec):
     """Describes an accelerator.
@@ -155,6 +158,7 @@ class AcceleratorSpec(ComponentSpec):
     accelerator (`Capabilities.accelerators=None`) does not take this one."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec(ComponentSpec):
     """Describes a precision."""
@@ -169,6 +173,7 @@ class PrecisionSpec(ComponentSpec):
     class itself refuses to be bound without them."""
 
 
+@final
 class CheckpointIOSpec(ComponentSpec):
     """Describes a checkpoint format."""
 
@@ -176,6 +181,7 @@ class CheckpointIOSpec(ComponentSpec):
     kind: ClassVar[str] = "checkpoint_io"
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class ClusterEnvironmentSpec(ComponentSpec):
     """Describes a cluster environment: where ranks, world size and main address come from."""
@@ -226,6 +232,7 @@ class ClusterEnvironmentSpec(ComponentSpec):
         return objection
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec(ComponentSpec):
     """Describes a launcher: what starts the ranks.

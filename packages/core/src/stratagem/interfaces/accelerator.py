@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from stratagem.data.pytree import move_to_device
 from stratagem.discovery.specs import Availability
 
 
+@final
 @dataclass(frozen=True)
 class DeviceMemory:
     """Who holds a device's memory, in bytes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -170,11 +170,15 @@ class Strategy(Stepping, ABC):
         """Take the components of the plan; once before each launch.
 
         Raises:
-            ConfigurationError: a method does not take what front ends call it with, or the class
-                contradicts its capabilities.
+            ConfigurationError: a method of it, or of a component, does not take what it is called
+                with, or the class contradicts its capabilities.
         """
         check_overrides(type(self), Strategy)
         check_capabilities(type(self), Strategy, self.capabilities)
+        check_overrides(type(components.accelerator), Accelerator)
+        check_overrides(type(components.precision), Precision)
+        check_overrides(type(components.checkpoint_io), CheckpointIO)
+        check_overrides(type(components.cluster_environment), ClusterEnvironment)
         self.components = components
         self.accelerator = components.accelerator
         self.precision = self.precision_plugin = components.precision
@@ -185,6 +189,7 @@ class Strategy(Stepping, ABC):
         self.precision.bind(components.accelerator)
         self.checkpoint_io.bind(components.accelerator)
         self.ranks = self.make_ranks()
+        check_overrides(type(self.ranks), Ranks)
 
     @property
     def sync_batchnorm(self) -> bool:
@@ -227,6 +232,7 @@ class Strategy(Stepping, ABC):
         """Whether `prepare` makes the optimizer by the engine's config where it is given none."""
         return False
 
+    @final
     def barrier(self, name: str = "") -> None:
         """Wait until every rank is here; users' spelling of `ranks.barrier`."""
         self.ranks.barrier(name)
