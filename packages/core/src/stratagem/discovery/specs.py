@@ -96,6 +96,7 @@ class StrategySpec(ComponentSpec):
 
     kind: ClassVar[str] = "strategy"
     capabilities: Capabilities = field(default_factory=Capabilities)
+    """What it can do; the object that its class has too."""
     shards: tuple[str, ...] = ()
     """Of "parameters", "gradients" and "optimizer" (its state), what each rank has a part of only;
     from it follows whether a model that is too large for a device would fit."""
@@ -143,14 +144,12 @@ class Availability:
 @final
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec(ComponentSpec):
-    """Describes an accelerator.
-
-    `probe` is `"module:function"` or a function without arguments that returns an `Availability`.
-    It runs while a request is resolved, so it must be quick and should not import an SDK.
-    """
+    """Describes an accelerator."""
 
     kind: ClassVar[str] = "accelerator"
     probe: str | Callable[[], Availability]
+    """`"module:function"` or a function without arguments that returns an `Availability`. It runs
+    while a request is resolved, so it must be quick and should not import an SDK."""
     priority: int = 0
     """`accelerator="auto"` takes the available one with the highest priority (CPU has 0)."""
     own_strategies: bool = False

@@ -48,6 +48,8 @@ class Accelerator(ABC):
            `setup_device(device)`.
         4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
            `set_rng_state(device, state)`. Where logged values go to the loggers: `start_reading`.
+           Between steps, where a DeviceStatsMonitor asks: `device_stats(device)`. By users who
+           measure: `synchronize(device)`.
         5. On every rank, by the front ends: `batch_mover(device)`, once for each loop; by the
            Trainer around each stage: `configure_kernels`. By the Trainer on rank 0 at the start of
            a fit: `hints`.

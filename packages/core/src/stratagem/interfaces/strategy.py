@@ -55,14 +55,18 @@ class Strategy(Stepping, ABC):
         5. `model_context()` around the code that builds a model.
         6. `take_batch_size` before a fit; then for each model `synchronize_batch_norm(module)`,
            where `sync_batchnorm` is set, and `prepare(module, optimizers)`: converts and moves it,
-           calls `wrap(module)`, then makes the optimizers. `PreparedModel.compile`
+           calls `wrap(module)`, then makes the optimizers (without any, where `makes_optimizers`);
+           `setup_optimizer` for one that a loop of the user's makes later. `PreparedModel.compile`
            follows, where `compile=...` asks for it. A module may be prepared again (validate and
            then fit, a second Trainer): `release` of what was prepared of it comes first.
+           `input_converter()` before each loop, whose batches it converts.
         7. Under the Trainer, each optimizer step: `train_step(prepared, step, micro_batches)`, made
            of `accumulate_all` (with `no_sync`, `accumulate`, `backward`) and `finish_step` (with
            `clip_gradients`, `optimizer_step`). In a loop under Lite, `no_sync`, `backward`,
            `clip_gradients` and `optimizer_step` by themselves. An engine that does some of these
-           itself overrides them; one that runs the whole step overrides `train_step`.
+           itself overrides them; one that runs the whole step overrides `train_step`. Manual
+           optimization runs in `backward_in_forward(prepared)`. Where a step has failed,
+           `explain(prepared, error)`, on the rank that it failed on.
         8. Each evaluation: in the context `evaluation(prepared)`. After the last step of a fit:
            `end_training(prepared)`.
         9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`; a load
