@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -72,6 +73,7 @@ def functions() -> dict[str, FunctionType]:
     }
 
 
+@functools.cache
 def _objects() -> dict[str, Any]:
     found = {}
     for module_name, names in PUBLIC.items():
@@ -108,7 +110,7 @@ class Member:
 def members(kind: type) -> list[Member]:
     """Return the public members that a class adds to its public bases."""
     inherited = [base for base in kind.__mro__[1:] if base in set(classes().values())]
-    abstract = getattr(kind, "__abstractmethods__", frozenset())
+    abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
     found: dict[str, Member] = {}
     for base in kind.__mro__:
         # Of a base that is no part of the API, the members are the class's own.
@@ -256,7 +258,7 @@ def differences(before: str, after: str) -> tuple[list[str], list[str]]:
     """Return what a change of the API takes away or alters, and what it only adds."""
     old, new = _by_member(before), _by_member(after)
     broken = [f"removed: {key}" for key in old if key not in new]
-    added = []
+    added: list[str] = []
     for key, text in new.items():
         if key not in old:
             is_demand = text.startswith("abstract ") or (
@@ -379,7 +381,7 @@ def _about_hooks() -> str:
     return "### Hooks\n\n" + _table(("hook", "returns", "when, and what it may do"), rows)
 
 
-def _table(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [headers, tuple("---" for _ in headers)]
     for row in rows:
         cells = [cell.replace("|", "\\|") for cell in row]
@@ -429,28 +431,37 @@ def _names_of_checkers(names: Mapping[str, Any]) -> dict[str, Any]:
 
 def _annotated_objects() -> Iterator[tuple[str, Any]]:
     yield from functions().items()
+    seen = set()
     for path, kind in classes().items():
         if issubclass(kind, BaseException):
             continue
         yield path, kind
-        for name, value in inspect.getmembers_static(kind):
+        for name in dir(kind):
+            value = inspect.getattr_static(kind, name)
             function = getattr(value, "fget", getattr(value, "__func__", value))
             is_ours = (getattr(function, "__module__", None) or "").startswith("stratagem")
             is_public = not name.startswith("_") or name == "__init__"
             if isinstance(function, FunctionType) and is_ours and is_public:
+                if function in seen:  # inherited
+                    continue
+                seen.add(function)
                 yield f"{path}.{name}", inspect.unwrap(function)
 
 
 def _aliases(annotated: Any) -> set[str]:
     """Return the names in annotations that stand for a type which core has put together."""
-    module = importlib.import_module(annotated.__module__)
     texts = vars(annotated).get("__annotations__") or getattr(annotated, "__annotations__", {})
     words = {word for text in texts.values() for word in re.findall(r"\b[A-Z]\w+", str(text))}
-    text = inspect.getsource(module)
+    return words & _made_names(annotated.__module__)
+
+
+@functools.cache
+def _made_names(module: str) -> frozenset[str]:
+    """Return the names that a module assigns at its top, or imports from another one of ours."""
+    text = inspect.getsource(importlib.import_module(module))
     made = re.findall(r"^(\w+)(?:: \w+)? = (?!TypeVar)", text, re.MULTILINE)
     of_ours = re.findall(r"^ *from stratagem\S* import (\([^)]*\)|.*)$", text, re.MULTILINE)
-    made += [word for line in of_ours for word in re.findall(r"\w+", line)]
-    return words & set(made)
+    return frozenset(made) | {word for line in of_ours for word in re.findall(r"\w+", line)}
 
 
 def _types_in(hint: Any) -> Iterator[type]:
