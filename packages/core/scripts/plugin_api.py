@@ -49,11 +49,19 @@ NAMED_IN_SIGNATURES = ("stratagem",)
 
 
 def public_names() -> dict[str, Any]:
-    """Return what authors may import, by its plain name."""
+    """Return what authors may import of core, by its plain name."""
+    registry = importlib.import_module("stratagem.discovery.registry").get_registry()
+    of_others = {
+        candidate.spec.class_name
+        for kind in ("strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment")
+        for candidate in registry.candidates(kind)
+        if candidate.distribution != "stratagem-core"
+    }
     found: dict[str, Any] = {}
     for name in (*PUBLIC, *NAMED_IN_SIGNATURES):
         module = importlib.import_module(name)
-        found.update({each: getattr(module, each) for each in module.__all__})
+        listed = vars(module).get("__all__") or dir(module)
+        found.update({each: getattr(module, each) for each in listed if each not in of_others})
     return found
 
 
