@@ -391,6 +391,11 @@ PROMISES = {
         'target="module_of_nothing.strategy:Mine"',
         "its target 'module_of_nothing.strategy:Mine' cannot be found: ModuleNotFoundError",
     ),
+    "missing_sdk": (
+        'target="classes_of_missing_sdk:Mine"',
+        "its target's module classes_of_missing_sdk imports vendor_sdk and vendor_tools, which is "
+        "not installed",
+    ),
     "attribute": (
         'target="module_of_attribute:Mine"',
         "its target's module module_of_attribute defines no 'Mine'",
@@ -497,6 +502,10 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             "import (\n    DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy,\n)\n\n"
             f"{kind}\n\nclass Other:\n    capabilities = None\n"
         )
+    (folder / "classes_of_missing_sdk.py").write_text(
+        "import os, torch\nimport vendor_sdk.api as api\nfrom vendor_tools import tool\ntry:\n"
+        "    import vendor_extra\nexcept ImportError:\n    vendor_extra = None\n\nclass Mine: ...\n"
+    )
     install(folder, "probe", Plugin(PROBE))
     diagnosis = json.loads(run(folder, "-m", "stratagem.cli", "doctor", "--json", expect=1))
     problems: list[str] = diagnosis["problems"]

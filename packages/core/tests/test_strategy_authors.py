@@ -36,6 +36,7 @@ from stratagem.strategies import (
     StepOptions,
     Strategy,
     TrainStep,
+    make_optimizers,
 )
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -471,6 +472,29 @@ def test_a_prepare_or_wrap_that_returns_something_else_is_named() -> None:
         "Nothing.wrap(module) returned None; expected an nn.Module, what training calls: return "
         "the module itself where there is nothing to wrap"
     )
+
+
+def test_a_prepare_that_never_calls_wrap_is_named() -> None:
+    class Wrapping(SingleDeviceStrategy):
+        def wrap(self, module: nn.Module) -> nn.Module:
+            return module
+
+    class Forgets(Wrapping):
+        def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:
+            return PreparedModel(module, module, make_optimizers(optimizers), module)
+
+    class Calls(Forgets):
+        def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:
+            return super().prepare(self.wrap(module), optimizers)
+
+    assert refused(lambda: fitted(Forgets()), PluginError) == (
+        "Forgets.prepare has not called wrap, so that "
+        "test_a_prepare_that_never_calls_wrap_is_named.<locals>.Wrapping.wrap does nothing: call "
+        "super().prepare(...) or self.wrap(module) there, or override wrap to return the module"
+    )
+    strategy = Calls()
+    assert fitted(strategy).seen
+    assert "wrap" not in vars(strategy)
 
 
 def test_an_init_that_does_not_pass_on_what_it_is_given_is_named() -> None:

@@ -83,6 +83,11 @@ def why_missing(target: object, *, what: str = "target") -> str:
     try:
         with open(found.origin, "rb") as file:  # noqa: PTH123 - pathlib is slow to import
             source = file.read()
+        if missing := _missing_imports(source):
+            return (
+                f"its {what}'s module {module} imports {' and '.join(missing)}, which is not "
+                "installed"
+            )
         # Where it mostly is; parsing a module takes longer than the rest of doctor together.
         if re.search(rf"^(class|def) {re.escape(name)}\b".encode(), source, re.MULTILINE):
             return ""
@@ -93,6 +98,13 @@ def why_missing(target: object, *, what: str = "target") -> str:
     if {"*", "__getattr__", name} & names:
         return ""
     return f"its {what}'s module {module} defines no {name!r}"
+
+
+def _missing_imports(source: bytes) -> list[str]:
+    """Return the packages that a module imports in any case, at its top, and that are not there."""
+    found = re.findall(rb"^(?:import|from) (\w+)", source, re.MULTILINE)
+    names = [name.decode() for name in dict.fromkeys(found)]
+    return [name for name in names if isinstance(find_module(name), str)]
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
