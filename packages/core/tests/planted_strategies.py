@@ -735,7 +735,7 @@ class SaysOneProcess(ParallelStrategy):
     capabilities = Capabilities(launchers=None, many_devices=True)
 
 
-class SaysOwnsClipping(DDPStrategy):
+class SaysOwnsClipping(ParallelStrategy):
     """owns_clipping=True, and nothing of its own that clips."""
 
     capabilities = Capabilities(
@@ -755,13 +755,6 @@ class NoDataShard(DDPStrategy):
 
     def data_shard_of(self, rank: int, world_size: int) -> tuple[int, int]:
         return rank, world_size + 1
-
-
-class SavesObject(DDPStrategy):
-    """Its own state is no plain data."""
-
-    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        return {"lock": threading.Lock()}
 
 
 class TeardownRaises(DDPStrategy):

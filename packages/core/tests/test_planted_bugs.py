@@ -90,7 +90,6 @@ PLANTED = [
     ("SaysOwnsClipping", "steps/gradient", "has owns_clipping=True, but the class overrides none"),
     ("OverridesFinal", "steps/gradient", "OverridesFinal.barrier takes the place of"),
     ("NoDataShard", "steps/gradient", "data_shard is rank 0: (0, 3), rank 1: (1, 3)"),
-    ("SavesObject", "state/exact resume", "lock"),
 ]
 # Each in ranks of its own, since what is looked at is their end.
 AT_THE_END = [

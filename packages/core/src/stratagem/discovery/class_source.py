@@ -58,8 +58,8 @@ def difference(name: str, of_spec: Capabilities, of_class: Capabilities | None) 
 
     Example:
         >>> from stratagem.discovery.class_source import difference
-        >>> difference("Mine", Capabilities(), Capabilities(multi_node=True))[:63]
-        "the spec's capabilities and those of Mine differ (multi_node=Fal"
+        >>> difference("Mine", Capabilities(), Capabilities(multi_node=True))[:58]
+        "the spec's capabilities and those of Mine differ (multi_no"
     """
     if of_class is None:
         return f"{name} has no capabilities: set them in the class, to the object that its spec has"

@@ -132,6 +132,11 @@ class Availability:
             number of processes may share what there is.
         problems: indices of devices that are counted and that this process cannot use, each with
             what completes "device 0 ..." ("is in exclusive use by the process 7").
+
+    Example:
+        >>> from stratagem.accelerators import Availability, CPUAccelerator
+        >>> isinstance(CPUAccelerator().availability(), Availability)
+        True
     """
 
     count: int

@@ -27,6 +27,11 @@ class DeviceMemory:
         peak: the same, the most there was.
         reserved: what torch's allocator of this process has taken from the device.
         others: what other processes hold, by a text that names each.
+
+    Example:
+        >>> from stratagem.accelerators import DeviceMemory
+        >>> DeviceMemory(total=16, allocated=3, peak=4, reserved=8).others
+        ()
     """
 
     total: int | None
