@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +72,6 @@ class TestCSVLogger(LoggerConformance):
     read = rows
 
 
-@pytest.mark.conformance
-class TestCore(PluginConformance):
-    plugin = "stratagem-core"
-
-
 # The others: `nox -s conformance`.
 
 Class = type[Any]
@@ -100,6 +94,17 @@ def full() -> TruePrecision:
 
 globals().update(
     {
+        **_conformance(
+            PluginConformance,
+            "plugin",
+            {
+                "stratagem-core": {"cpu_seconds": 0.2},
+                "stratagem-backend-cuda": {"cpu_seconds": 0.2},
+                "stratagem-backend-deepspeed": {"cpu_seconds": 0.2},
+                "stratagem-backend-xla": {"cpu_seconds": 0.2},
+                "stratagem-backend-hpu-ipu": {"cpu_seconds": 0.2},
+            },
+        ),
         **_conformance(
             PrecisionConformance,
             "precision",
@@ -182,24 +187,4 @@ globals().update(
 class TestAnObject(PrecisionConformance):
     """A function in the place of a name."""
 
-    precision: Callable[[], TruePrecision] = full
-
-
-@pytest.mark.conformance
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stratagem-backend-cuda",
-        "stratagem-backend-deepspeed",
-        "stratagem-backend-xla",
-        "stratagem-backend-hpu-ipu",
-    ],
-)
-class TestBackend:
-    def test_its_plugin_conforms(self, name: str, stratagem_server: Any) -> None:
-        from stratagem.testing.components.check import checks_of
-        from stratagem.testing.components.component import Component
-
-        component = Component(kind="plugin", name=name, options={"cpu_seconds": 0.2})
-        failures = [stratagem_server.failure(component, check) for check in checks_of("plugin")]
-        assert [failure for failure in failures if failure] == []
+    precision = full

@@ -75,7 +75,7 @@ PLANTED = [
     ("checkpoint_io", "Pickled", "safety/nothing executed", "executed code that the checkpoint"),
     ("checkpoint_io", "Pickled", "safety/nothing hostile saved", "weights_only=True"),
     ("checkpoint_io", "Pickled", "values/refused", "was not refused with CheckpointContentError"),
-    ("checkpoint_io", "Pickled", "safety/damage", "was loaded with the number"),
+    ("checkpoint_io", "Pickled", "safety/damage", "an interrupted run would"),
     ("checkpoint_io", "InPlace", "safety/failed save", "destroyed the checkpoint before"),
     ("checkpoint_io", "RemovesNeighbours", "paths/removed", "damaged the checkpoint"),
     ("checkpoint_io", "NamesFiles", "safety/names stay inside", "as names in the checkpoint say"),

@@ -94,7 +94,7 @@ class PrecisionConformance(ComponentConformance):
         precision: a name, class, function or place.
         accelerator: a discovered name, on which it computes.
         tolerance: how far losses may be from those of 32-true, relative and absolute; None: by
-            `dtype`, 1e-6 in float64 and float32, 0.01 in float16, 0.05 in bfloat16.
+            `dtype`, 1e-5 in float64 and float32, 0.01 in float16, 0.05 in bfloat16.
         models: functions without arguments that make a model of inputs (n, 16) and outputs
             (n, 16), which is trained beside the kit's own.
     """

@@ -38,7 +38,7 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def losses_of(lite: Any, make: Callable[[], Any] = dense, steps: int = 6) -> list[float]:
-    """Train a model by AdamW; return the loss of each step."""
+    """Train a model by SGD with momentum; return the loss of each step."""
     lite.launch()
     with lite.init_module():
         net = build(make)
@@ -49,7 +49,7 @@ def set_up(lite: Any, net: nn.Module) -> tuple[Any, Any]:
     """Set up a model with an optimizer of the parameters that it has then."""
     model = lite.setup_module(net)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, lite.setup_optimizers(torch.optim.AdamW(trained, lr=0.01))
+    return model, lite.setup_optimizers(torch.optim.SGD(trained, lr=0.05, momentum=0.9))
 
 
 def train(lite: Any, model: Any, optimizer: Any, *, steps: int, begin: int = 0) -> list[float]:

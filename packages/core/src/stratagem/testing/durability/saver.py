@@ -40,11 +40,21 @@ class Subject:
 
     def make(self) -> CheckpointIO:
         """Build it, as a Trainer would."""
-        if self.asynchronous:
-            io: CheckpointIO = self._find("async").build(inner=self.given)
-        else:
-            io = self.given if is_place(self.format) else self._find(self.format).build()
+        io = self._own()
+        if self.asynchronous and not io.asynchronous:
+            io = self._find("async").build(inner=io)
         return io
+
+    def _own(self) -> CheckpointIO:
+        io: CheckpointIO = (
+            find(self.format)() if is_place(self.format) else self._find(self.format).build()
+        )
+        return io
+
+    @property
+    def needs_async(self) -> bool:
+        """Whether a front end is to let it write in the background, which it does not by itself."""
+        return self.asynchronous and not self._own().asynchronous
 
     @property
     def given(self) -> Any:
@@ -131,7 +141,7 @@ def save_on_two_ranks(subject: Subject, folder: Path, report: Report) -> None:
         strategy="ddp_fork",
         devices=2,
         plugins=subject.given,
-        async_save=subject.asynchronous,
+        async_save=subject.needs_async,
     )
     lite.launch(_save_on_rank, subject, folder, report)
 

@@ -215,7 +215,7 @@ def _half(bench: Bench) -> None:
 
 def _scenarios(bench: Bench) -> tuple[Scenarios, Subject]:
     io = bench.make()
-    subject = Subject(bench.component.name, False, bench.option("megabytes"))
+    subject = Subject(bench.component.name, io.asynchronous, bench.option("megabytes"))
     assert isinstance(io, CheckpointIO)
     return Scenarios(bench.folder, {}, seed=1), subject
 

@@ -131,10 +131,6 @@ def _detected(bench: Bench) -> None:
             f"where only {spec.variables[0]} is set, why_not() says {said!r}, and not what is "
             "missing"
         )
-        assert spec.advice or len(spec.variables) < 3, (
-            f"the spec has no advice for a script that finds {spec.variables[0]} alone: say how "
-            "to start it as a rank"
-        )
 
 
 @check(KIND, "detection/chosen")
