@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from stratagem.interfaces.precision import default_dtype
+
 WIDTH = 16
 """Inputs and outputs of a model: what kernels of low precisions want sizes to be multiples of."""
 
@@ -21,9 +23,12 @@ def dense() -> nn.Module:
 
 
 def build(make: Callable[[], Any] = dense, seed: int = 0) -> nn.Module:
-    """Return a model with the same weights in every process."""
-    torch.manual_seed(seed)
+    """Return a model with the same weights in every process, whatever the default dtype is."""
+    with default_dtype(torch.float32):
+        torch.manual_seed(seed)
+        drawn: nn.Module = make()
     model: nn.Module = make()
+    model.load_state_dict(drawn.state_dict())  # float64 draws other numbers
     return model
 
 

@@ -133,7 +133,7 @@ def _stats(bench: Bench) -> None:
                 f"device_stats()[{name!r}] is {value!r}; expected a whole number of bytes"
             )
     if "allocated_bytes" in after:
-        grown = after["allocated_bytes"] - before["allocated_bytes"]
+        grown = after["allocated_bytes"] - before.get("allocated_bytes", 0)
         assert grown >= kept.numel() * 4, (
             f"allocated_bytes grew by {grown} with a tensor of {kept.numel() * 4} bytes: it is "
             "another unit, or another device's"
