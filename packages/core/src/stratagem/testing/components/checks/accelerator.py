@@ -235,11 +235,11 @@ def _autocast(bench: Bench) -> None:
             assert outside is torch.float32, f"after autocast({dtype}) a product is {outside}"
 
 
-@check(KIND, "said/hints and forking")
-def _said(bench: Bench) -> None:
-    """Hints returns sentences, and fork_problem a text or None."""
+@check(KIND, "said/hints", needs_device=True)
+def _hints(bench: Bench) -> None:
+    """What hints returns are sentences."""
     accelerator = bench.make()
-    hints = accelerator.hints(accelerator.device(0), torch.float32)
+    hints = accelerator.hints(devices_of(bench, accelerator)[0], torch.float32)
     assert not isinstance(hints, str) and all(isinstance(hint, str) for hint in hints), (  # noqa: PT018
         f"hints returned {hints!r}; expected a sequence of sentences"
     )
