@@ -73,10 +73,18 @@ def main(path: str) -> None:
 
 def _lite(launch: Launch) -> Lite:
     component = Component(kind="launcher", name=launch.kind)
-    strategy = "ddp" if launch.devices > 1 else "single_device"
-    return Lite(
-        accelerator="cpu", strategy=strategy, devices=launch.devices, plugins=[component.given]
+    # One that starts no ranks is not asked for: a front end finds that it is what there is.
+    is_found = not getattr(component.spec, "starts_ranks", True)
+    lite = Lite(
+        accelerator="cpu",
+        strategy="ddp" if launch.devices > 1 else "single_device",
+        devices=launch.devices,
+        plugins=None if is_found else [component.given],
     )
+    chosen = lite.plan.launcher
+    if is_found and chosen.name != launch.kind:
+        raise RuntimeError(f"the launcher is {chosen.name!r} ({chosen.why}), not {launch.kind!r}")
+    return lite
 
 
 def note(lite: Lite, place: str, *args: Any, **kwargs: Any) -> None:
