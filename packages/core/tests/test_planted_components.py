@@ -101,10 +101,10 @@ PLANTED = [
 SLOW = [
     ("checkpoint_io", "InPlace", "durability/kill -9", "runs went wrong"),
     ("cluster_environment", "EveryoneIsZero", "meeting/sum over ranks", "the ranks came to"),
-    ("launcher", "OneRank", "launch/ranks", "expected each of 0 to 1 once"),
+    ("launcher", "OneRank", "launch/ranks", "wait for one that was not started"),
     ("launcher", "OneRank", "itself/spec and class", ""),
     ("launcher", "Scaled", "itself/spec and class", "subclass stratagem.launch.Launcher"),
-    ("launcher", "LeavesProcess", "launch/ranks", "left running: sleep 300"),
+    ("launcher", "LeavesProcess", "launch/ranks", "was over: sleep 300"),
     ("launcher", "SwallowsFailure", "failure/error of a rank", "ended with exit code 0"),
     ("launcher", "SwallowsFailure", "failure/a rank that is killed", "ended with exit code 0"),
     ("launcher", "LosesResult", "launch/result", "where the function had returned"),

@@ -77,7 +77,7 @@ def _lite(launch: Launch) -> Lite:
     is_found = not getattr(component.spec, "starts_ranks", True)
     lite = Lite(
         accelerator="cpu",
-        strategy="ddp" if launch.devices > 1 else "single_device",
+        strategy="ddp" if launch.devices > 1 or "RANK" in os.environ else "single_device",
         devices=launch.devices,
         plugins=None if is_found else [component.given],
     )

@@ -105,7 +105,8 @@ def _run(bench: Bench, what: str) -> tuple[int | None, str]:
     left = end_session(process.pid, 2.0) + end_children(2.0)
     assert not left, f"the launching program has ended, and left running: {'; '.join(left)}"
     assert code is not None, (
-        f"the launching program did not end in {_PATIENCE:.0f} s:\n{stderr[-3000:]}"
+        f"the launching program did not end in {_PATIENCE:.0f} s: its ranks wait for one that was "
+        f"not started, or does not end\n{stderr[-3000:]}"
     )
     return code, stderr
 
