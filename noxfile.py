@@ -214,7 +214,7 @@ def xla(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """The conformance kit on all our strategies; CI has it on ddp, and on planted bugs."""
+    """The kits on all our components, and planted bugs; CI has ddp, and the quick ones."""
     install_everything(session)
     run_pytest(session, "conformance")
 

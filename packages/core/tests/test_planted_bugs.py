@@ -32,7 +32,7 @@ PLANTED = [
     ("LossScaled", "steps/gradient", "5 times the gradient: the loss is scaled on its way"),
     ("StepsTwice", "steps/gradient", "the step was taken twice"),
     ("NeverSteps", "steps/gradient", "no step was taken"),
-    ("ForgetsZeroGrad", "steps/several", "each step begins without gradients"),
+    ("ForgetsZeroGrad", "steps/several", "Each step begins without gradients"),
     ("NeverCounts", "steps/gradient", "the step was not counted"),
     ("EndsNoMicroBatch", "steps/accumulation", "has ended 0 of 3 micro-batches"),
     ("ClipsBeforeReduction", "steps/clip norm", "gradients that each rank clipped by itself"),
