@@ -13,7 +13,6 @@ from string import Template
 from stratagem._version import __version__
 from stratagem.cli.arguments import parser_of
 from stratagem.discovery import PLUGIN_API_VERSION
-from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.hints import distribution_of
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.registry import Registry, get_registry

@@ -131,7 +131,7 @@ def _listed(
         version=candidate.version,
         accelerators=spec.capabilities.accelerators,
         summary=spec.summary,
-        why_not=_why_not(candidate.qualified_name, registry, environ, probe),
+        why_not=why_not(candidate.qualified_name, registry, environ, probe),
     )
 
 
@@ -144,8 +144,15 @@ def selecting_name(registry: Registry, candidate: Candidate, name: str) -> str:
     return name if found is candidate else f"{candidate.distribution}:{name}"
 
 
-def _why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:
-    """Return why no request for a strategy can be met here, or "" if one can."""
+def why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:
+    """Return why no request for a strategy can be met here, or "" if one can.
+
+    Args:
+        name: of the strategy, qualified.
+        registry: what there is.
+        environ: environment variables.
+        probe: asks an accelerator what it finds.
+    """
     # About this machine, not about the cluster job in which this program may run.
     environ = {**environ, CLUSTER_VARIABLE: "none"}
     reasons = []
