@@ -51,7 +51,7 @@ LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
-IN_CI = "not gpu and not cluster and not ops and not xla and not conformance"
+IN_CI = "not gpu and not cluster and not ops and not xla and not conformance and not guide"
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
@@ -217,6 +217,15 @@ def conformance(session: nox.Session) -> None:
     """The conformance kit on all our strategies; CI has it on ddp, and on planted bugs."""
     install_everything(session)
     run_pytest(session, "conformance")
+
+
+@nox.session
+def guide(session: nox.Session) -> None:
+    """What docs/write-a-strategy.md says, from an empty folder to a wheel on an index."""
+    session.install(TORCH)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith("pytest==")]
+    session.install(*BUILD_TOOLS, *tools)
+    run_pytest(session, "guide", "tests/test_write_a_strategy.py")
 
 
 @nox.session

@@ -12,7 +12,6 @@ from typing import Any
 
 from stratagem._version import __version__
 from stratagem.cli.doctor import SLOW_IMPORT, listed_component, plugins_checks
-from stratagem.cli.import_cost import import_cost
 from stratagem.cli.plugins import failed_commands
 from stratagem.cli.strategies import why_not
 from stratagem.cli.tables import print_table
@@ -26,6 +25,7 @@ from stratagem.discovery.entry_points import (
     misplaced_entries,
     normalise,
 )
+from stratagem.discovery.import_cost import import_cost
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import Candidate, Registry
