@@ -220,15 +220,6 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session
-def guide(session: nox.Session) -> None:
-    """What docs/write-a-strategy.md says, from an empty folder to a wheel on an index."""
-    session.install(TORCH)
-    tools = [tool for tool in TEST_TOOLS if tool.startswith("pytest==")]
-    session.install(*BUILD_TOOLS, *tools)
-    run_pytest(session, "guide", "tests/test_write_a_strategy.py")
-
-
-@nox.session
 def cluster(session: nox.Session) -> None:
     """Real SLURM, mpirun and torchrun, and bad networks, over two hosts on this machine."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
@@ -256,6 +247,15 @@ def audit(session: nox.Session) -> None:
     requirements.write_text("\n".join(names))
     # Strict: what could not be looked up is an error.
     session.run("pip-audit", "--strict", "--disable-pip", "--no-deps", "-r", str(requirements))
+
+
+@nox.session
+def guide(session: nox.Session) -> None:
+    """What docs/write-a-strategy.md says, from an empty folder to a wheel on an index."""
+    session.install(TORCH)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith("pytest==")]
+    session.install(*BUILD_TOOLS, *tools)
+    run_pytest(session, "guide", "tests/test_write_a_strategy.py")
 
 
 @nox.session

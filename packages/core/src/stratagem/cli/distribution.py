@@ -257,9 +257,9 @@ def _mistakes(spec: ComponentSpec, registry: Registry) -> list[str]:
             "stratagem.interfaces.component_checks:mistakes_of", what="doctor's checks of classes"
         )
         mistakes = mistakes_of(spec)
-    # What both see is said once: an import shows more than the source does.
-    named = [text for text in check_spec(spec, registry) if not (mistakes and "target" in text)]
-    return [*mistakes, *named]
+    # An import shows what the source does, and more: what both see is said once.
+    seen = [text for text in check_spec(spec, registry) if not mistakes or "it names " in text]
+    return [*mistakes, *seen]
 
 
 def _component_checks(spec: ComponentSpec, mistakes: list[str]) -> Iterator[Check]:
