@@ -86,6 +86,14 @@ def test_the_entry_points_name_means_it_too(program: Program) -> None:
     assert (found["distribution"], found["version"]) == ("averaging", "1.5")
 
 
+def test_an_entry_point_may_have_the_name_of_the_library_that_it_is_for(program: Program) -> None:
+    info = program.install("averaging", NOTHING, requires=RANGE)
+    info.joinpath("entry_points.txt").write_text("[stratagem.backends]\npytest = averaging\n")
+    assert program.json("doctor", "pytest")["distribution"] == "averaging"
+    found = program.json("doctor", "pluggy", code=1)
+    assert found["problems"][0].startswith("entry points: it declares none in the group")
+
+
 # -- classes that are not what their specs say
 
 MISTAKES = {

@@ -126,7 +126,7 @@ def distribution_named(name: str, registry: Registry) -> str:
     """
     wanted = normalise(name)
     distributions = dict.fromkeys(report.distribution for report in registry.reports)
-    if wanted in distributions or version_of(wanted) is not None:
+    if wanted in distributions:
         return wanted
     by_entry = dict.fromkeys(
         report.distribution
@@ -140,6 +140,9 @@ def distribution_named(name: str, registry: Registry) -> str:
         )
     if by_entry:
         return next(iter(by_entry))
+    # Last: an entry point often has the name of the library that it is for.
+    if version_of(wanted) is not None:
+        return wanted
     providers = dict.fromkeys(
         candidate.distribution
         for kind in _KINDS
