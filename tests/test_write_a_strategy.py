@@ -87,6 +87,10 @@ def test_the_page_leads_to_a_wheel_that_works(
             said, _ = page.communicate()
             pytest.fail(f"it takes more than {TIMEOUT} s:\n{said}")
     assert page.returncode == 0, said
+    trained = re.findall(r"^tensor\(\[\[(.+?)\]\]", said, re.MULTILINE)
+    assert len(trained) == 2  # from the source tree, and from the index
+    for weights in trained:
+        assert [float(each) for each in weights.split(",")] == pytest.approx([1.0] * 3, abs=0.05)
     assert said.count("No problem found.") == 3
     assert said.count(" passed in ") == 2
     assert "Successfully installed stratagem-backend-sign-vote-0.1.0" in said
