@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "write-a-strategy.md").read_text()
 BLOCKS = re.findall(r"^```(sh|python)\n(.+?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 PORT = "8099"
-TIMEOUT = 1500
+TIMEOUT = 2400
 """Seconds for all of it; torch is installed once, and the kit is run twice."""
 
 UNTIL_IT_LISTENS = """\
