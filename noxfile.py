@@ -51,7 +51,11 @@ LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
+<<<<<<< HEAD
 IN_CI = "not gpu and not cluster and not ops and not xla and not conformance and not guide"
+=======
+IN_CI = "not gpu and not cluster and not ops and not xla and not conformance and not skew"
+>>>>>>> main
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
@@ -217,6 +221,16 @@ def conformance(session: nox.Session) -> None:
     """The conformance kit on all our strategies; CI has it on ddp, and on planted bugs."""
     install_everything(session)
     run_pytest(session, "conformance")
+
+
+@nox.session
+def skew(session: nox.Session) -> None:
+    """Core with the example plugins of the commit before, or of the one that follows `--`."""
+    session.install(TORCH)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith(("pytest==", "scikit-learn=="))]
+    session.install(*BUILD_TOOLS, *tools)
+    commit = {"STRATAGEM_SKEW_COMMIT": session.posargs[0]} if session.posargs else {}
+    session.run("pytest", "-m", "skew", "tests/test_skew.py", env=commit)
 
 
 @nox.session

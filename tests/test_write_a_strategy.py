@@ -27,7 +27,7 @@ UNTIL_IT_LISTENS = """\
 until python -c 'import socket; socket.create_connection(("127.0.0.1", PORT), 1)' 2>/dev/null
 do kill -0 $! && sleep 0.2; done
 """
-LEAVE = "trap 'kill $(jobs -p) 2>/dev/null' EXIT\n"
+LEAVE = "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
 
 
 def script(port: int) -> str:
