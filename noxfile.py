@@ -51,11 +51,9 @@ LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
-<<<<<<< HEAD
-IN_CI = "not gpu and not cluster and not ops and not xla and not conformance and not guide"
-=======
-IN_CI = "not gpu and not cluster and not ops and not xla and not conformance and not skew"
->>>>>>> main
+IN_CI = (
+    "not gpu and not cluster and not ops and not xla and not conformance and not skew and not guide"
+)
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.

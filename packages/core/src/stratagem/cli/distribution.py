@@ -31,6 +31,7 @@ from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import Candidate, Registry
 from stratagem.discovery.specs import load_target
 from stratagem.errors import UnknownNameError
+from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
 
 _KINDS = (
@@ -278,7 +279,9 @@ def _examined(candidate: Candidate, registry: Registry, mistakes: list[str]) -> 
     if mistakes:
         reason = mistakes[0]
     elif isinstance(spec, StrategySpec):
-        reason = why_not(candidate.qualified_name, registry, os.environ, probe_accelerator)
+        # About this machine, not about the cluster job in which this program may run.
+        environ = {**os.environ, CLUSTER_VARIABLE: "none"}
+        reason = why_not(candidate.qualified_name, registry, environ, probe_accelerator)
     else:
         reason = listed_component(candidate, os.environ).here.partition("not available: ")[2]
     return ExaminedComponent(spec.kind, spec.name, str(spec.target), reason)

@@ -135,12 +135,8 @@ def _listed(
         version=candidate.version,
         accelerators=spec.capabilities.accelerators,
         summary=spec.summary,
-<<<<<<< HEAD
-        why_not=why_not(candidate.qualified_name, registry, environ, probe),
-=======
         why_not=_no_accelerator(spec.capabilities.accelerators, accelerators, probe)
-        or _why_not(candidate.qualified_name, registry, environ, probe),
->>>>>>> main
+        or why_not(candidate.qualified_name, registry, environ, probe),
     )
 
 
@@ -153,19 +149,6 @@ def selecting_name(registry: Registry, candidate: Candidate, name: str) -> str:
     return name if found is candidate else f"{candidate.distribution}:{name}"
 
 
-<<<<<<< HEAD
-def why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:
-    """Return why no request for a strategy can be met here, or "" if one can.
-
-    Args:
-        name: of the strategy, qualified.
-        registry: what there is.
-        environ: environment variables.
-        probe: asks an accelerator what it finds.
-    """
-    # About this machine, not about the cluster job in which this program may run.
-    environ = {**environ, CLUSTER_VARIABLE: "none"}
-=======
 def _no_accelerator(
     names: tuple[str, ...] | None, accelerators: Sequence[ComponentSpec], probe: Probe
 ) -> str:
@@ -188,9 +171,15 @@ def _no_accelerator(
     return "; ".join(reasons)
 
 
-def _why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:
-    """Return why no request for a strategy can be met here, or "" if one can."""
->>>>>>> main
+def why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:
+    """Return why no request for a strategy can be met here, or "" if one can.
+
+    Args:
+        name: of the strategy, qualified.
+        registry: what there is.
+        environ: environment variables.
+        probe: asks an accelerator what it finds.
+    """
     reasons = []
     for devices in ("auto", 1, 2):
         request = RunRequest(strategy=name, devices=devices, environ=environ, interactive=False)
