@@ -51,7 +51,9 @@ LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
-IN_CI = "not gpu and not cluster and not ops and not xla and not conformance and not skew"
+IN_CI = (
+    "not gpu and not cluster and not ops and not xla and not conformance and not skew and not guide"
+)
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
@@ -257,6 +259,15 @@ def audit(session: nox.Session) -> None:
     requirements.write_text("\n".join(names))
     # Strict: what could not be looked up is an error.
     session.run("pip-audit", "--strict", "--disable-pip", "--no-deps", "-r", str(requirements))
+
+
+@nox.session
+def guide(session: nox.Session) -> None:
+    """What docs/write-a-strategy.md says, from an empty folder to a wheel on an index."""
+    session.install(TORCH)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith("pytest==")]
+    session.install(*BUILD_TOOLS, *tools)
+    run_pytest(session, "guide", "tests/test_write_a_strategy.py")
 
 
 @nox.session
