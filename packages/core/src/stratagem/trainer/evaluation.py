@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,30 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     return predictions
 
 
+def pass_over_training_data(run: Run) -> None:
+    """Run `training_step` on each batch of an epoch in training mode, without gradients.
+
+    For what a forward changes, such as the statistics of batch norm.
+    """
+    loader, prepared = run.train_loader, run.require_prepared()
+    assert loader is not None
+    metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
+    metrics.in_step = True
+    convert = batch_converter(run.strategy, run.module, run.datamodule)
+    takes = 2 if positional_parameters(run.module.training_step).most > 1 else 1
+    context = run.strategy.precision.forward_context()
+    epoch = run.progress.epoch
+    loader.set_epoch(epoch)
+    loader.begin_epoch(epoch, 0)
+    run.module.train()
+    with run.module.logging_to(metrics), torch.no_grad():
+        for batch_idx, (batch,) in enumerate(loader.steps(1)):
+            converted = batch if convert is None else convert(batch)
+            metrics.batch = converted
+            with nullcontext() if context is None else context:
+                prepared.module("training_step", *(converted, batch_idx)[:takes])
+
+
 def _run_batches(
     run: Run,
     prepared: PreparedModel,
@@ -98,13 +123,17 @@ def _run_batches(
     context = run.strategy.precision.forward_context()
     on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
     on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
-    call = prepared.evaluation_module
+    call = run.profiling.of_strategy(method, prepared.evaluation_module)
+    action = f"[_EvaluationLoop].{method.removesuffix('_step').replace('validation', 'val')}_next"
+    reads = partial(run.profiling.reads, action)
     for loader_idx, loader in enumerate(loaders):
         convert = batch_converter(run.strategy, run.module, run.datamodule, loader_idx)
+        if convert is not None:
+            convert = run.profiling.of_strategy("batch_to_device", convert)
         metrics.begin_loader(loader_idx if several else None)
         limit = None if loader.batches == float("inf") else int(loader.batches)
         batch_idx = -1
-        for batch_idx, batch in enumerate(islice(iter(loader.loader), limit)):
+        for batch_idx, batch in enumerate(islice(reads(iter(loader.loader)), limit)):
             if convert is not None:
                 batch = convert(batch)
             metrics.batch = batch

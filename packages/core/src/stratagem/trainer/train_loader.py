@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class TrainLoader:
         strategy: of the ranks that share the data.
         limit: `limit_train_batches`.
         use_distributed_sampler: divide the data between ranks.
+        reads: returns what is iterated over, given the action's name for profilers and an iterator.
 
     Attributes:
         batches: how many of them an epoch has, alike on every rank; infinity: not known.
@@ -44,7 +45,13 @@ class TrainLoader:
     """
 
     def __init__(
-        self, source: Any, strategy: Strategy, *, limit: Limit, use_distributed_sampler: bool
+        self,
+        source: Any,
+        strategy: Strategy,
+        *,
+        limit: Limit,
+        use_distributed_sampler: bool,
+        reads: Callable[[str, Iterator[Any]], Iterator[Any]],
     ) -> None:
         # The order matters: each goes by what the one before has left of the data.
         sharded = shard(
@@ -62,6 +69,7 @@ class TrainLoader:
             length_of(sharded), limit, name=NAME, limit_name="limit_train_batches"
         )
         self._strategy = strategy
+        self._reads = reads
         self._uneven: UnevenInputs | None = None
         self._agree()
         self.end = self.batches
@@ -116,7 +124,8 @@ class TrainLoader:
 
     def begin_epoch(self, epoch: int, done: int) -> None:
         """Begin an epoch after its first `done` batches."""
-        self._epoch, passed_over = self._data.begin(epoch, done, self.batches)
+        batches, passed_over = self._data.begin(epoch, done, self.batches)
+        self._epoch = self._reads("[_TrainingEpochLoop].train_dataloader_next", batches)
         self._done = done
         self.end = min(self.batches, done + self._data.left)
         if self._uneven is not None:
