@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning: parts of a model that are trained from a later epoch on."""
+"""BaseFinetuning and BackboneFinetuning: parts of a model are trained from a later epoch on."""
 
 from __future__ import annotations
 

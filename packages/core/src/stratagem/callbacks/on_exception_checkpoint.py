@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Callback):
     """Saves a checkpoint when an error, or Ctrl-C, ends a fit.
 
-    Several ranks save together, which they can only where all of them have ended by Ctrl-C: one that
-    fails alone would wait for the others, which still train. There the last checkpoint of a
+    Several ranks save together, which they can only where all of them have ended by Ctrl-C: one
+    that fails alone would wait for the others, which still train. There the last checkpoint of a
     ModelCheckpoint is what is left.
 
     Args:
@@ -47,7 +47,7 @@ class OnExceptionCheckpoint(Callback):
     @property
     def ckpt_path(self) -> str:
         """Where it goes."""
-        return str(paths.at(self.dirpath) / f"{self.filename}{self.FILE_EXTENSION}")
+        return str(paths.join(self.dirpath, f"{self.filename}{self.FILE_EXTENSION}"))
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         """Save, where all ranks can."""

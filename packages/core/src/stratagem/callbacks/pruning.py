@@ -168,8 +168,10 @@ class ModelPruning(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Prune."""
-        if not self._after_training and trainer.state.stage == "fit" and not (
-            trainer.sanity_checking
+        if (
+            not self._after_training
+            and trainer.state.stage == "fit"
+            and not (trainer.sanity_checking)
         ):
             self._prune(trainer)
 
@@ -192,9 +194,7 @@ class ModelPruning(Callback):
 
     def _find(self, module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         prefixes = {id(part): name for name, part in module.named_modules()}
-        wanted = self._given or [
-            (part, name) for part in module.modules() for name in self._names
-        ]
+        wanted = self._given or [(part, name) for part in module.modules() for name in self._names]
         found: dict[str, tuple[nn.Module, str]] = {}
         seen: set[int] = set()
         for part, name in wanted:
@@ -251,12 +251,12 @@ class ModelPruning(Callback):
                 prune.custom_from_mask(holder, "weight", self._masks[name])  # type: ignore[no-untyped-call]
         if self._is_global:
             pairs = [(holder, "weight") for holder in copies.values()]
-            prune.global_unstructured(  # type: ignore[no-untyped-call]
+            prune.global_unstructured(
                 pairs, pruning_method=self._method, amount=amount, **self._arguments
             )
         else:
             for holder in copies.values():
-                self._method.apply(holder, "weight", amount, **self._arguments)
+                self._method.apply(holder, "weight", amount, **self._arguments)  # type: ignore[no-untyped-call]
         return {name: _mask_of(holder) for name, holder in copies.items()}
 
     @torch.no_grad()
@@ -288,5 +288,5 @@ class ModelPruning(Callback):
 
 
 def _mask_of(holder: nn.Module) -> Tensor:
-    mask = getattr(holder, "weight_mask", None)
-    return mask.detach() if isinstance(mask, Tensor) else torch.ones_like(holder.weight)  # type: ignore[arg-type]
+    mask, weight = getattr(holder, "weight_mask", None), getattr(holder, "weight")  # noqa: B009
+    return mask.detach() if isinstance(mask, Tensor) else torch.ones_like(weight)

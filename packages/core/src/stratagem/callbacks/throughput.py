@@ -116,8 +116,8 @@ class ThroughputMonitor(Callback):
 
     Names begin with the stage: `train/device/samples_per_sec`. Time in validation does not count
     for training. Nothing waits for the device, so that the first figures of a device that works
-    behind the host are too high. A Module that has `flops_per_batch` (a number, for one device) also
-    gets `device/flops_per_sec`, and `device/mfu` where `available_flops` is known.
+    behind the host are too high. A Module that has `flops_per_batch` (a number, for one device)
+    also gets `device/flops_per_sec`, and `device/mfu` where `available_flops` is known.
 
     Args:
         batch_size_fn: returns the number of samples in a batch.
@@ -165,9 +165,7 @@ class ThroughputMonitor(Callback):
             )
         flops, window = self._options
         for name in ("train", "validate", "test", "predict"):
-            self._throughput[name] = Throughput(
-                flops, trainer.world_size, window, self.separator
-            )
+            self._throughput[name] = Throughput(flops, trainer.world_size, window, self.separator)
             self._totals[name] = [0, 0, 0]
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:

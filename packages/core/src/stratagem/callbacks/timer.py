@@ -47,9 +47,7 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         if interval not in ("step", "epoch"):
-            raise ConfigurationError(
-                f"Timer(interval={interval!r}): expected 'step' or 'epoch'"
-            )
+            raise ConfigurationError(f"Timer(interval={interval!r}): expected 'step' or 'epoch'")
         self._duration = seconds(duration, "Timer(duration)")
         self._interval = interval
         self._verbose = verbose
@@ -141,7 +139,5 @@ def _stage(name: str) -> str:
     # A str-valued enum counts as its value.
     text = str(getattr(name, "value", name))
     if text not in _STAGES:
-        raise ConfigurationError(
-            f"Timer: stage {name!r}, expected 'train', 'validate' or 'test'"
-        )
+        raise ConfigurationError(f"Timer: stage {name!r}, expected 'train', 'validate' or 'test'")
     return _STAGES[text]

@@ -176,9 +176,7 @@ class WeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Begin with the weights as they are, or with the average of the run that is resumed."""
-        averages = self._averages = Averages(
-            module, self._device, use_buffers=self._use_buffers
-        )
+        averages = self._averages = Averages(module, self._device, use_buffers=self._use_buffers)
         self._last_step, self._last_epoch = trainer.global_step, trainer.current_epoch
         self._is_in_model = False
         loaded, self._loaded = self._loaded, None

@@ -141,7 +141,7 @@ def shard_loader(
 
 
 def in_order(source: Any) -> Any:
-    """Return a loader, or several in a list or a dict, that do not shuffle: always the same batches.
+    """Return a loader, or several in a list or a dict, that do not shuffle.
 
     A DataLoader whose sampler is a RandomSampler is copied with a SequentialSampler; any other
     keeps its order.

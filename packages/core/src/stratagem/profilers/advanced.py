@@ -79,7 +79,7 @@ class AdvancedProfiler(Profiler):
         found: dict[str, pstats.Stats] = {}
         for path, profile in self._profiles.items():
             profile.create_stats()
-            if not profile.stats:  # type: ignore[attr-defined]  # typeshed leaves it out
+            if not profile.stats:
                 continue
             for action in set(path):
                 if action in found:

@@ -114,9 +114,7 @@ class Profiler(ABC):
         finally:
             self.stop(action_name)
 
-    def profile_iterable(
-        self, iterable: Iterable[Result], action_name: str
-    ) -> Iterator[Result]:
+    def profile_iterable(self, iterable: Iterable[Result], action_name: str) -> Iterator[Result]:
         """Yield what an iterable does, and profile how long each item takes to come."""
         iterator = iter(iterable)
         while True:

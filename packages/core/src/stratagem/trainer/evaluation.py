@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import UserCodeError
 from stratagem.trainer.batch_transfer import batch_converter
 from stratagem.trainer.hooks import is_users, positional_parameters
@@ -133,7 +134,7 @@ def _run_batches(
         metrics.begin_loader(loader_idx if several else None)
         limit = None if loader.batches == float("inf") else int(loader.batches)
         batch_idx = -1
-        for batch_idx, batch in enumerate(islice(reads(iter(loader.loader)), limit)):
+        for batch_idx, batch in enumerate(islice(reads(_batches_of(loader.loader)), limit)):
             if convert is not None:
                 batch = convert(batch)
             metrics.batch = batch
@@ -155,6 +156,10 @@ def _run_batches(
         if batch_idx == -1 and limit != 0:
             raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
     metrics.begin_loader(None)
+
+
+def _batches_of(loader: Any) -> Iterator[Any]:
+    return loader.batches() if isinstance(loader, CombinedLoader) else iter(loader)
 
 
 def _arguments_taken(method: Callable[..., Any], most: int) -> int:

@@ -56,6 +56,7 @@ def fit(
                 epoch = progress.epoch
                 if (reopened := reopen_in_epoch(run)) is not None:
                     loader, rank_state = reopened, run.rank_state
+                    assert rank_state is not None
                     train_steps = _train_steps(run, prepared, step, loader, validation)
                 loader.set_epoch(epoch)
                 validates = validation.is_in_epoch(epoch)

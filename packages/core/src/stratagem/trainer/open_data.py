@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.sharding import in_order
 from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
 from stratagem.trainer.resume.rank_state import RankState
@@ -22,7 +23,7 @@ def open_fit_data(run: Run) -> TrainLoader:
     trainer = run.trainer
     source = source_of("train_dataloader", run.job, run.job.loaders, needed=True)
     loader = run.train_loader = TrainLoader(
-        in_order(source) if trainer.overfit_batches else source,
+        _in_order(source) if trainer.overfit_batches else source,
         run.strategy,
         limit=trainer.limits["train"],
         use_distributed_sampler=trainer.use_distributed_sampler,
@@ -31,7 +32,7 @@ def open_fit_data(run: Run) -> TrainLoader:
     if trainer.limits["val"] != 0 and run.module.defines("validation_step"):
         given = source_of("val_dataloader", run.job, run.job.val_loaders, needed=False)
         if given is not None:
-            given = in_order(given) if trainer.overfit_batches else given
+            given = _in_order(given) if trainer.overfit_batches else given
             run.validation.loaders = open_evaluation_data(run, given, "validation")
     run.rank_state = RankState(
         run.strategy.ranks,
@@ -41,6 +42,10 @@ def open_fit_data(run: Run) -> TrainLoader:
         rng_of=(run.strategy.accelerator, run.strategy.device),
     )
     return loader
+
+
+def _in_order(source: Any) -> Any:
+    return source.map(in_order) if isinstance(source, CombinedLoader) else in_order(source)
 
 
 def open_evaluation_data(run: Run, source: Any, what: str) -> list[EvaluationLoader]:

@@ -154,9 +154,7 @@ _BAREBONES = {
 """What `barebones` turns off."""
 
 
-def of_barebones(
-    arguments: Mapping[str, Any], function: Callable[..., Any]
-) -> Mapping[str, Any]:
+def of_barebones(arguments: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
     """Return the Trainer's arguments without what `barebones` turns off.
 
     Args:

@@ -37,7 +37,11 @@ class LRFinder:
     """
 
     def __init__(
-        self, mode: Literal["exponential", "linear"], lr_min: float, lr_max: float, num_training: int
+        self,
+        mode: Literal["exponential", "linear"],
+        lr_min: float,
+        lr_max: float,
+        num_training: int,
     ) -> None:
         self.mode = mode
         self.lr_min = lr_min
@@ -47,7 +51,7 @@ class LRFinder:
         self._suggested: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, from `lr_min` on; step `num_training` has `lr_max`."""
+        """Return the learning rate of a step: of step 0 `lr_min`, of `num_training` `lr_max`."""
         part = step / self.num_training
         if self.mode == "linear":
             return self.lr_min + part * (self.lr_max - self.lr_min)

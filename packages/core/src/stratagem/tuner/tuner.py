@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -147,7 +148,7 @@ class Tuner:
                 "scale_batch_size: not even a batch of one sample fits into memory: use a smaller "
                 "model, another precision, or a strategy that shards or offloads"
             )
-        self._trainer.print(f"stratagem: batch size {found} fits")
+        _say(self._trainer, f"batch size {found} fits")
         return found
 
     def _check_batch_size(
@@ -190,6 +191,8 @@ class Tuner:
         self, model: Module, datamodule: DataModule | None, method: Method, snapshot: Snapshot
     ) -> bool:
         """Try once; False: memory ran out."""
+        # Each trial begins anew, and not as a second fit of the model.
+        self._trainer._run = None
         try:
             getattr(self._trainer, method)(model, datamodule=datamodule, **_quiet(method))
         except Exception as error:
@@ -288,7 +291,7 @@ class Tuner:
         elif update_attr:
             for holder in _holders((model,), name):
                 _set(holder, name, suggested)
-            trainer.print(f"stratagem: learning rate {suggested:.3g} suggested, set as {name}")
+            _say(trainer, f"learning rate {suggested:.3g} suggested, set as {name}")
         return finder
 
     def _rate_name(self, model: Module, name: str) -> str:
@@ -308,6 +311,11 @@ def _options_of(method: Method, steps: int, trainer: Trainer) -> dict[str, Any]:
     if method == "fit":
         return {"max_steps": steps, "limits": {**trainer.limits, "val": 0}}
     return {"limits": dict.fromkeys(("train", "val", "test", "predict"), steps)}
+
+
+def _say(trainer: Trainer, text: str) -> None:
+    if trainer.is_global_zero:
+        print(f"stratagem: {text}", file=sys.stderr, flush=True)
 
 
 def _quiet(method: Method) -> dict[str, Any]:
