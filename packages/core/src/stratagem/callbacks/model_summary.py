@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,12 +63,11 @@ class ModelSummary(Callback):
         strategy = trainer.strategy
         convert, context = strategy.input_converter(), strategy.precision.forward_context()
         example = example if example is None or convert is None else convert(example)
-        with strategy.evaluation(trainer.run.require_prepared()):
-            if context is None:
-                summary = summarize(module, self.max_depth, example=example)
-            else:
-                with context:
-                    summary = summarize(module, self.max_depth, example=example)
+        prepared = trainer.run.require_prepared()
+        # What shards a model takes its parts together around the call of what was prepared.
+        call = partial(prepared.evaluation_module, "forward")
+        with strategy.evaluation(prepared), nullcontext() if context is None else context:
+            summary = summarize(module, self.max_depth, example=example, call=call)
         if trainer.is_global_zero:
             encoding = getattr(sys.stderr, "encoding", None) or "ascii"
             print(printable(str(summary), encoding), file=sys.stderr, flush=True)
@@ -151,7 +151,13 @@ class Summary:
         return "\n".join([lines[0], rule, *lines[1:], rule, *ends])
 
 
-def summarize(module: nn.Module, max_depth: int = 1, *, example: Any = None) -> Summary:
+def summarize(
+    module: nn.Module,
+    max_depth: int = 1,
+    *,
+    example: Any = None,
+    call: Callable[..., Any] | None = None,
+) -> Summary:
     """Return what a model consists of.
 
     Args:
@@ -159,6 +165,7 @@ def summarize(module: nn.Module, max_depth: int = 1, *, example: Any = None) -> 
         max_depth: how deep submodules are listed; -1: all.
         example: a batch for one forward: a tensor, a tuple of arguments, or a dict of them by name;
             None: sizes and FLOPs are not looked for.
+        call: runs the model's forward; None: the module itself.
 
     Example:
         >>> import torch
@@ -188,7 +195,7 @@ def summarize(module: nn.Module, max_depth: int = 1, *, example: Any = None) -> 
     summary.layers = [layer for _, layer in listed.values()]
     if example is not None:
         summary.has_sizes = True
-        summary.total_flops = _run_example(module, listed, example)
+        summary.total_flops = _run_example(module, listed, example, call or module)
     return summary
 
 
@@ -208,37 +215,47 @@ def full_numel(parameter: nn.Parameter) -> int:
 
 
 def _run_example(
-    module: nn.Module, listed: Mapping[str, tuple[nn.Module, Layer]], example: Any
+    module: nn.Module,
+    listed: Mapping[str, tuple[nn.Module, Layer]],
+    example: Any,
+    call: Callable[..., Any],
 ) -> int:
     """Run one forward, note sizes and FLOPs in the layers, and return the FLOPs of all."""
     from torch.utils.flop_counter import FlopCounterMode
 
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     example = move_to_device(example, device)
+    counter = FlopCounterMode(display=False)
     handles = []
     for part, layer in listed.values():
-
-        def note(_: nn.Module, inputs: Any, output: Any, layer: Layer = layer) -> None:
-            if layer.out_size == "?":
-                layer.in_size, layer.out_size = _sizes(inputs), _sizes(output)
-
-        handles.append(part.register_forward_hook(note))
-    counter = FlopCounterMode(display=False)
+        handles += _noting(part, layer, counter.get_total_flops)
     try:
         with preserve_rng_state(), _evaluating(module), torch.no_grad(), counter:
             if isinstance(example, Mapping):
-                module(**example)
+                call(**example)
             elif isinstance(example, tuple):
-                module(*example)
+                call(*example)
             else:
-                module(example)
+                call(example)
     finally:
         for handle in handles:
             handle.remove()
-    root, counts = type(module).__name__, counter.get_flop_counts()
-    for name, (_, layer) in listed.items():
-        layer.flops = sum(counts.get(f"{root}.{name}", {}).values())
     return int(counter.get_total_flops())
+
+
+def _noting(part: nn.Module, layer: Layer, total: Callable[[], int]) -> list[Any]:
+    """Let a module's calls note sizes, and the FLOPs that the total has grown by."""
+    before: list[int] = []
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        before.append(total())
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        layer.flops = (layer.flops or 0) + total() - before.pop()
+        if layer.out_size == "?":
+            layer.in_size, layer.out_size = _sizes(inputs), _sizes(output)
+
+    return [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
 
 
 @contextmanager

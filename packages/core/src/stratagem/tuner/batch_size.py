@@ -22,7 +22,7 @@ def search(
         mode: "power" doubles; "binsearch" then halves the distance to what does not fit.
         start: first size.
         trials: how many to try at most.
-        margin: "binsearch" ends where the distance is less than this part of the size.
+        margin: part that "binsearch" takes off the size, where memory has run out.
         most: largest size to try.
 
     Example:
@@ -49,8 +49,12 @@ def search(
             size = bad // 2
             if size < 1:
                 return None
-        elif mode == "power" or bad - good <= max(1, int(margin * good)):
+        elif mode == "power":
             return good
+        elif bad - good <= 1:
+            break
         else:
             size = (good + bad) // 2
-    return good
+    if good is None or bad is None or mode == "power":
+        return good
+    return max(1, int(good * (1.0 - margin)))

@@ -96,7 +96,7 @@ class Tuner:
             init_val: size to begin with.
             max_trials: how many at most.
             batch_arg_name: name of the attribute.
-            margin: "binsearch" ends as near as this part of the size.
+            margin: part that "binsearch" takes off the size that was found, where memory ran out.
             max_val: largest size to try.
 
         Returns:
