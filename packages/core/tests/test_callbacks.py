@@ -208,7 +208,7 @@ def test_swa_refuses_what_it_cannot_do() -> None:
             StochasticWeightAveraging(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="pass max_epochs"):
         trainer(StochasticWeightAveraging(0.1), max_steps=2).fit(Net(), loader())
-    with pytest.raises(ConfigurationError, match="has 2 learning rates.*1 parameter groups"):
+    with pytest.raises(ConfigurationError, match=r"has 2 learning rates.*1 parameter groups"):
         trainer(StochasticWeightAveraging([0.1, 0.2], 1), max_epochs=1).fit(Net(), loader())
 
 
@@ -410,7 +410,7 @@ def test_functions_are_hooks() -> None:
     )
     trainer(hooks, max_steps=1).fit(Net(), loader())
     assert seen == ["fit", "end"]
-    with pytest.raises(ConfigurationError, match="no such hook; expected one of .*on_fit_end"):
+    with pytest.raises(ConfigurationError, match=r"no such hook; expected one of .*on_fit_end"):
         LambdaCallback(on_coffee=print)
     with pytest.raises(ConfigurationError, match="expected a function"):
         LambdaCallback(on_fit_end=3)  # type: ignore[arg-type]

@@ -120,12 +120,12 @@ def test_a_checkpoint_of_other_loaders_is_refused_within_an_epoch(tmp_path: Path
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     trainer(saver, max_steps=1).fit(Reader(), combined("max_size"))
     (path,) = tmp_path.iterdir()
-    with pytest.raises(CheckpointMismatchError, match="2 loaders read as 'max_size'.*one loader"):
+    with pytest.raises(CheckpointMismatchError, match=r"2 loaders read as 'max_size'.*one loader"):
         trainer(max_epochs=2).fit(Reader(), numbers(0, 8), ckpt_path=path)
 
 
 def test_what_cannot_be_combined_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="mode='longest'.*'min_size'"):
+    with pytest.raises(ConfigurationError, match=r"mode='longest'.*'min_size'"):
         CombinedLoader([numbers(0, 4)], "longest")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="at least one loader"):
         CombinedLoader([])

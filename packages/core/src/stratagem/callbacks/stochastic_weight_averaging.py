@@ -139,8 +139,10 @@ class StochasticWeightAveraging(Callback):
         trainer.run.schedulers.suspend()
         self._averages = Averages(module, self._device)
         self._schedule = SWALR(
-            optimizer, swa_lr=rates,  # type: ignore[arg-type]  # torch takes a list, too
-            anneal_epochs=epochs, anneal_strategy=strategy
+            optimizer,
+            swa_lr=rates,  # type: ignore[arg-type]  # torch takes a list, too
+            anneal_epochs=epochs,
+            anneal_strategy=strategy,
         )
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:

@@ -88,9 +88,7 @@ class CombinedLoader:
             readings: of each loader.
         """
         if self.mode != "sequential":
-            return (
-                (batch, number, 0) for number, batch in enumerate(self._together(readings))
-            )
+            return ((batch, number, 0) for number, batch in enumerate(self._together(readings)))
         return (
             (batch, number, index)
             for index, reading in enumerate(readings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from stratagem.lite.request import as_list
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.storage import paths
 from stratagem.trainer.checks import check_state_keys
+from stratagem.trainer.options import of_barebones, with_defaults
 
 if TYPE_CHECKING:
     from stratagem.profilers import Profiler
@@ -30,7 +31,20 @@ def make_profiler(given: str | Profiler | None) -> Profiler | None:
     return make_profiler(given)
 
 
-def with_schedule(given: dict[str, Any]) -> dict[str, Any]:
+def parse_arguments(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the Trainer's arguments as they are meant, those that are None by their defaults.
+
+    Args:
+        arguments: the `locals()` of its `__init__`, before it has any others.
+        function: that `__init__`.
+
+    Raises:
+        ConfigurationError: two of them contradict one another.
+    """
+    return _with_schedule(with_defaults(of_barebones(arguments, function), function))
+
+
+def _with_schedule(given: dict[str, Any]) -> dict[str, Any]:
     """Return the Trainer's arguments with the schedule of a GradientAccumulationScheduler.
 
     Raises:

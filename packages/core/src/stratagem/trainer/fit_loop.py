@@ -9,7 +9,7 @@ import torch
 
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.graph_step import GraphStep, tracing
-from stratagem.trainer.open_data import reopen_in_epoch
+from stratagem.trainer.open_data import data_of, reopen_in_epoch
 from stratagem.trainer.step import Step, make_step
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ def fit(
         prepared: the model.
         validation: of this fit.
     """
-    loader, rank_state = run.train_loader, run.rank_state
-    assert loader is not None
-    assert rank_state is not None
+    loader, rank_state = data_of(run)
     module, progress, hooks = run.module, run.progress, run.hooks
     compilation = run.trainer.step_options.compilation
     step: Step
@@ -54,9 +52,8 @@ def fit(
             # No batch at all was asked for with limit_train_batches=0.
             while loader.batches > 0 and not _is_finished(run):
                 epoch = progress.epoch
-                if (reopened := reopen_in_epoch(run)) is not None:
-                    loader, rank_state = reopened, run.rank_state
-                    assert rank_state is not None
+                if reopen_in_epoch(run):
+                    loader, rank_state = data_of(run)
                     train_steps = _train_steps(run, prepared, step, loader, validation)
                 loader.set_epoch(epoch)
                 validates = validation.is_in_epoch(epoch)

@@ -74,14 +74,22 @@ def reopen_for_resume(run: Run) -> None:
             progress.epoch = epoch
 
 
-def reopen_in_epoch(run: Run) -> TrainLoader | None:
-    """Make the loaders anew at the start of an epoch, where that is due; None: it is not."""
+def data_of(run: Run) -> tuple[TrainLoader, RankState]:
+    """Return what was opened for a fit."""
+    assert run.train_loader is not None
+    assert run.rank_state is not None
+    return run.train_loader, run.rank_state
+
+
+def reopen_in_epoch(run: Run) -> bool:
+    """Make the loaders anew at the start of an epoch; return whether that was due."""
     every, progress = run.trainer.reload_dataloaders_every_n_epochs, run.progress
     is_first = progress.batches > 0 or not run.has_ended_epoch
     if not every or is_first or progress.epoch % every:
-        return None
+        return False
     close(run)
-    return open_fit_data(run)
+    open_fit_data(run)
+    return True
 
 
 def close(run: Run) -> None:

@@ -35,11 +35,11 @@ from stratagem.trainer.defaults import (
     make_loggers,
     make_profiler,
     merge_callbacks,
-    with_schedule,
+    parse_arguments,
 )
 from stratagem.trainer.job import Job
 from stratagem.trainer.metrics import LatestValues
-from stratagem.trainer.options import TrainerOptions, of_barebones, with_defaults
+from stratagem.trainer.options import TrainerOptions
 from stratagem.trainer.progress import Progress, RunState
 from stratagem.trainer.results import print_values
 from stratagem.trainer.run import Run
@@ -107,6 +107,12 @@ class Trainer(TrainerAttributes):
         'single_device'
     """
 
+    should_stop: bool = False
+    """Set to True, on every rank alike, to end training after the present step."""
+    _run: Run | None = None
+    _trained_elsewhere: Module | None = None
+    """The model of the last run, where that was in processes of its own."""
+
     def __init__(
         self,
         *,
@@ -155,24 +161,18 @@ class Trainer(TrainerAttributes):
         gpus: int | str | list[int] | None = None,
         tpu_cores: int | str | list[int] | None = None,
     ) -> None:
-        arguments = of_barebones(locals(), Trainer.__init__)
-        given = with_schedule(with_defaults(arguments, Trainer.__init__))
+        given = parse_arguments(locals(), Trainer.__init__)
         vars(self).update(vars(TrainerOptions.parse(given)))
         requested = {name: given[name] for name in REQUESTED}
         self._launched = Launched(step_options=self.step_options, **requested)
         check_divergence_detection(self.plan, self.detect_divergence)
         quick = self.fast_dev_run > 0
-        self.loggers = make_loggers(arguments["logger"], self.default_root_dir, quick=quick)
+        self.loggers = make_loggers(given["logger"], self.default_root_dir, quick=quick)
         self._profiler = make_profiler(given["profiler"])
         self.callbacks = make_callbacks(given, quick=quick)
         self.state = RunState()
-        self.should_stop = False
-        """Set to True, on every rank alike, to end training after the present step."""
         self._progress = Progress()
         self._latest = LatestValues()
-        self._run: Run | None = None
-        self._trained_elsewhere: Module | None = None
-        """The model of the last run, where that was in processes of its own."""
 
     # -- what runs where
 

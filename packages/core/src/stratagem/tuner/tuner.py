@@ -6,7 +6,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stratagem.data.sharding import UNKNOWN, length_of
 from stratagem.errors import ConfigurationError, UserCodeError
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from stratagem.tuner.trial import Snapshot
 
 Method = Literal["fit", "validate", "test", "predict"]
+
+
+class _Job(NamedTuple):
+    """What is tried: a run of a model, and what has its batch size under a name."""
+
+    model: Module
+    datamodule: DataModule | None
+    method: Method
+    name: str
+    holders: list[Any]
 
 
 class Tuner:
@@ -80,17 +90,16 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Find the largest batch size that memory has room for, and set it.
+        """Find the largest batch size that memory has room for, set it and return it.
 
         It ends at the size of the dataset. A size does not fit where the accelerator says that an
-        error is one of memory; any other error is raised.
+        error is one of memory; any other error is raised. A `fast_dev_run` tries nothing.
 
         Args:
             model: its `batch_size`, or that in its `hparams`, is what its loaders use.
-            train_dataloaders, val_dataloaders, dataloaders: none: a loader that is made already has
-                its size.
+            train_dataloaders, val_dataloaders, dataloaders: none: one that is made has its size.
             datamodule: in the place of the model's loaders; it may have the `batch_size`.
-            method: the run that is tried: "fit", "validate", "test" or "predict".
+            method: the run that is tried.
             mode: "power": double until it does not fit; "binsearch": then look between.
             steps_per_trial: optimizer steps, or batches, of a trial.
             init_val: size to begin with.
@@ -98,9 +107,6 @@ class Tuner:
             batch_arg_name: name of the attribute.
             margin: part that "binsearch" takes off the size that was found, where memory ran out.
             max_val: largest size to try.
-
-        Returns:
-            The size; None: a `fast_dev_run` tries nothing.
 
         Raises:
             ConfigurationError: an argument is out of its range; loaders were passed; nothing has
@@ -111,38 +117,36 @@ class Tuner:
         holders = self._check_batch_size(model, datamodule, given, mode, method, batch_arg_name)
         for name, number in (("steps_per_trial", steps_per_trial), ("init_val", init_val)):
             check_whole(f"scale_batch_size: {name}", number, 1)
+        job = _Job(model, datamodule, method, batch_arg_name, holders)
+        limits = {"start": init_val, "trials": max_trials, "margin": margin, "most": max_val}
+        return self._scale(job, steps_per_trial, {"mode": mode, **limits})
+
+    def _scale(self, job: _Job, steps: int, limits: dict[str, Any]) -> int | None:
         if self._trainer.fast_dev_run:
-            warnings.warn("scale_batch_size tries nothing in a fast_dev_run", stacklevel=2)
+            warnings.warn("scale_batch_size tries nothing in a fast_dev_run", stacklevel=3)
             return None
-        before = [_get(holder, batch_arg_name) for holder in holders]
-        options = _options_of(method, steps_per_trial, self._trainer)
+        before = [_get(holder, job.name) for holder in job.holders]
+        options = _options_of(job.method, steps, self._trainer)
         found = None
         sizes: dict[int, Any] = {}
         try:
-            with trials(self._trainer, model, [datamodule], **options) as snapshot:
+            with trials(self._trainer, job.model, [job.datamodule], **options) as snapshot:
 
                 def fits(size: int) -> int | None:
-                    for holder in holders:
-                        _set(holder, batch_arg_name, size)
-                    if not self._fits(model, datamodule, method, snapshot):
+                    for holder in job.holders:
+                        _set(holder, job.name, size)
+                    if not self._fits(job, snapshot):
                         return None
-                    loader = self._loader(method)
+                    loader = self._loader(job.method)
                     sizes[size] = getattr(loader, "batch_size", None)
-                    self._check_is_used(sizes, batch_arg_name)
+                    self._check_is_used(sizes, job.name)
                     samples = length_of(getattr(loader, "dataset", None))
                     return size if samples == UNKNOWN else min(size, int(samples))
 
-                found = search(
-                    fits,
-                    mode=mode,
-                    start=init_val,
-                    trials=max_trials,
-                    margin=margin,
-                    most=max_val,
-                )
+                found = search(fits, **limits)
         finally:
-            for holder, value in zip(holders, before, strict=True):
-                _set(holder, batch_arg_name, value if found is None else found)
+            for holder, value in zip(job.holders, before, strict=True):
+                _set(holder, job.name, value if found is None else found)
         if found is None:
             raise ConfigurationError(
                 "scale_batch_size: not even a batch of one sample fits into memory: use a smaller "
@@ -187,14 +191,13 @@ class Tuner:
             f"an attribute or in hparams: let the loaders use self.{name}, or pass batch_arg_name"
         )
 
-    def _fits(
-        self, model: Module, datamodule: DataModule | None, method: Method, snapshot: Snapshot
-    ) -> bool:
+    def _fits(self, job: _Job, snapshot: Snapshot) -> bool:
         """Try once; False: memory ran out."""
         # Each trial begins anew, and not as a second fit of the model.
         self._trainer._run = None
         try:
-            getattr(self._trainer, method)(model, datamodule=datamodule, **_quiet(method))
+            run = getattr(self._trainer, job.method)
+            run(job.model, datamodule=job.datamodule, **_quiet(job.method))
         except Exception as error:
             if not self._trainer.strategy.accelerator.is_out_of_memory(error):
                 raise
@@ -263,8 +266,7 @@ class Tuner:
             ConfigurationError: an argument is out of its range, there are several optimizers, or
                 `update_attr` finds no attribute.
         """
-        trainer = self._trainer
-        check_can_try(trainer)
+        check_can_try(self._trainer)
         check_whole("lr_find: num_training", num_training, 1)
         if not 0 < min_lr < max_lr or mode not in ("exponential", "linear") or method != "fit":
             raise ConfigurationError(
@@ -272,26 +274,32 @@ class Tuner:
                 "expected 'fit', 0 < min_lr < max_lr, and 'exponential' or 'linear'"
             )
         name = self._rate_name(model, attr_name) if update_attr else ""
-        if trainer.fast_dev_run:
-            warnings.warn("lr_find tries nothing in a fast_dev_run", stacklevel=2)
-            return None
         finder = LRFinder(mode, min_lr, max_lr, num_training)
-        loaders = (train_dataloaders, datamodule)
-        options = _options_of("fit", num_training, trainer)
-        with trials(trainer, model, loaders, **options) as snapshot:
-            trainer.callbacks = [snapshot, Sweep(finder, early_stop_threshold)]
-            trainer.fit(model, train_dataloaders, datamodule=datamodule)
+        job = _Job(model, datamodule, "fit", name, [])
+        return self._sweep(job, train_dataloaders, finder, early_stop_threshold)
+
+    def _sweep(
+        self, job: _Job, loaders: Any, finder: LRFinder, threshold: float | None
+    ) -> LRFinder | None:
+        trainer = self._trainer
+        if trainer.fast_dev_run:
+            warnings.warn("lr_find tries nothing in a fast_dev_run", stacklevel=3)
+            return None
+        options = _options_of("fit", finder.num_training, trainer)
+        with trials(trainer, job.model, (loaders, job.datamodule), **options) as snapshot:
+            trainer.callbacks = [snapshot, Sweep(finder, threshold)]
+            trainer.fit(job.model, loaders, datamodule=job.datamodule)
         suggested = finder.suggestion()
         if suggested is None:
             warnings.warn(
                 f"lr_find suggests nothing: of {len(finder.results['lr'])} steps too few have a "
                 "finite loss",
-                stacklevel=2,
+                stacklevel=3,
             )
-        elif update_attr:
-            for holder in _holders((model,), name):
-                _set(holder, name, suggested)
-            _say(trainer, f"learning rate {suggested:.3g} suggested, set as {name}")
+        elif job.name:
+            for holder in _holders((job.model,), job.name):
+                _set(holder, job.name, suggested)
+            _say(trainer, f"learning rate {suggested:.3g} suggested, set as {job.name}")
         return finder
 
     def _rate_name(self, model: Module, name: str) -> str:
