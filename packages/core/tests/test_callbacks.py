@@ -45,7 +45,7 @@ class Net(Module):
         self.validated_with: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.head(self.backbone(batch[0])) - batch[1]).square().mean()
+        loss: Tensor = (self.head(self.backbone(batch[0])) - batch[1]).square().mean()
         self.log("train_loss", loss)
         return loss
 
@@ -205,7 +205,7 @@ def test_swa_refuses_what_it_cannot_do() -> None:
         ({"swa_lrs": 0.1, "annealing_strategy": "up"}, "annealing_strategy"),
     ):
         with pytest.raises(ConfigurationError, match=what):
-            StochasticWeightAveraging(**wrong)  # type: ignore[arg-type]
+            StochasticWeightAveraging(**wrong)
     with pytest.raises(ConfigurationError, match="pass max_epochs"):
         trainer(StochasticWeightAveraging(0.1), max_steps=2).fit(Net(), loader())
     with pytest.raises(ConfigurationError, match=r"has 2 learning rates.*1 parameter groups"):
@@ -220,7 +220,7 @@ def test_the_backbone_is_trained_from_its_epoch_on() -> None:
     rates: list[list[float]] = []
 
     def note(trainer: Trainer, module: Module) -> None:
-        first.append(module.backbone[0].weight.detach().clone())  # type: ignore[index, union-attr, operator]
+        first.append(module.backbone[0].weight.detach().clone())  # type: ignore[index, union-attr]
         rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
 
     model = Net()
@@ -327,7 +327,7 @@ def test_learning_rates_are_those_of_the_next_step(tmp_path: Path) -> None:
 def test_several_groups_and_names_of_schedulers(tmp_path: Path) -> None:
     class Grouped(Net):
         def configure_optimizers(self) -> Any:
-            groups = [
+            groups: list[dict[str, Any]] = [
                 {"params": self.backbone.parameters(), "name": "backbone"},
                 {"params": self.head.parameters(), "lr": 0.2},
             ]

@@ -34,7 +34,8 @@ class Reader(Module):
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]
         self.read.append([None if part is None else part.tolist() for part in parts])
         total = sum(part.sum() for part in parts if part is not None)
-        return (self.weight - total / 100).square()
+        loss: Tensor = (self.weight - total / 100).square()
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]

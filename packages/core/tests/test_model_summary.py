@@ -53,7 +53,7 @@ def loader() -> DataLoader[Any]:
 
 
 def test_the_table_has_layers_and_totals(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer().fit(Net(), loader())
+    trainer(enable_model_summary=True).fit(Net(), loader())
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].split(" | ")[1:4] == ["Name   ", "Type      ", "Params"]
     assert [line.split() for line in lines[2:5]] == [
@@ -106,9 +106,10 @@ def test_parameters_count_whole_where_a_rank_holds_a_part() -> None:
 
 def test_the_table_is_there_once_and_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     own = ModelSummary(max_depth=0)
-    assert [c for c in trainer(own).callbacks if isinstance(c, ModelSummary)] == [own]
+    one = trainer(own, enable_model_summary=True)
+    assert [c for c in one.callbacks if isinstance(c, ModelSummary)] == [own]
     trainer(own).fit(Net(), loader())
-    trainer(enable_model_summary=False).fit(Net(), loader())
+    trainer().fit(Net(), loader())
     assert capsys.readouterr().err == ""
     with pytest.raises(ConfigurationError, match=r"ModelSummary\(max_depth=-2\)"):
         ModelSummary(max_depth=-2)
@@ -134,7 +135,8 @@ def test_ranks_say_it_once_with_the_whole_models_numbers(run_script: Any) -> Non
                 return torch.optim.SGD(self.parameters(), lr=0.1)
 
         trainer = Trainer(accelerator="cpu", devices=2, strategy="fsdp", max_steps=1,
-                          logger=False, enable_checkpointing=False, enable_progress_bar=False)
+                          logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                          enable_model_summary=True)
         trainer.fit(Net(), DataLoader(torch.ones(8, 8), 2))
         """
     )

@@ -33,7 +33,8 @@ class Net(Module):
         self.tried.append(len(batch[0]))
         if len(batch[0]) > self.room:
             raise torch.OutOfMemoryError(f"no room for {len(batch[0])} samples")
-        return (self.head(self.layers(batch[0])) - batch[1]).square().mean()
+        loss: Tensor = (self.head(self.layers(batch[0])) - batch[1]).square().mean()
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.training_step(batch, batch_idx)

@@ -199,7 +199,7 @@ def summarize(
     return summary
 
 
-def full_numel(parameter: nn.Parameter) -> int:
+def full_numel(parameter: Tensor) -> int:
     """Return how many numbers a parameter has, also where a rank holds a part of them or none yet.
 
     Example:

@@ -288,5 +288,5 @@ class ModelPruning(Callback):
 
 
 def _mask_of(holder: nn.Module) -> Tensor:
-    mask, weight = getattr(holder, "weight_mask", None), getattr(holder, "weight")  # noqa: B009
-    return mask.detach() if isinstance(mask, Tensor) else torch.ones_like(weight)
+    mask: Any = getattr(holder, "weight_mask", None)
+    return torch.ones_like(holder.get_parameter("weight")) if mask is None else mask.detach()

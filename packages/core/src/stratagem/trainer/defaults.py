@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
+from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.errors import ConfigurationError
 from stratagem.lite.request import as_list
 from stratagem.loggers import CSVLogger, Logger
@@ -116,10 +116,11 @@ def make_callbacks(given: Mapping[str, Any], *, quick: bool) -> list[Callback]:
         isinstance(callback, ProgressBar) for callback in callbacks
     ):
         callbacks.insert(0, ProgressBar())
-    if given["enable_model_summary"] and not any(
-        isinstance(callback, ModelSummary) for callback in callbacks
-    ):
-        callbacks.insert(0, ModelSummary())
+    if given["enable_model_summary"]:
+        from stratagem.callbacks import ModelSummary
+
+        if not any(isinstance(callback, ModelSummary) for callback in callbacks):
+            callbacks.insert(0, ModelSummary())
     return merge_callbacks(callbacks, [], quick=quick)
 
 

@@ -152,7 +152,7 @@ class Trainer(TrainerAttributes):
         enable_checkpointing: bool = True,
         async_save: bool = False,
         enable_progress_bar: bool = True,
-        enable_model_summary: bool = True,
+        enable_model_summary: bool = False,
         overfit_batches: int | float = 0.0,
         reload_dataloaders_every_n_epochs: int = 0,
         profiler: str | Profiler | None = None,
