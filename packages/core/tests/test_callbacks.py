@@ -437,7 +437,9 @@ def test_accumulation_changes_with_the_epoch() -> None:
         trainer(max_epochs=1).fit(Asks(), loader())
 
 
-def test_progress_bars_under_the_names_that_users_know() -> None:
+def test_progress_bars_under_the_names_that_users_know(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for bar in (RichProgressBar(leave=True), TQDMProgressBar(refresh_rate=5)):
         one = Trainer(callbacks=bar, logger=False, enable_checkpointing=False, max_steps=1)
         assert one.progress_bar_callback is bar
@@ -445,8 +447,12 @@ def test_progress_bars_under_the_names_that_users_know() -> None:
         assert bar.is_enabled
         bar.disable()
         assert bar.is_disabled
+        one.fit(Net(), loader())
+        assert capsys.readouterr() == ("", "")
         bar.enable()
         assert bar.is_enabled
+        one.fit(Net(), loader())
+        assert "epoch" in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match=r"TQDMProgressBar\(refresh_rate=-1\)"):
         TQDMProgressBar(refresh_rate=-1)
 

@@ -21,7 +21,7 @@ class RichProgressBar(ProgressBar):
 
     Args:
         refresh_rate: 0: show no bar; any other number shows it.
-        leave: keep the bar of each epoch on the screen.
+        leave: a line of each epoch stays in any case.
         console_kwargs: arguments of the `rich.console.Console` that it is shown on.
 
     Raises:
@@ -68,19 +68,18 @@ class RichProgressBar(ProgressBar):
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Show it from the next epoch on."""
+        """Show it from the next run on."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Do not show it from the next epoch on."""
+        """Do not show it from the next run on."""
         self._enabled = False
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Show the epoch, unless it is disabled."""
-        if self.leave:
-            self._task = None
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Find out where to show it, unless it is disabled."""
+        self._display = None
         if self.is_enabled:
-            super().on_train_epoch_start(trainer, module)
+            super().setup(trainer, module, stage)
 
 
 class TQDMProgressBar(RichProgressBar):
@@ -89,7 +88,7 @@ class TQDMProgressBar(RichProgressBar):
     Args:
         refresh_rate: 0: show no bar.
         process_position: bars that other processes show above this one; ours needs no such number.
-        leave: keep the bar of each epoch on the screen.
+        leave: a line of each epoch stays in any case.
 
     Example:
         >>> from stratagem.callbacks import TQDMProgressBar

@@ -266,8 +266,9 @@ class ModelPruning(Callback):
         if self._resample:
             for name, (owner, attribute) in self._pruned.items():
                 new = copy.deepcopy(owner)
-                if hasattr(new, "reset_parameters"):
-                    new.reset_parameters()
+                reset: Any = getattr(new, "reset_parameters", None)
+                if reset is not None:
+                    reset()
                     value = getattr(new, attribute).detach()
                     first[name] = (
                         trainer.ranks.broadcast(value) if trainer.world_size > 1 else value
