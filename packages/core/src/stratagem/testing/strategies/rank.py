@@ -51,7 +51,7 @@ class Session:
         """Return what stands in a file."""
         told = json.loads(Path(path).read_text())
         targets = tuple(
-            Target(**{**t, "models": tuple(t["models"]), "search_path": tuple(t["search_path"])})
+            Target(**{**t, **{name: tuple(t[name]) for name in ("models", "kept", "search_path")}})
             for t in told.pop("targets")
         )
         items = tuple((index, name) for index, name in told.pop("items"))

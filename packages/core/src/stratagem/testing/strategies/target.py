@@ -38,6 +38,7 @@ class Target:
         tolerance: how far losses may be from those of `single_device`, relative and absolute.
         models: names of models of the kit, or places of functions that make one; see `models.py`.
         equal: whether losses are to be those of `single_device`.
+        kept: beginnings of what may be left after the end, in the kit's words.
         search_path: folders that ranks search for modules, besides their own.
     """
 
@@ -48,6 +49,7 @@ class Target:
     tolerance: float = 1e-5
     models: tuple[str, ...] = ()
     equal: bool = True
+    kept: tuple[str, ...] = ()
     search_path: tuple[str, ...] = field(default=(), repr=False)
 
     @property
