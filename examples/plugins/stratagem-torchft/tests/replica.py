@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stratagem import Callback, Module, Trainer, seed_everything
-from stratagem.strategies import TorchFTStrategy  # type: ignore[attr-defined]  # once installed
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Callback, Module, Trainer, seed_everything
+from stratagem.strategies import TorchFTStrategy  # type: ignore[attr-defined]  # once installed
 
 SAMPLES, BATCH = 256, 4
 

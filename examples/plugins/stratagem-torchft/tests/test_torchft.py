@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from stratagem.testing import StrategyConformance
 from torchft.coordination import LighthouseServer
+
+from stratagem.testing import StrategyConformance
 
 pytest_plugins = ["stratagem.testing.plugin"]
 

@@ -10,13 +10,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from stratagem.errors import CommunicationError, ConfigurationError
-from stratagem.strategies import ParallelStrategy, PreparedModel, Ranks, TrainStep
 from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.optim import Optimizer
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 
+from stratagem.errors import CommunicationError, ConfigurationError
+from stratagem.strategies import ParallelStrategy, PreparedModel, Ranks, TrainStep
 from stratagem_torchft.plugin import TORCHFT
 from stratagem_torchft.transport import StoreTransport
 
@@ -24,11 +24,11 @@ from stratagem_torchft.transport import StoreTransport
 class TorchFTStrategy(ParallelStrategy):
     """Averages gradients over the ranks of a run, and over further runs: its replicas.
 
-    Each replica is a run of its own, of one or several ranks, on machines of its own. They meet at a
-    lighthouse (`torchft_lighthouse --min_replicas 1`), before each step. One that dies is left out of
-    the steps that follow: the others repeat the exchange of the step in which it died, with the
-    gradients that they have. One that joins goes on from a checkpoint of the others, of that moment:
-    weights, optimizer, `global_step`, the place in the epoch.
+    Each replica is a run of its own, of one or several ranks, on machines of its own. They meet at
+    a lighthouse (`torchft_lighthouse --min_replicas 1`), before each step. One that dies is left
+    out of the steps that follow: the others repeat the exchange of the step in which it died, with
+    the gradients that they have. One that joins goes on from a checkpoint of the others, of that
+    moment: weights, optimizer, `global_step`, the place in the epoch.
 
     Args:
         replica, replicas: which one this is, and how many there are at most; None: the variables

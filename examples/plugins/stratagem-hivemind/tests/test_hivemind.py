@@ -1,0 +1,17 @@
+"""The kit on a peer that is alone, for which any batch is enough."""
+
+from __future__ import annotations
+
+from stratagem.testing import StrategyConformance
+from stratagem_hivemind.strategy import HivemindStrategy
+
+pytest_plugins = ["stratagem.testing.plugin"]
+
+
+def alone() -> HivemindStrategy:
+    return HivemindStrategy(target_batch_size=1, batch_size=1, matchmaking_time=1.0)
+
+
+class TestHivemind(StrategyConformance):
+    strategy = alone
+    deadline = 300.0
