@@ -93,7 +93,7 @@ def fit(strategy: Replica, **options: Any) -> tuple[Seeing, Trainer]:
 def test_runs_that_train_along_divide_the_training_data_and_evaluate_all_of_it() -> None:
     runs = [fit(Replica((part, 3))) for part in range(3)]
     parts = [model.seen for model, _ in runs]
-    assert sorted(sum(parts, [])) == list(range(24))
+    assert sorted(sample for part in parts for sample in part) == list(range(24))
     assert [len(part) for part in parts] == [8, 8, 8]
     # After the sanity check of two batches.
     assert all(model.evaluated[8:] == list(range(24)) for model, _ in runs)

@@ -30,7 +30,8 @@ class Net(Module):
         self.layer, self.optimizer = nn.Linear(1, 1), optimizer
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).square().mean()
+        loss: Tensor = self.layer(batch).square().mean()
+        return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.layer(batch).square().mean())
@@ -39,9 +40,15 @@ class Net(Module):
         return self.optimizer(self.parameters(), lr=0.1)
 
 
+def ones() -> DataLoader[Any]:
+    """Return a loader of two batches."""
+    data: Any = torch.ones(4, 1)
+    return DataLoader(data, 2)
+
+
 def calls_of(strategy: BaguaStrategy, net: Net, *, validates: bool = False) -> Any:
     """Fit two steps; return the algorithm, as the stub has kept it."""
-    loader = DataLoader(torch.ones(4, 1), 2)
+    loader = ones()
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -91,7 +98,7 @@ def test_qadam_takes_its_own_optimizer_only() -> None:
 def test_a_model_is_only_evaluated_without_bagua() -> None:
     before = len(Algorithm.made)
     trainer = Trainer(strategy=OnCPU(), accelerator="cpu", devices=1, logger=False)
-    trainer.validate(Net(), DataLoader(torch.ones(4, 1), 2), verbose=False)
+    trainer.validate(Net(), ones(), verbose=False)
     assert len(Algorithm.made) == before
 
 
