@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Module, Trainer, seed_everything
-from stratagem.strategies import HivemindStrategy  # type: ignore[attr-defined]  # once installed
+from stratagem_hivemind.strategy import HivemindStrategy
 
 
 class Net(Module):

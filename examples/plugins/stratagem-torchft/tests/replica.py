@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Module, Trainer, seed_everything
-from stratagem.strategies import TorchFTStrategy  # type: ignore[attr-defined]  # once installed
+from stratagem_torchft.strategy import TorchFTStrategy
 
 SAMPLES, BATCH = 256, 4
 
