@@ -6,6 +6,8 @@ from typing import Any
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin
+from colossalai.booster.plugin.torch_ddp_plugin import TorchDDPModel
+from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import DDPStrategy
@@ -71,8 +73,24 @@ class ColossalAIStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Boost `self.model`."""
-        boosted, *_ = Booster(plugin=TorchDDPPlugin(**self.plugin_options)).boost(self.model)
-        # The plugin has replaced batch norm layers by torch's SyncBatchNorm, which does not run on
-        # a CPU; this gives them a forward that does.
+        # Before the boost: on a CPU these layers get a forward that runs there.
         self.synchronize_batch_norm(self.model)
+        kind = TorchDDPPlugin if self.accelerator.sync_batchnorm_kernels else _OnHost
+        boosted, *_ = Booster(plugin=kind(**self.plugin_options)).boost(self.model)
         self.model = boosted.module
+
+
+class _OnHost(TorchDDPPlugin):  # type: ignore[misc]  # untyped
+    """The plugin without torch's SyncBatchNorm, which it would put in, and which needs a GPU."""
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, ...]:
+        """Wrap the model as the plugin does."""
+        wrapped = TorchDDPModel(model, **self.ddp_kwargs)
+        return wrapped, optimizer, criterion, dataloader, lr_scheduler

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import hivemind
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
@@ -126,12 +129,13 @@ class HivemindStrategy(SingleDeviceStrategy):
                 )
             # Optimizers are averaged each with its own peers.
             number = len(self._shared)
-            shared = hivemind.Optimizer(
-                dht=self._meet(),
-                optimizer=optimizer,
-                batch_size_per_step=self.batch_size,
-                **{**self.options, "run_id": f"{self.options['run_id']}_{number}"},
-            )
+            with _as_it_was(optimizer):
+                shared = hivemind.Optimizer(
+                    dht=self._meet(),
+                    optimizer=optimizer,
+                    batch_size_per_step=self.batch_size,
+                    **{**self.options, "run_id": f"{self.options['run_id']}_{number}"},
+                )
             if number < len(self._epochs):
                 shared.state_averager.local_epoch = self._epochs[number]
             self._shared[optimizer] = shared
@@ -216,3 +220,30 @@ class HivemindStrategy(SingleDeviceStrategy):
             shared = self._shared.pop(optimizer, None)
             if shared is not None:
                 shared.shutdown()
+
+
+@contextmanager
+def _as_it_was(optimizer: Optimizer) -> Iterator[None]:
+    """Put back weights and state of an optimizer, in place.
+
+    hivemind steps it once with gradients of zero, for its state to be there: weight decay and
+    momentum would move the weights, and Adam would count a step.
+    """
+    weights = [
+        (parameter, parameter.detach().clone())
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    states = {
+        parameter: {k: v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+        for parameter, state in optimizer.state.items()
+    }
+    yield
+    with torch.no_grad():
+        for parameter, before in weights:
+            parameter.copy_(before)
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    known = states.get(parameter, {}).get(name)
+                    value.copy_(torch.zeros_like(value) if known is None else known)

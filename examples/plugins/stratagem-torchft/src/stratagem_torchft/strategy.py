@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs
 from torch.optim import Optimizer
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 
@@ -73,7 +73,6 @@ class TorchFTStrategy(ParallelStrategy):
         self._store: TCPStore | None = None
         self._received: dict[str, Any] | None = None
         """The checkpoint of another replica, until it is loaded."""
-        self._checkpoint: Callable[[], dict[str, Any]] | None = None
         self._counted = {"step": 0, "batches_committed": 0}
         """torchft's counts, of a checkpoint that was loaded before there is a manager."""
         self._has_quorum = False
@@ -104,14 +103,13 @@ class TorchFTStrategy(ParallelStrategy):
         self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]
     ) -> dict[str, Any] | None:
         """Meet the other replicas; return the checkpoint of one that is ahead."""
-        self._checkpoint = checkpoint
-        self._manager = self._make_manager()
+        self._manager = self._make_manager(checkpoint)
         self._manager.load_state_dict(self._counted)
         self._meet()
         joined, self._received = self._received, None
         return joined
 
-    def _make_manager(self) -> Manager:
+    def _make_manager(self, checkpoint: Callable[[], dict[str, Any]]) -> Manager:
         """Return torchft's manager of this rank, and let rank 0 hold the replica's store."""
         lighthouse = self.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
         if not lighthouse:
@@ -134,7 +132,7 @@ class TorchFTStrategy(ParallelStrategy):
         return Manager(
             pg=(ProcessGroupNCCL if on_cuda else ProcessGroupGloo)(timeout=self.replica_timeout),
             load_state_dict=self._take,
-            state_dict=lambda: self._checkpoint(),
+            state_dict=checkpoint,
             min_replica_size=self.min_replicas,
             # Replicas meet, and heal, before the forward: after it, gradients are of old weights.
             use_async_quorum=False,
@@ -251,7 +249,7 @@ class TorchFTStrategy(ParallelStrategy):
         if self._manager is not None:
             self._counted = self._manager.state_dict()
             self._manager.shutdown()
-        self._manager = self._store = self._checkpoint = None
+        self._manager = self._store = None
         self._has_quorum = False
 
 
@@ -280,7 +278,7 @@ class _Gradients:
         found = False
         for parameters, flat in zip(self._of_dtype.values(), averaged, strict=True):
             values, used = flat[: -len(parameters)], flat[-len(parameters) :].tolist()
-            parts = values.split([p.numel() for p in parameters])
+            parts = torch.split(values, [p.numel() for p in parameters])
             for parameter, part, count in zip(parameters, parts, used, strict=True):
                 if count:
                     parameter.grad = part.view_as(parameter).clone()

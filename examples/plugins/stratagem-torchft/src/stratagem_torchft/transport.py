@@ -7,14 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs
 from torchft.checkpointing import CheckpointTransport
 
 _CHUNK = 4 * 2**20
 """Bytes of a value; a TCPStore takes at most 8 MiB."""
 
 
-class StoreTransport(CheckpointTransport[dict[str, Any]]):
+class StoreTransport(CheckpointTransport[dict[str, Any]]):  # type: ignore[misc]  # untyped
     """Hands states over by the store of the replica that has them.
 
     torchft's own transport unpickles what it receives; this one executes nothing.
@@ -48,7 +48,7 @@ class StoreTransport(CheckpointTransport[dict[str, Any]]):
         self._set(key, str(-(-len(data) // _CHUNK)).encode())
 
     def _set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # its stub has strings only
+        self._store.set(key, value)  # type: ignore[arg-type]  # strings only, in its stubs
         self._kept.append(key)
 
     def disallow_checkpoint(self) -> None:
