@@ -137,7 +137,7 @@ class HivemindStrategy(SingleDeviceStrategy):
                     **{**self.options, "run_id": f"{self.options['run_id']}_{number}"},
                 )
             if number < len(self._epochs):
-                shared.state_averager.local_epoch = self._epochs[number]
+                _count_from(shared, self._epochs[number])
             self._shared[optimizer] = shared
         return self._shared[optimizer]
 
@@ -196,7 +196,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         """Count on from a checkpoint."""
         self._epochs = list(state["epochs"])
         for shared, epoch in zip(self._shared.values(), self._epochs, strict=False):
-            shared.state_averager.local_epoch = epoch
+            _count_from(shared, epoch)
 
     def end_training(self, prepared: PreparedModel) -> None:
         """Take leave of the other peers."""
@@ -209,9 +209,6 @@ class HivemindStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         """Take leave of the other peers, and of the table in which they are found."""
         self._leave(list(self._shared))
-        if self._dht is not None:
-            self._dht.shutdown()
-            self._dht = None
         super().teardown()
 
     def _leave(self, optimizers: Sequence[Optimizer]) -> None:
@@ -220,6 +217,14 @@ class HivemindStrategy(SingleDeviceStrategy):
             shared = self._shared.pop(optimizer, None)
             if shared is not None:
                 shared.shutdown()
+        if self._dht is not None and not self._shared:
+            self._dht.shutdown()
+            self._dht = None
+
+
+def _count_from(shared: Any, epoch: int) -> None:
+    shared.state_averager.local_epoch = epoch
+    shared.tracker.update_epoch(epoch)
 
 
 @contextmanager
