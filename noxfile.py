@@ -51,7 +51,7 @@ LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
-IN_CI = "not gpu and not cluster and not ops and not xla and not conformance"
+IN_CI = "not gpu and not cluster and not ops and not xla and not conformance and not skew"
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
@@ -249,6 +249,16 @@ def third_parties(session: nox.Session, plugin: str) -> None:
     session.install("--no-build-isolation", "--no-deps", "-e", f"./{folder}")
     session.chdir(folder)  # whose own settings of pytest hold: their warnings are not ours
     session.run("pytest", "tests", *session.posargs)
+
+
+@nox.session
+def skew(session: nox.Session) -> None:
+    """Core with the example plugins of the commit before, or of the one that follows `--`."""
+    session.install(TORCH)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith(("pytest==", "scikit-learn=="))]
+    session.install(*BUILD_TOOLS, *tools)
+    commit = {"STRATAGEM_SKEW_COMMIT": session.posargs[0]} if session.posargs else {}
+    session.run("pytest", "-m", "skew", "tests/test_skew.py", env=commit)
 
 
 @nox.session

@@ -224,7 +224,8 @@ class HivemindStrategy(SingleDeviceStrategy):
 
 def _count_from(shared: Any, epoch: int) -> None:
     shared.state_averager.local_epoch = epoch
-    shared.tracker.update_epoch(epoch)
+    with shared.tracker.pause_updates():
+        shared.tracker.update_epoch(epoch)
 
 
 @contextmanager
