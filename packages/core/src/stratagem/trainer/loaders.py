@@ -92,7 +92,8 @@ def shard(
         )
     loader = source
     if divide:
-        index, count = strategy.ranks.data_shard
+        ranks = strategy.ranks
+        index, count = ranks.data_shard if training else ranks.evaluation_shard
         # Ranks must run as many steps in training, and in evaluation where forward communicates.
         even = training or not strategy.capabilities.uneven_evaluation
         loader = shard_loader(source, index, count, even=even, name=name)

@@ -202,14 +202,17 @@ class Run:
         strategy.take_batch_size(loader.batch_size)
         prepared = self._prepare_to_train()
         if path is not None:
-            self._resume(prepared, path)
+            self._restore(prepared, read_checkpoint(self.launched.checkpoint_writer, path), path)
+        joined = strategy.join_training(prepared, self.checkpoint)
+        if joined is not None:
+            self._restore(prepared, joined, "the run that this one joins")
         if module.hyper_parameters and strategy.ranks.is_global_zero:
             checks.warn_of_unsavable_hyperparameters(module)
             for logger in trainer.loggers:
                 logger.log_hyperparams(module.hyper_parameters)
         with module.logging_to(self.metrics):
             self.hooks.call("on_fit_start")
-            if path is None:
+            if path is None and joined is None:
                 self.validation.check_sanity(prepared)
             with ExitStack() as stack:
                 stack.callback(close, self)
@@ -265,12 +268,17 @@ class Run:
     def _find(self, asked: str | Path | None) -> paths.Location | None:
         return None if asked is None else find_checkpoint(self.trainer, asked)
 
-    def _resume(self, prepared: PreparedModel, path: paths.Location) -> None:
+    def _restore(
+        self, prepared: PreparedModel, checkpoint: dict[str, Any], whence: paths.Location
+    ) -> None:
         """Restore the run from a checkpoint, which nothing holds any more afterwards."""
-        checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
         self.run_id = checkpoint.get("run") or self.run_id
-        restore_model(self, prepared, checkpoint, path)
-        restore_training(self, prepared, checkpoint, path)
+        restore_model(self, prepared, checkpoint, whence)
+        restore_training(self, prepared, checkpoint, whence)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return this run as it is, as a file would hold it; called on every rank."""
+        return collect_checkpoint(self, self.weights(), weights_only=False)
 
     def weights(self) -> Weights:
         """Return the model's state as it is saved; called on every rank."""

@@ -101,8 +101,8 @@ class Step(TrainStep):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has batches that do not count as trained on yet."""
-        return self._micro_batches > 0
+        """Whether a batch of it has begun, and they do not count as trained on yet."""
+        return self._begun > 0 and self._micro_batches > 0
 
     @property
     def has_loss(self) -> bool:
