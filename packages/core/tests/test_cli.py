@@ -153,6 +153,21 @@ def test_strategies_shows_provider_and_usability(program: Program) -> None:
     ]
 
 
+def test_strategies_are_grouped_by_distribution_and_presets_left_out(program: Program) -> None:
+    program.install("averaging", GOOD_PLUGIN)
+    lines = program("strategies").stdout.splitlines()
+    names = [line.split()[0] for line in lines[1:-2]]
+    assert names[-1] == "average"  # after all of core's
+    assert "ddp_spawn" in names
+    assert not any(name.endswith("_true") for name in names)
+    assert lines[-1] == (
+        "and 12 such as ddp_find_unused_parameters_false: `stratagem strategies --all`"
+    )
+    everything = program("strategies", "--all").stdout
+    assert "ddp_spawn_find_unused_parameters_true" in everything
+    assert "--all" not in everything
+
+
 def test_strategies_as_json(program: Program) -> None:
     listed = {row["name"]: row for row in program.json("strategies")}
     assert {"single_device", "ddp"} <= set(listed)

@@ -647,13 +647,27 @@ def unknown(registry: Registry, name: str, kind: str = "strategy") -> str:
     return str(caught.value)
 
 
-def test_an_unknown_name_gives_the_nearest_and_all_that_there_are() -> None:
-    registry = discover(CORE)
-    text = unknown(registry, "single_devise")
-    assert text == (
-        "unknown strategy 'single_devise'. Did you mean 'single_device'? "
-        f"Available here: {', '.join(registry.names('strategy'))}."
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("single_devise", "single_device"),
+        ("dpp", "ddp"),
+        ("fdsp", "fsdp"),
+        ("ddp_shraded", "ddp_sharded"),
+        ("DDP_spwan", "ddp_spawn"),
+    ],
+)
+def test_an_unknown_name_gives_the_one_that_was_meant(name: str, meant: str) -> None:
+    assert unknown(discover(CORE), name) == (
+        f"unknown strategy {name!r}. Did you mean {meant!r}? "
+        "`stratagem strategies` lists all that there are."
     )
+
+
+def test_an_unknown_name_like_none_gives_those_that_there_are() -> None:
+    text = unknown(discover(CORE), "galactic")
+    assert text.startswith("unknown strategy 'galactic'. Available here: ddp, ddp_fork, ")
+    assert "find_unused_parameters" not in text
 
 
 def test_an_unknown_name_among_none_says_so() -> None:

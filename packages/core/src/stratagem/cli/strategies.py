@@ -11,7 +11,8 @@ from typing import Any
 from stratagem.cli.arguments import parser_of
 from stratagem.cli.tables import print_table
 from stratagem.discovery import Availability, ComponentSpec, StrategySpec
-from stratagem.discovery.registry import Candidate, Registry, get_registry
+from stratagem.discovery.entry_points import CORE
+from stratagem.discovery.registry import Candidate, Registry, get_registry, says_its_preset
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
@@ -36,6 +37,7 @@ class ListedStrategy:
         accelerators: what it runs on; None: any.
         summary: one line.
         why_not: why it cannot be used on this machine; empty if it can.
+        says_its_preset: its name is another's and what is preset of it.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ListedStrategy:
     accelerators: tuple[str, ...] | None
     summary: str
     why_not: str
+    says_its_preset: bool
 
     @property
     def usable(self) -> bool:
@@ -58,7 +61,11 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: the arguments are wrong (exit code 2), or ask for help.
     """
-    options = parser_of("strategies", SUMMARY).parse_args(arguments)
+    parser = parser_of("strategies", SUMMARY)
+    parser.add_argument(
+        "--all", action="store_true", help="also those whose names only say what is preset"
+    )
+    options = parser.parse_args(arguments)
     registry = get_registry()
     rows = listed_strategies(registry, os.environ)
     if options.json:
@@ -78,8 +85,12 @@ def run(arguments: Sequence[str]) -> int:
                 "yes" if row.usable else f"no: {row.why_not}",
             )
             for row in rows
+            if options.all or not row.says_its_preset
         ],
     )
+    left_out = [row.name for row in rows if row.says_its_preset]
+    if left_out and not options.all:
+        print(f"\nand {len(left_out)} such as {left_out[0]}: `stratagem strategies --all`")
     failed = [report for report in registry.reports if report.status in ("broken", "incompatible")]
     if failed:
         print(
@@ -90,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def listed_strategies(registry: Registry, environ: Mapping[str, str]) -> list[ListedStrategy]:
-    """Return every strategy, sorted by name; those behind an ambiguous name as well.
+    """Return every strategy, by distribution and name; those behind an ambiguous name as well.
 
     Args:
         registry: what there is.
@@ -100,9 +111,10 @@ def listed_strategies(registry: Registry, environ: Mapping[str, str]) -> list[Li
     # About this machine, not about the cluster job in which this program may run.
     environ = {**environ, CLUSTER_VARIABLE: "none"}
     accelerators = [each.spec for each in registry.candidates("accelerator")]
+    candidates = registry.candidates("strategy")
     return [
         _listed(candidate, candidate.spec, registry, environ, probe, accelerators)
-        for candidate in registry.candidates("strategy")
+        for candidate in sorted(candidates, key=lambda c: (c.distribution != CORE, c.distribution))
         if isinstance(candidate.spec, StrategySpec)
     ]
 
@@ -137,6 +149,7 @@ def _listed(
         summary=spec.summary,
         why_not=_no_accelerator(spec.capabilities.accelerators, accelerators, probe)
         or why_not(candidate.qualified_name, registry, environ, probe),
+        says_its_preset=says_its_preset(spec),
     )
 
 

@@ -41,6 +41,24 @@ class Candidate:
         return f"{self.distribution}:{self.spec.name}"
 
 
+def says_its_preset(spec: ComponentSpec) -> bool:
+    """Whether the end of a name says what is preset, so that a list can leave it out.
+
+    Example:
+        >>> from stratagem.discovery import StrategySpec
+        >>> from stratagem.discovery.registry import says_its_preset
+        >>> says_its_preset(StrategySpec(
+        ...     name="ddp_static_graph_true", target="m:DDP", api_version=1,
+        ...     init_args={"static_graph": True},
+        ... ))
+        True
+    """
+    return any(
+        spec.name.endswith(f"_{argument}_{str(value).lower()}")
+        for argument, value in spec.init_args.items()
+    )
+
+
 class Registry:
     """Components by kind and name.
 
@@ -134,21 +152,24 @@ class Registry:
         qualifier, _, plain = name.rpartition(":")
         parts = [f"unknown {kind.replace('_', ' ')} {name!r}."]
         holders = self._candidates.get((kind, plain.casefold()), [])
-        import difflib  # which a listing of names does without
-
-        near = difflib.get_close_matches(plain.casefold(), known, n=1, cutoff=0.6)
+        near = _nearest(plain.casefold(), known)
         if holders:
             others = ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)
             parts.append(f"{qualifier!r} provides none of that name; there is {others}.")
         elif near:
-            parts.append(f"Did you mean {near[0]!r}?")
+            parts.append(f"Did you mean {near!r}?")
         parts += self.possible_providers(plain)
         if kind == "accelerator" and not installation_hint(plain):
             parts.append(
                 "If torch has a device of that name, pass "
                 f"accelerator=DeviceAccelerator({plain!r}) (from stratagem.accelerators)."
             )
-        parts.append(f"Available here: {', '.join(known) or 'none'}.")
+        if near and not holders and kind == "strategy":
+            parts.append("`stratagem strategies` lists all that there are.")
+        else:
+            candidates = self.candidates(kind)
+            shown = sorted({c.spec.name for c in candidates if not says_its_preset(c.spec)})
+            parts.append(f"Available here: {', '.join(shown) or 'none'}.")
         return " ".join(parts)
 
     def shadowed(self, candidate: Candidate, name: str) -> list[str]:
@@ -288,3 +309,18 @@ def get_registry() -> Registry:
             if _registry is None:
                 _registry = Registry.discover()
     return _registry
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """Return the name that was probably meant, or "".
+
+    Of those that are about as near, one of the same length: letters are changed or swapped more
+    often than left out.
+    """
+    import difflib  # which a listing of names does without
+
+    near = difflib.get_close_matches(name, known, n=5, cutoff=0.6)
+    ratios = {one: difflib.SequenceMatcher(None, one, name).ratio() for one in near}
+    best = max(ratios.values(), default=0.0)
+    among = [one for one in near if ratios[one] > best - 0.15]
+    return min(among, key=lambda one: abs(len(one) - len(name)), default="")
