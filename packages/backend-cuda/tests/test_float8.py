@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Lite, Module, Trainer
 from stratagem.discovery import Availability
 from stratagem.errors import ConfigurationError
+from stratagem_cuda import probe
 from stratagem_cuda.accelerator import CUDAAccelerator
 from stratagem_cuda.precision import Float8Precision
 from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
@@ -269,6 +270,7 @@ def play_nvml(monkeypatch: pytest.MonkeyPatch, gpus: dict[str, tuple[int, int]])
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
+    monkeypatch.setattr(probe, "driver_is_missing", lambda: False)
 
 
 @pytest.mark.parametrize("precision", ["float8", "transformer-engine"])

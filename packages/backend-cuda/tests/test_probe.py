@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -218,6 +219,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         }
         for name, function in answers.items():
             monkeypatch.setattr(pynvml, name, function)
+        monkeypatch.setattr(probe, "driver_is_missing", lambda: False)
 
     return play
 
@@ -270,6 +272,16 @@ def test_a_driver_that_is_missing_or_broken_is_said(nvml: Callable[..., None]) -
     assert "there is no NVIDIA driver" in str(probe.driver())
     nvml(nvmlInit=broken)
     assert str(probe.driver()).startswith("the NVIDIA driver does not answer: Driver Not Loaded")
+
+
+def test_without_a_driver_nvidias_bindings_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it is an ImportError
+    assert probe.driver() == "there is no NVIDIA driver (libnvidia-ml.so.1 was not found)"
 
 
 def test_one_gpu_that_cannot_be_opened_hides_no_other(nvml: Callable[..., None]) -> None:
