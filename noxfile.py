@@ -46,8 +46,10 @@ TEST_TOOLS = [
     "moto[s3]==5.2.5",
     "s3fs==2026.9.0",
 ]
-# float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; both take the torch that is there.
+# float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; neither says which torch it needs.
 LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
+# The last torchao for torch 2.9.
+LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "torchao==0.17.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
@@ -85,7 +87,8 @@ def install_everything(session: nox.Session, torch: str = TORCH) -> None:
     """Torch, the tools, then the five packages from the source tree, editable."""
     session.install(torch)
     session.install(*BUILD_TOOLS, *TEST_TOOLS)
-    session.install("--no-deps", *LOW_PRECISIONS)
+    low_precisions = LOW_PRECISIONS_2_9 if torch.startswith("torch==2.9.") else LOW_PRECISIONS
+    session.install("--no-deps", *low_precisions)
     session.install(DEEPSPEED)  # a source distribution, built in an environment of its own
     editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
     session.install("--no-build-isolation", *editable)

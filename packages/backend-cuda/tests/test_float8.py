@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -214,6 +215,21 @@ def test_a_library_of_another_version_is_said(version: str, installed: dict[str,
     assert str(caught.value) == (
         f"precision='float8' needs torchao>=0.13,<1, received torchao {version}: pip install "
         "'stratagem-backend-cuda[float8]' installs one that fits"
+    )
+
+
+def test_a_torchao_that_needs_another_torch_is_said(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed["torch"] = "2.9.1"
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    with pytest.raises(ConfigurationError) as caught:
+        Float8Precision(emulate=True).convert_module(nn.Linear(16, 16))
+    assert str(caught.value) == (
+        "precision='float8': torchao 0.18.0 cannot be imported beside torch 2.9.1 (import of "
+        "torchao.float8 halted; None in sys.modules): upgrade torch, or pip install "
+        "'torchao<0.18.0'"
     )
 
 

@@ -467,7 +467,6 @@ def test_a_torch_that_takes_no_whole_step_is_refused(monkeypatch: pytest.MonkeyP
         fit(compile="step")
 
 
-
 class AdamNet(Net):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
