@@ -68,7 +68,7 @@ def check_compilation(compilation: Compilation, *, on_host: bool) -> None:
 
 
 def takes_whole_steps() -> bool:
-    """Whether this torch.compile takes backward into the graph, for compile="step": 2.9 does not."""
+    """Whether this torch takes backward into a graph, as compile="step" wants: 2.9 does not."""
     return hasattr(torch._dynamo.config, "trace_autograd_ops")
 
 
