@@ -53,7 +53,9 @@ LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "torchao==0.17.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
-IN_CI = "not gpu and not cluster and not ops and not xla and not conformance"
+IN_CI = (
+    "not gpu and not cluster and not ops and not xla and not conformance and not skew and not guide"
+)
 MPI = "mpi4py==4.1.2"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
@@ -75,6 +77,22 @@ TORCH_TESTS = [
 ]
 # What the session `cluster` brings clusters up with.
 DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
+# What the example plugins stand on, in the order in which it is installed.
+THIRD_PARTIES = {
+    "torchft": [
+        ["--no-deps", "torchft-nightly==2026.10.26"],
+        ["opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"],
+    ],
+    "hivemind": [["hivemind==1.1.12"]],
+    # It pins torch<=2.5.1, and what it imports is a part of what it names.
+    "colossalai": [
+        ["setuptools", "wheel", "ninja", "psutil", "einops", "pydantic", "safetensors", "rich"],
+        ["--no-deps", "contexttimer", "galore_torch", "kernels", "accelerate"],
+        ["peft==0.17.1", "transformers==4.51.3"],
+        ["--no-deps", "--no-build-isolation", "colossalai==0.5.0"],
+    ],
+    "bagua": [],  # not installable: against a stub
+}
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 
 
@@ -237,9 +255,33 @@ def xla(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """The conformance kit on all our strategies; CI has it on ddp, and on planted bugs."""
+    """The kits on all our components, and planted bugs; CI has ddp, and the quick ones."""
     install_everything(session)
     run_pytest(session, "conformance")
+
+
+@nox.session
+@nox.parametrize("plugin", list(THIRD_PARTIES))
+def third_parties(session: nox.Session, plugin: str) -> None:
+    """The example plugins on the real systems that they bring, each with the kit; not in CI."""
+    session.install(TORCH)
+    session.install(*BUILD_TOOLS, *tools("numpy", "pytest"))
+    for arguments in THIRD_PARTIES[plugin]:
+        session.install(*arguments, env={"CUDA_EXT": "0"})
+    session.install("--no-build-isolation", "-e", "./packages/core")
+    folder = f"examples/plugins/stratagem-{plugin}"
+    session.install("--no-build-isolation", "--no-deps", "-e", f"./{folder}")
+    session.chdir(folder)  # whose own settings of pytest hold: their warnings are not ours
+    session.run("pytest", "tests", *session.posargs)
+
+
+@nox.session
+def skew(session: nox.Session) -> None:
+    """Core with the example plugins of the commit before, or of the one that follows `--`."""
+    session.install(TORCH)
+    session.install(*BUILD_TOOLS, *tools("pytest", "scikit-learn"))
+    commit = {"STRATAGEM_SKEW_COMMIT": session.posargs[0]} if session.posargs else {}
+    session.run("pytest", "-m", "skew", "tests/test_skew.py", env=commit)
 
 
 @nox.session
@@ -270,6 +312,14 @@ def audit(session: nox.Session) -> None:
     requirements.write_text("\n".join(names))
     # Strict: what could not be looked up is an error.
     session.run("pip-audit", "--strict", "--disable-pip", "--no-deps", "-r", str(requirements))
+
+
+@nox.session
+def guide(session: nox.Session) -> None:
+    """What docs/write-a-strategy.md says, from an empty folder to a wheel on an index."""
+    session.install(TORCH)
+    session.install(*BUILD_TOOLS, *tools("pytest"))
+    run_pytest(session, "guide", "tests/test_write_a_strategy.py")
 
 
 @nox.session

@@ -6,18 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stratagem.testing.components.check import checks_of
+from stratagem.testing.components.component import Component
+from stratagem.testing.components.server import Server
 
 HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.slow]
 
 
-def run(script: str, folder: Path, *arguments: str, fails: bool = False) -> str:
-    """Run a script where the plugin of this folder is installed; return what it prints."""
+def built() -> None:
+    """Build the simulated device, or skip where there is no compiler."""
     pytest.importorskip("torch.utils.cpp_extension")
     sys.path.insert(0, str(HERE))
     from simulated.build import build, compiler
@@ -26,6 +31,11 @@ def run(script: str, folder: Path, *arguments: str, fails: bool = False) -> str:
     if compiler() is None:
         pytest.skip("no C++ compiler for the simulated device; `nox -s tests` runs it with one")
     build()
+
+
+def run(script: str, folder: Path, *arguments: str, fails: bool = False) -> str:
+    """Run a script where the plugin of this folder is installed; return what it prints."""
+    built()
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     done = subprocess.run(
@@ -120,6 +130,40 @@ def test_no_step_waits_for_the_device(one: Any) -> None:
     assert len(one["logged"]) == 1 + 40 + 10
 
 
+@pytest.fixture(scope="module")
+def flight(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    printed = run("in_flight.py", tmp_path_factory.mktemp("flight"))
+    return json.loads(printed.splitlines()[-1])  # after the line that the signal makes
+
+
+def test_a_batch_is_copied_beside_the_step_before_it_and_one_is_in_flight(flight: Any) -> None:
+    """Two epochs of six batches, each of two tensors, whose copies end when they are waited for."""
+    assert flight["in flight"] == {"before": [2] * 12, "after": [0] * 12, "most": 2}
+    assert flight["overlapping"] == 24
+    assert flight["same losses"]
+
+
+def test_a_batchs_memory_is_not_handed_out_again_while_a_step_uses_it(flight: Any) -> None:
+    assert flight["unsafe frees"] == 0
+
+
+def test_the_simulated_device_shows_what_a_careless_copy_would_do(flight: Any) -> None:
+    found = flight["careless"]
+    assert found["whole"] == {"same losses": True, "overlapping": 24, "unsafe frees": 0}
+    assert not found["no wait"]["same losses"]
+    assert found["no record"]["unsafe frees"] > 0
+    assert found["one stream"] == {"same losses": True, "overlapping": 0, "unsafe frees": 0}
+
+
+def test_a_run_stopped_with_a_batch_in_flight_resumes_exactly(flight: Any) -> None:
+    assert flight["stopped"] == {
+        "in flight": 2,
+        "file": "interrupted-step=9.ckpt",
+        "same losses": True,
+        "same weights": True,
+    }
+
+
 def test_an_accelerator_says_when_a_process_must_not_be_forked(one: Any) -> None:
     assert one["fork before"] is None
     assert one["fork after"] == (
@@ -200,3 +244,22 @@ def test_a_device_that_fails_is_named_and_nobody_waits_for_it(tmp_path: Path) ->
     assert "so that a line before this one may be the cause" in error
     # The first error is the one that is shown.
     assert "During handling of the above exception" not in error
+
+
+# ---------------------------------------------------------------- the kit for accelerators
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    built()
+    made = Server(search_path=(str(HERE),))
+    yield made
+    made.close()
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("check", list(checks_of("accelerator")))
+def test_its_accelerator_passes_the_kit(check: str, server: Server) -> None:
+    options = {"tolerance": 1e-5, "devices": 2}
+    component = Component(kind="accelerator", name="sim", options=options, search_path=(str(HERE),))
+    assert server.failure(component, check) == ""

@@ -10,8 +10,10 @@ from stratagem.discovery.specs import (
     ClusterEnvironmentSpec,
     ComponentSpec,
     LauncherSpec,
+    Objection,
     PrecisionSpec,
     StrategySpec,
+    Target,
 )
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "ClusterEnvironmentSpec",
     "ComponentSpec",
     "LauncherSpec",
+    "Objection",
     "PrecisionSpec",
     "StrategySpec",
+    "Target",
     "hookimpl",
 ]

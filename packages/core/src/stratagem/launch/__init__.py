@@ -44,11 +44,15 @@ if TYPE_CHECKING:
     from stratagem.launch.packed import run_packed as run_packed
     from stratagem.launch.watch import run_as_rank as run_as_rank
     from stratagem.plan.plan import RunPlan as RunPlan
+    from stratagem.plan.plan import RunRequest as RunRequest
+    from stratagem.plan.selection import Selection as Selection
 else:
     # When they are used: a rank that imports one module here pays for no other.
     _HOMES = {
         "Launcher": "stratagem.interfaces.launcher",
         "RunPlan": "stratagem.plan.plan",
+        "RunRequest": "stratagem.plan.plan",
+        "Selection": "stratagem.plan.selection",
         "free_port": "stratagem.launch.network",
         "pack": "stratagem.launch.packed",
         "rank_environment": "stratagem.launch.environment",
@@ -66,6 +70,8 @@ else:
 __all__ = [
     "Launcher",
     "RunPlan",
+    "RunRequest",
+    "Selection",
     "free_port",
     "pack",
     "rank_environment",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -46,7 +49,7 @@ def prepare(
 
     Raises:
         ConfigurationError: an optimizer that exists holds none of the module's parameters.
-        PluginError: the strategy has returned something else.
+        PluginError: the strategy has returned something else, or its `wrap` is never called.
     """
     if not callable(optimizers):
         _check_parameters(module, optimizers)
@@ -56,7 +59,8 @@ def prepare(
     step_module = StepModule(module)
     if strategy.sync_batchnorm:
         strategy.synchronize_batch_norm(step_module)
-    prepared: Any = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
+    with _wrap_is_called(strategy):
+        prepared: Any = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
     if not isinstance(prepared, PreparedModel):
         raise PluginError(
             f"{type(strategy).__name__}.prepare returned a {type(prepared).__name__}; expected a "
@@ -64,12 +68,49 @@ def prepare(
             "returns: what is to be called instead of the model belongs into its `module`"
         )
     _latest[module] = ref(strategy), ref(prepared)
+    for optimizer in prepared.optimizers:
+        warn_of_lost_epsilon(strategy, optimizer)
     if compilation is None and strategy.components.step is not None:
         compilation = strategy.components.step.compilation
     if compilation and not compilation.whole_step:
         prepared.compile(compilation)
         watch_recompilations(tells=strategy.ranks.is_global_zero)
     return prepared
+
+
+_calls_wrap: WeakSet[type[Strategy]] = WeakSet()
+"""The classes with a `prepare` and a `wrap` that was called, once for each."""
+
+
+@contextmanager
+def _wrap_is_called(strategy: Strategy) -> Iterator[None]:
+    """Refuse a class whose `prepare` leaves out its own or an inherited `wrap`.
+
+    Raises:
+        PluginError: training would run without what `wrap` does, such as averaging gradients.
+    """
+    kind = type(strategy)
+    own = kind.prepare is not Strategy.prepare and kind.wrap is not Strategy.wrap
+    if not own or kind in _calls_wrap:
+        yield
+        return
+    wrap = strategy.wrap
+
+    def noted(module: nn.Module) -> nn.Module:
+        _calls_wrap.add(kind)
+        return wrap(module)
+
+    strategy.wrap = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del strategy.wrap
+    if kind not in _calls_wrap:
+        raise PluginError(
+            f"{kind.__name__}.prepare has not called wrap, so that {kind.wrap.__qualname__} does "
+            "nothing: call super().prepare(...) or self.wrap(module) there, or override wrap to "
+            "return the module"
+        )
 
 
 def release(module: nn.Module) -> None:
@@ -154,6 +195,36 @@ def prepared_of(optimizer: Optimizer, models: Sequence[PreparedModel]) -> Prepar
         "setup_optimizers() received an optimizer without any parameter of a model that was "
         "set up: call setup_module(model) first, and make the optimizer from its parameters"
     )
+
+
+def warn_of_lost_epsilon(strategy: Strategy, optimizer: Optimizer) -> None:
+    """Warn on rank 0 of an optimizer that divides by 0, since its `eps` is 0 in float16.
+
+    torch's optimizers add it to a denominator in the dtype of the parameters, unless they are
+    fused; float16 has no number between 0 and 6e-8 (2**-24), and AdamW's eps is 1e-8.
+
+    Args:
+        strategy: one whose engine implements the precision steps copies in float32.
+        optimizer: as it will be stepped.
+    """
+    engine = strategy.precision.name in strategy.capabilities.engine_precisions
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+    if engine or not is_torchs or not strategy.ranks.is_global_zero:
+        return
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if not isinstance(eps, float) or eps <= 0 or group.get("fused"):
+            continue
+        for dtype in {p.dtype for p in group["params"] if p.is_floating_point()}:
+            if torch.tensor(eps, dtype=dtype) == 0:
+                warnings.warn(
+                    f"{type(optimizer).__name__}(eps={eps:g}) divides by 0 where a gradient is 0 "
+                    f"or small: its parameters are in {dtype}, in which {eps:g} is 0, and weights "
+                    "become infinite or not a number. Pass eps=1e-4, or precision='bf16-true', "
+                    "which has the range of float32",
+                    stacklevel=2,
+                )
+                return
 
 
 def _check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.trainer.divergence import DivergenceCheck
-from stratagem.trainer.graph_step import GraphStep, tracing
+from stratagem.trainer.open_data import data_of, reopen_in_epoch
 from stratagem.trainer.step import Step, make_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.run import Run
     from stratagem.trainer.train_loader import TrainLoader
     from stratagem.trainer.validation import Validation
@@ -24,26 +23,18 @@ if TYPE_CHECKING:
 def fit(
     run: Run,
     prepared: PreparedModel,
-    loader: TrainLoader,
     validation: Validation,
-    rank_state: RankState,
 ) -> None:
     """Train until a limit is reached or `Trainer.should_stop` is set.
 
     Args:
         run: this one.
         prepared: the model.
-        loader: this rank's training batches.
         validation: of this fit.
-        rank_state: where in them this rank begins.
     """
+    loader, rank_state = data_of(run)
     module, progress, hooks = run.module, run.progress, run.hooks
-    compilation = run.trainer.step_options.compilation
-    step: Step
-    if compilation is not None and compilation.whole_step:
-        step = run.step = GraphStep(run, prepared, compilation)
-    else:
-        step = run.step = make_step(run, prepared)
+    step = run.step = make_step(run, prepared)
     train_steps = _train_steps(run, prepared, step, loader, validation)
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
@@ -51,27 +42,30 @@ def fit(
     hooks.call("on_train_start")
     rank_state.begin_training()
     try:
-        with tracing(compilation):
-            # No batch at all was asked for with limit_train_batches=0.
-            while loader.batches > 0 and not _is_finished(run):
-                epoch = progress.epoch
-                loader.set_epoch(epoch)
-                validates = validation.is_in_epoch(epoch)
-                interval = validation.interval(loader.batches) if validates else 0
-                hooks.call("on_train_epoch_start")
-                run.metrics.in_step = True
-                rank_state.begin_epoch()
-                # What follows sees the epoch as finished, so that a checkpoint saved from here on
-                # resumes with the next one. A stop in the middle leaves it unfinished.
+        # No batch at all was asked for with limit_train_batches=0.
+        while loader.batches > 0 and not _is_finished(run):
+            epoch = progress.epoch
+            if reopen_in_epoch(run):
+                loader, rank_state = data_of(run)
+                train_steps = _train_steps(run, prepared, step, loader, validation)
+            loader.set_epoch(epoch)
+            validates = validation.is_in_epoch(epoch)
+            interval = validation.interval(loader.batches) if validates else 0
+            hooks.call("on_train_epoch_start")
+            run.metrics.in_step = True
+            rank_state.begin_epoch()
+            # What follows sees the epoch as finished, so that a checkpoint saved from here on
+            # resumes with the next one. A stop in the middle leaves it unfinished.
+            with step.epoch_context():
                 progress.epoch_is_done, validation_is_due = train_steps(interval)
-                if progress.epoch_is_done:
-                    run.schedulers.step("epoch", epoch + 1)
-                    if validation_is_due:
-                        validation.run(prepared)
-                run.end_train_epoch()
-                if not progress.epoch_is_done:
-                    break
-                progress.next_epoch()
+            if progress.epoch_is_done:
+                run.schedulers.step("epoch", epoch + 1)
+                if validation_is_due:
+                    validation.run(prepared)
+            run.end_train_epoch()
+            if not progress.epoch_is_done:
+                break
+            progress.next_epoch()
     except RuntimeError as error:
         explained = step.explain(error) or run.strategy.explain(prepared, error)
         if explained is None:
@@ -91,7 +85,7 @@ def _train_steps(
     done, and whether validation is due at its end.
     """
     trainer, progress = run.trainer, run.progress
-    take_step = step.takes_step()
+    take_step = run.profiling.wrap("run_training_batch", step.takes_step())
     ends_here = run.interruption_check()
     divergence = _divergence_check(run, prepared)
 
@@ -132,7 +126,7 @@ def _train_steps(
             return True, is_due or interval == float("inf")
         return progress.batches >= end, is_due or interval == float("inf")
 
-    return train_steps
+    return run.profiling.wrap("run_training_epoch", train_steps)
 
 
 def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:

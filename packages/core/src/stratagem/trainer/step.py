@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.module import Module
     from stratagem.plan.step_options import GradientClip
+    from stratagem.trainer.hooks import Hook
     from stratagem.trainer.run import Run
 
 
@@ -54,8 +55,12 @@ class Step(TrainStep):
         self._progress = run.progress
         self._logged = run.metrics
         self._schedulers = run.schedulers
-        self._training_step = _training_step(module, prepared)
-        self._convert = batch_converter(strategy, module, run.datamodule)
+        called = _training_step(module, prepared)
+        self._training_step = run.profiling.of_strategy("training_step", called)
+        convert = batch_converter(strategy, module, run.datamodule)
+        if convert is not None:
+            convert = run.profiling.of_strategy("batch_to_device", convert)
+        self._convert = convert
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
         self._takes_index = positional_parameters(module.training_step).most > 1
         self._detect = run.trainer.detect_anomaly
@@ -71,6 +76,17 @@ class Step(TrainStep):
         self._on_after_backward = hooks.of("on_after_backward")
         self._on_before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._on_before_zero_grad = hooks.of("on_before_zero_grad")
+        run.profiling.watch(self)
+
+    def surround_backward(self, before: Hook, after: Hook) -> None:
+        """Call `before` after all hooks that come before a backward, and `after` behind it."""
+        self._on_before_backward = (*self._on_before_backward, before)
+        self._on_after_backward = (after, *self._on_after_backward)
+
+    def surround_update(self, before: Hook, after: Hook) -> None:
+        """The same of clipping and the optimizer's step."""
+        self._on_before_optimizer_step = (*self._on_before_optimizer_step, before)
+        self._on_before_zero_grad = (after, *self._on_before_zero_grad)
 
     # -- called by the loop
 
@@ -85,8 +101,8 @@ class Step(TrainStep):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has batches that do not count as trained on yet."""
-        return self._micro_batches > 0
+        """Whether a batch of it has begun, and they do not count as trained on yet."""
+        return self._begun > 0 and self._micro_batches > 0
 
     @property
     def has_loss(self) -> bool:
@@ -111,6 +127,10 @@ class Step(TrainStep):
         self._batch = None
         if stepped and self._logged.row:
             self._logged.end_step(self._progress.global_step - 1)
+
+    def epoch_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which an epoch's steps are taken."""
+        return nullcontext()
 
     def takes_step(self) -> Callable[..., None]:
         """Return what takes each step: called with the model, this step and its micro-batches."""
@@ -325,7 +345,13 @@ class _WatchedStep(Step):
 
 
 def make_step(run: Run, prepared: PreparedModel) -> Step:
-    """Return the step of a fit, watched in its first optimizer step where that is needed."""
+    """Return the step of a fit: one graph if that was asked for; else watched where needed."""
+    compilation = run.trainer.step_options.compilation
+    if compilation is not None and compilation.whole_step:
+        # It is a Step itself, and only those who ask for it import what makes graphs.
+        from stratagem.trainer.graph_step import GraphStep
+
+        return GraphStep(run, prepared, compilation)
     return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)
 
 
