@@ -335,7 +335,7 @@ print(spent, *sorted(set(sys.modules) - before))
 def test_asking_the_driver_imports_its_bindings_and_little_else() -> None:
     """20 ms of CPU time is what it may take; counted are modules, since time is the machine's.
 
-    Those 45 are ctypes, the bindings, and what ctypes.util imports.
+    Those 45 are ctypes, the bindings, and what ctypes.util imports; without a driver, ctypes alone.
     """
     times, modules = [], set()
     for _ in range(3):
@@ -345,9 +345,10 @@ def test_asking_the_driver_imports_its_bindings_and_little_else() -> None:
         spent, *imported = done.stdout.split()
         times.append(float(spent))
         modules = set(imported)
-    assert "pynvml" in modules
+    missing = probe.driver_is_missing()
+    assert ("pynvml" in modules) is not missing
     assert not {"torch", "numpy", "pathlib", "packaging", "importlib.metadata"} & modules
-    assert len(modules) <= 45
+    assert len(modules) <= (15 if missing else 45)
     assert min(times) < 0.1  # five times that: on a machine that does much else
 
 
