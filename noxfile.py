@@ -46,8 +46,10 @@ TEST_TOOLS = [
     "moto[s3]==5.2.5",
     "s3fs==2026.9.0",
 ]
-# float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; both take the torch that is there.
+# float8 emulated on the CPU, and 4 and 8 bits by CPU kernels; neither says which torch it needs.
 LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
+# The last torchao for torch 2.9.
+LOW_PRECISIONS_2_9 = ["bitsandbytes==0.50.2", "torchao==0.17.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
@@ -94,11 +96,17 @@ THIRD_PARTIES = {
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 
 
+def tools(*names: str) -> list[str]:
+    """Those of TEST_TOOLS, as they are pinned."""
+    return [tool for tool in TEST_TOOLS if tool.partition("==")[0] in names]
+
+
 def install_everything(session: nox.Session, torch: str = TORCH) -> None:
     """Torch, the tools, then the five packages from the source tree, editable."""
     session.install(torch)
     session.install(*BUILD_TOOLS, *TEST_TOOLS)
-    session.install("--no-deps", *LOW_PRECISIONS)
+    low_precisions = LOW_PRECISIONS_2_9 if torch.startswith("torch==2.9.") else LOW_PRECISIONS
+    session.install("--no-deps", *low_precisions)
     session.install(DEEPSPEED)  # a source distribution, built in an environment of its own
     editable = [argument for package in PACKAGES for argument in ("-e", f"./{package}")]
     session.install("--no-build-isolation", *editable)
@@ -107,8 +115,7 @@ def install_everything(session: nox.Session, torch: str = TORCH) -> None:
 def install_core(session: nox.Session, *torch: str) -> None:
     """A torch, what TORCH_TESTS need, and core with the XLA backend, editable."""
     session.install(*torch)
-    names = ("numpy==", "pytest==", "safetensors==")
-    session.install(*BUILD_TOOLS, *(tool for tool in TEST_TOOLS if tool.startswith(names)))
+    session.install(*BUILD_TOOLS, *tools("numpy", "pytest", "safetensors"))
     session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/backend-xla")
 
 
@@ -139,6 +146,24 @@ def run_pytest(session: nox.Session, markers: str, *options: str) -> None:
     session.run("pytest", "-m", markers, *options, *session.posargs)
 
 
+def run_unit(session: nox.Session, torch: str = TORCH) -> None:
+    """The tests without the wheels, with a torch."""
+    install_everything(session, torch)
+    run_pytest(session, f"{IN_CI} and not wheels", *TWO_AT_ONCE)
+
+
+def run_xla(session: nox.Session, *options: str) -> None:
+    """The tests of the XLA backend that need torch_xla."""
+    session.run("pytest", "-m", "xla", "packages/backend-xla/tests", *options)
+
+
+def run_script(session: nox.Session, script: str, *needed: str) -> None:
+    """A script beside core alone, with this session's further arguments."""
+    session.install(TORCH)
+    session.install("./packages/core", *needed)
+    session.run("python", script, *session.posargs)
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """The whole check: lint, types, contracts, then every test that needs no GPU and no cluster."""
@@ -156,7 +181,7 @@ def oldest(session: nox.Session) -> None:
     """What leans on the insides of torch, with the oldest one: that of torch_xla, and its tests."""
     install_core(session, *XLA)
     session.run("pytest", *TORCH_TESTS, *session.posargs)
-    session.run("pytest", "-m", "xla", "packages/backend-xla/tests")
+    run_xla(session)
 
 
 @nox.session
@@ -170,14 +195,13 @@ def newest(session: nox.Session) -> None:
 @nox.parametrize("torch", TORCH_VERSIONS)
 def torch_versions(session: nox.Session, torch: str) -> None:
     """The tests without the wheels, with the versions of torch that core takes; not in CI."""
-    install_everything(session, f"torch=={torch}")
-    run_pytest(session, f"{IN_CI} and not wheels", *TWO_AT_ONCE)
+    run_unit(session, f"torch=={torch}")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Ruff's rules and ruff's format."""
-    session.install(*(tool for tool in TEST_TOOLS if tool.startswith("ruff==")))
+    session.install(*tools("ruff"))
     check_lint(session)
 
 
@@ -198,8 +222,7 @@ def contracts(session: nox.Session) -> None:
 @nox.session
 def unit(session: nox.Session) -> None:
     """The tests without the wheels; what follows `--` goes to pytest."""
-    install_everything(session)
-    run_pytest(session, f"{IN_CI} and not wheels", *TWO_AT_ONCE)
+    run_unit(session)
 
 
 @nox.session
@@ -227,7 +250,7 @@ def deepspeed_ops(session: nox.Session) -> None:
 def xla(session: nox.Session) -> None:
     """PyTorch/XLA on PJRT's CPU client, in an environment with its own torch."""
     install_core(session, *XLA)
-    session.run("pytest", "-m", "xla", "packages/backend-xla/tests", *session.posargs)
+    run_xla(session, *session.posargs)
 
 
 @nox.session
@@ -242,8 +265,7 @@ def conformance(session: nox.Session) -> None:
 def third_parties(session: nox.Session, plugin: str) -> None:
     """The example plugins on the real systems that they bring, each with the kit; not in CI."""
     session.install(TORCH)
-    names = ("numpy==", "pytest==")
-    session.install(*BUILD_TOOLS, *(tool for tool in TEST_TOOLS if tool.startswith(names)))
+    session.install(*BUILD_TOOLS, *tools("numpy", "pytest"))
     for arguments in THIRD_PARTIES[plugin]:
         session.install(*arguments, env={"CUDA_EXT": "0"})
     session.install("--no-build-isolation", "-e", "./packages/core")
@@ -257,8 +279,7 @@ def third_parties(session: nox.Session, plugin: str) -> None:
 def skew(session: nox.Session) -> None:
     """Core with the example plugins of the commit before, or of the one that follows `--`."""
     session.install(TORCH)
-    tools = [tool for tool in TEST_TOOLS if tool.startswith(("pytest==", "scikit-learn=="))]
-    session.install(*BUILD_TOOLS, *tools)
+    session.install(*BUILD_TOOLS, *tools("pytest", "scikit-learn"))
     commit = {"STRATAGEM_SKEW_COMMIT": session.posargs[0]} if session.posargs else {}
     session.run("pytest", "-m", "skew", "tests/test_skew.py", env=commit)
 
@@ -297,49 +318,38 @@ def audit(session: nox.Session) -> None:
 def guide(session: nox.Session) -> None:
     """What docs/write-a-strategy.md says, from an empty folder to a wheel on an index."""
     session.install(TORCH)
-    tools = [tool for tool in TEST_TOOLS if tool.startswith("pytest==")]
-    session.install(*BUILD_TOOLS, *tools)
+    session.install(*BUILD_TOOLS, *tools("pytest"))
     run_pytest(session, "guide", "tests/test_write_a_strategy.py")
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
     """Trains a classifier on real data in two processes; what follows `--` goes to the script."""
-    session.install(TORCH)
-    session.install("./packages/core", "scikit-learn")
-    session.run("python", "examples/digits.py", *session.posargs)
+    run_script(session, "examples/digits.py", "scikit-learn")
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Step cost, import and start-up beside raw PyTorch and two peers; not in CI."""
-    session.install(TORCH)
-    session.install("./packages/core", *PEERS)
-    session.run("python", "benchmarks/run.py", *session.posargs)
+    run_script(session, "benchmarks/run.py", *PEERS)
 
 
 @nox.session
 def endurance(session: nox.Session) -> None:
     """100 launches, 20 at once, and 20 kills of a rank; not in CI."""
-    session.install(TORCH)
-    session.install("./packages/core")
-    session.run("python", "benchmarks/endurance.py", *session.posargs)
+    run_script(session, "benchmarks/endurance.py")
 
 
 @nox.session
 def matrix(session: nox.Session) -> None:
     """Every strategy of core by every launcher and environment that this machine has; not in CI."""
-    session.install(TORCH)
-    session.install("./packages/core")
-    session.run("python", "benchmarks/matrix.py", *session.posargs)
+    run_script(session, "benchmarks/matrix.py")
 
 
 @nox.session
 def scale(session: nox.Session) -> None:
     """What up to 4,096 simulated ranks cost, and orders of up to 1e9 samples; not in CI."""
-    session.install(TORCH)
-    session.install("./packages/core")
-    session.run("python", "benchmarks/scale.py", *session.posargs)
+    run_script(session, "benchmarks/scale.py")
 
 
 @nox.session
@@ -357,8 +367,7 @@ def durability(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """10,000 checkpoints made to harm, others each time; not in CI, where 500 are."""
     session.install(TORCH)
-    tools = [tool for tool in TEST_TOOLS if tool.startswith(("hypothesis==", "pytest=="))]
-    session.install("./packages/core", *tools)
+    session.install("./packages/core", *tools("hypothesis", "pytest"))
     file = "packages/core/tests/test_fuzz_checkpoints.py"
     cases = {"STRATAGEM_FUZZ_CASES": "10000"}
     session.run("pytest", "-s", file, *session.posargs, env=cases)

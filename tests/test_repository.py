@@ -5,6 +5,7 @@ import runpy
 from collections.abc import Iterator
 from importlib.metadata import distribution, version
 from pathlib import Path
+from typing import Any
 
 import nox.registry
 import pytest
@@ -67,13 +68,33 @@ def test_a_package_has_what_its_wheel_needs(package: Path) -> None:
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
+@pytest.fixture(scope="module")
+def noxfile() -> dict[str, Any]:
+    """Its names; once, since nox wants each session to be registered once."""
+    return runpy.run_path(str(ROOT / "noxfile.py"))
+
+
+@pytest.mark.usefixtures("noxfile")
 def test_contributing_lists_every_nox_session_and_no_other() -> None:
-    runpy.run_path(str(ROOT / "noxfile.py"))
     sessions = nox.registry.get()
     assert all(session.__doc__ for session in sessions.values())
     text = (ROOT / "CONTRIBUTING.md").read_text()
     documented = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert sorted(documented) == sorted(sessions)
+
+
+def test_core_takes_torch_from_the_oldest_that_is_tried_and_has_no_upper_bound(
+    noxfile: dict[str, Any],
+) -> None:
+    stated = map(Requirement, distribution(CORE).requires or [])
+    (torch,) = [requirement for requirement in stated if requirement.name == "torch"]
+    versions = [Version(version) for version in noxfile["TORCH_VERSIONS"]]
+    assert versions == sorted(versions)
+    assert str(torch.specifier) == f">={versions[0].major}.{versions[0].minor}"
+    assert noxfile["TORCH"] in {f"torch=={one}" for one in versions}
+    # Where pip may have it, the session `newest` takes the last of them.
+    assert versions[-1] in Requirement(noxfile["NEWEST"]).specifier
+    assert Version(noxfile["XLA"][0].partition("==")[2]).release[:2] == versions[0].release[:2]
 
 
 def brought_in_by(name: str, found: set[str]) -> set[str]:

@@ -205,7 +205,9 @@ class Tuned(Module):
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = mse_loss(self.net(batch).float(), torch.ones(*batch.shape[:-1], 8))
+        # Both in float32: before torch 2.13, mse_loss has no backward of two dtypes.
+        targets = torch.ones(*batch.shape[:-1], 8, dtype=torch.float32)
+        loss = mse_loss(self.net(batch).float(), targets)
         self.losses.append(loss.item())
         return loss
 

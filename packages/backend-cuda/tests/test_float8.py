@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -21,6 +22,7 @@ from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.plan.plan import RunRequest
 from stratagem.plan.resolve import resolve
+from stratagem_cuda import probe
 from stratagem_cuda.accelerator import CUDAAccelerator
 from stratagem_cuda.precision import Float8Precision
 from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
@@ -222,6 +224,21 @@ def test_a_library_of_another_version_is_said(version: str, installed: dict[str,
     )
 
 
+def test_a_torchao_that_needs_another_torch_is_said(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed["torch"] = "2.9.1"
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    with pytest.raises(ConfigurationError) as caught:
+        Float8Precision(emulate=True).convert_module(nn.Linear(16, 16))
+    assert str(caught.value) == (
+        "precision='float8': torchao 0.18.0 cannot be imported beside torch 2.9.1 (import of "
+        "torchao.float8 halted; None in sys.modules): upgrade torch, or pip install "
+        "'torchao<0.18.0'"
+    )
+
+
 def test_the_extras_are_the_versions_that_are_looked_for() -> None:
     declared = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     for needed in (TORCHAO, BITSANDBYTES, TRANSFORMER_ENGINE):
@@ -281,6 +298,7 @@ def play_nvml(monkeypatch: pytest.MonkeyPatch, gpus: dict[str, tuple[int, int]])
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
+    monkeypatch.setattr(probe, "driver_is_missing", lambda: False)
 
 
 @pytest.mark.parametrize("precision", ["float8", "transformer-engine"])

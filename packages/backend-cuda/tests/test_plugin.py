@@ -83,7 +83,9 @@ def test_doctor_says_of_a_precision_whether_its_library_is_there(
     monkeypatch.setattr(doctor, "version_of", versions.get)
     (module,) = PLUGINS.values()
     here = {
-        spec.name: doctor._listed(Candidate(spec, "stratagem-backend-cuda", "0.1.0"), {}).here
+        spec.name: doctor.listed_component(
+            Candidate(spec, "stratagem-backend-cuda", "0.1.0"), {}
+        ).here
         for spec in importlib.import_module(module).stratagem_components()
         if spec.kind == "precision"
     }

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -21,6 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Lite, Module, Trainer
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces import compiling
+from stratagem.interfaces.compiling import takes_whole_steps
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -461,6 +464,17 @@ def test_ranks_compiled_in_other_ways(ranks: dict[str, Any], name: str) -> None:
 
 # ---------------------------------------------------------------- the whole step
 
+needs_whole_steps = pytest.mark.skipif(
+    not takes_whole_steps(), reason="this torch.compile takes no backward into the graph"
+)
+
+
+def test_a_torch_that_takes_no_whole_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "takes_whole_steps", lambda: False)
+    needs = f"into the graph (2.11 does), received {torch.__version__}: pass compile=True, or"
+    with pytest.raises(ConfigurationError, match=re.escape(needs)):
+        fit(compile="step")
+
 
 class AdamNet(Net):
     def configure_optimizers(self) -> Any:
@@ -484,6 +498,7 @@ OPTIONS = [
 ]
 
 
+@needs_whole_steps
 @pytest.mark.parametrize("kind", [Net, AdamNet])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_whole_step_has_the_numbers_of_eager(
@@ -508,12 +523,14 @@ def test_a_whole_step_has_the_numbers_of_eager(
     assert isinstance(group["lr"], float)
 
 
+@needs_whole_steps
 def test_inductor_takes_a_whole_step() -> None:
     _, _, expected = fit(AdamNet(), precision="bf16-mixed")
     _, _, losses = fit(AdamNet(), precision="bf16-mixed", compile="step")
     assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=1e-2)
 
 
+@needs_whole_steps
 def test_whole_steps_resume_exactly_and_their_checkpoints_load_in_eager(tmp_path: Path) -> None:
     compiled = step_of("aot_eager")
     _, whole, expected = fit(AdamNet(), **compiled)
@@ -526,6 +543,7 @@ def test_whole_steps_resume_exactly_and_their_checkpoints_load_in_eager(tmp_path
     assert close(losses, expected[4:])
 
 
+@needs_whole_steps
 def test_a_whole_step_calls_hooks_and_logs_in_order(graphs: Graphs) -> None:
     class Notes(Callback):
         def __init__(self) -> None:
@@ -550,6 +568,7 @@ def test_a_whole_step_calls_hooks_and_logs_in_order(graphs: Graphs) -> None:
     ]
 
 
+@needs_whole_steps
 def test_a_whole_step_stays_one_graph_with_validation_and_dropout(graphs: Graphs) -> None:
     net = Net()
     net.net.append(nn.Dropout(0.5))
@@ -559,6 +578,7 @@ def test_a_whole_step_stays_one_graph_with_validation_and_dropout(graphs: Graphs
     assert len(graphs.made) == 1
 
 
+@needs_whole_steps
 def test_the_compilers_setting_for_whole_steps_ends_with_the_steps_of_an_epoch(
     graphs: Graphs,
 ) -> None:
@@ -585,6 +605,7 @@ def test_the_compilers_setting_for_whole_steps_ends_with_the_steps_of_an_epoch(
     assert len(graphs.made) == 1
 
 
+@needs_whole_steps
 def test_whole_steps_of_ever_new_shapes_go_on_uncompiled(graphs: Graphs) -> None:
     sizes = [torch.ones(n, 5) for n in (2, 2, 3, 4, 5, 6)]
     batches = [(x, x[:, :1]) for x in sizes]
@@ -609,6 +630,7 @@ class OneCycle(AdamNet):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+@needs_whole_steps
 def test_whole_steps_whose_optimizer_changes_go_on_quietly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -656,6 +678,7 @@ class Counting(SingleDeviceStrategy):
         return super().optimizer_step(prepared, optimizer, closure)
 
 
+@needs_whole_steps
 @pytest.mark.parametrize(
     ("net", "arguments", "message"),
     [

@@ -76,7 +76,7 @@ class Seeing(Module):
 
 
 def fit(strategy: Replica, **options: Any) -> tuple[Seeing, Trainer]:
-    data = torch.arange(24.0).reshape(-1, 1)
+    data: Any = torch.arange(24.0).reshape(-1, 1)
     model = Seeing()
     trainer = Trainer(
         strategy=strategy,

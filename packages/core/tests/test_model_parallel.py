@@ -68,7 +68,8 @@ def ranks(
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        # For a hang: four ranks take 60 s of CPU, of which half is starting, whatever else runs.
+        timeout=500,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -94,7 +94,8 @@ class Float8Precision(MixedPrecision):
         if not self.emulate:
             check_current_float8(self.name)
         # The import takes seconds, and only ranks need it.
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        with TORCHAO.importing(self.name):
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(self.recipe),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from stratagem.errors import ConfigurationError
@@ -57,6 +59,28 @@ class Requirement:
                 f"{what}, received {self.distribution} {version}: {command} installs one that fits"
             )
         return ""
+
+    @contextmanager
+    def importing(self, precision: str) -> Iterator[None]:
+        """Explain an import of the library that fails, on the ranks.
+
+        Its metadata does not say which torch it needs, so that pip puts torchao 0.18, which needs
+        torch 2.10, beside torch 2.9.
+
+        Raises:
+            ConfigurationError: the torch that is here lacks what the library imports.
+        """
+        try:
+            yield
+        except ImportError as error:
+            from importlib import metadata
+
+            version = metadata.version(self.distribution)
+            raise ConfigurationError(
+                f"precision={precision!r}: {self.distribution} {version} cannot be imported beside "
+                f"torch {metadata.version('torch')} ({error}): upgrade torch, or pip install "
+                f"'{self.distribution}<{version}'"
+            ) from error
 
 
 TORCHAO = Requirement("torchao", ">=0.13,<1", "float8")

@@ -10,7 +10,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -60,11 +60,16 @@ def check_compilation(compilation: Compilation, *, on_host: bool) -> None:
                 importlib.import_module("torch._inductor.compile_fx")
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ConfigurationError(f"{compilation}: torch.compile refuses it: {error}") from error
-    if compilation.whole_step and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+    if compilation.whole_step and not takes_whole_steps():
         raise ConfigurationError(
             f"{compilation} needs a torch whose torch.compile takes backward into the graph "
-            f"(2.13 does), received {torch.__version__}: pass compile=True, or upgrade torch"
+            f"(2.11 does), received {torch.__version__}: pass compile=True, or upgrade torch"
         )
+
+
+def takes_whole_steps() -> bool:
+    """Whether this torch takes backward into a graph, as compile="step" wants: 2.9 does not."""
+    return hasattr(torch._dynamo.config, "trace_autograd_ops")
 
 
 def _nothing() -> None:
@@ -226,12 +231,21 @@ def _framed(call: Callable[..., Any], part: nn.Module) -> Callable[..., Any]:
     torch.compile keeps graphs by code object, and no more than a few for each; modules that are
     alike share theirs.
     """
+    if isinstance(call, MethodType):
+        # Its two parts stay the same objects; a method is made anew for each fit, for which torch
+        # 2.9 compiles again.
+        function, owner = call.__func__, call.__self__
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return function(owner, *args, **kwargs)
+
+    else:
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
 
     of_parameters = ((n, tuple(p.shape), p.dtype) for n, p in part.named_parameters())
-    key = type(part).__qualname__, tuple(of_parameters)
+    key = type(part).__qualname__, tuple(of_parameters), forward.__code__.co_freevars
     name = f"forward_of_{type(part).__name__}"
     forward.__code__ = _codes.setdefault(key, forward.__code__.replace(co_name=name))
     return forward

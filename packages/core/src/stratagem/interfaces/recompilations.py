@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 from typing import Any
@@ -87,7 +88,8 @@ def _reason() -> str | None:
     utils: Any = sys.modules.get("torch._dynamo.utils")
     context = utils.get_metrics_context() if hasattr(utils, "get_metrics_context") else None
     reason = getattr(context, "_metrics", {}).get("recompile_reason")
-    return None if reason is None else str(reason)
+    # Of another backend torch 2.9 has no words, after the number of what was compiled before.
+    return None if reason is None else re.sub(r":\s*$", ": BACKEND_MATCH", str(reason))
 
 
 _watcher = _Watcher()
