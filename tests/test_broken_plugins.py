@@ -331,7 +331,7 @@ except LookupError as error:
     assert "unknown strategy 'wonder_parallel_2'" in text
     assert "stratagem-wonder-parallel 3.2.1 might provide it but is broken" in text
     assert "No module named 'vendor_sdk'" in text
-    assert "Available here: ddp, " in text
+    assert "`stratagem strategies` lists all that there are." in text
 
 
 def test_an_unknown_name_is_told_with_every_plugin_that_is_broken(tmp_path: Path) -> None:
