@@ -31,7 +31,9 @@ HOUSES = (
     "environments",
     "loggers",
     "precision",
+    "profilers",
     "strategies",
+    "tuner",
 )
 
 
@@ -53,7 +55,8 @@ def public_names() -> dict[str, Any]:
     }
     for house in HOUSES:
         module: ModuleType = importlib.import_module(f"stratagem.{house}")
-        for name in dir(module):
+        # Some are imported when they are used.
+        for name in {*dir(module), *getattr(module, "__all__", ())}:
             thing = getattr(module, name)
             public = inspect.isclass(thing) or inspect.isfunction(thing)
             # A backend that is installed documents its own.

@@ -427,7 +427,7 @@ def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
         objection="stratagem.native.strategy_specs:nobody",
     )
     assert list(check_spec(spec, registry_of())) == [
-        "its target's module stratagem.native.strategy_specs defines no 'nobody'"
+        "its objection's module stratagem.native.strategy_specs defines no 'nobody'"
     ]
 
 

@@ -38,6 +38,12 @@ class BaseFinetuning(Callback):
         ...     def finetune_function(self, module, epoch, optimizer):
         ...         if epoch == 3:
         ...             self.unfreeze_and_add_param_group(module.backbone, optimizer)
+
+        >>> from torch import nn
+        >>> backbone = nn.Linear(2, 2)
+        >>> BaseFinetuning.freeze(backbone)
+        >>> [parameter.requires_grad for parameter in backbone.parameters()]
+        [False, False]
     """
 
     def __init__(self) -> None:
@@ -270,7 +276,9 @@ class BackboneFinetuning(BaseFinetuning):
     Example:
         >>> from stratagem import Trainer
         >>> from stratagem.callbacks import BackboneFinetuning
-        >>> trainer = Trainer(callbacks=BackboneFinetuning(5, lambda epoch: 1.5), logger=False)
+        >>> later = BackboneFinetuning(5, lambda epoch: 1.5)
+        >>> later in Trainer(callbacks=later, logger=False).callbacks
+        True
     """
 
     def __init__(

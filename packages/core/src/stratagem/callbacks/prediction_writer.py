@@ -30,15 +30,26 @@ class BasePredictionWriter(Callback):
         ConfigurationError: it is none of these.
 
     Example:
-        >>> from stratagem import Trainer
+        >>> import torch
+        >>> from stratagem import Module, Trainer
         >>> from stratagem.callbacks import BasePredictionWriter
         >>> class Write(BasePredictionWriter):
         ...     def write_on_batch_end(
         ...         self, trainer, pl_module, prediction, batch_indices, batch, batch_idx,
         ...         dataloader_idx,
         ...     ):
-        ...         print(trainer.global_rank, batch_indices)
-        >>> trainer = Trainer(callbacks=Write(write_interval="batch"), logger=False)
+        ...         print(batch_indices, prediction.tolist())
+        >>> class Doubles(Module):
+        ...     def predict_step(self, batch, batch_idx):
+        ...         return 2 * batch
+        >>> trainer = Trainer(
+        ...     accelerator="cpu", devices=1, callbacks=Write(write_interval="batch"),
+        ...     logger=False, enable_progress_bar=False,
+        ... )
+        >>> numbers = torch.utils.data.DataLoader(torch.arange(4), batch_size=2)
+        >>> trainer.predict(Doubles(), numbers, return_predictions=False)
+        [0, 1] [0, 2]
+        [2, 3] [4, 6]
     """
 
     def __init__(

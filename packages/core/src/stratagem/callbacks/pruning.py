@@ -60,7 +60,8 @@ class ModelPruning(Callback):
         >>> from stratagem import Trainer
         >>> from stratagem.callbacks import ModelPruning
         >>> pruning = ModelPruning("l1_unstructured", amount=0.2)
-        >>> trainer = Trainer(callbacks=pruning, logger=False)
+        >>> pruning in Trainer(callbacks=pruning, logger=False).callbacks
+        True
     """
 
     PARAMETER_NAMES = ("weight", "bias")

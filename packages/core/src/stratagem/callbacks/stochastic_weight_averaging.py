@@ -46,7 +46,8 @@ class StochasticWeightAveraging(Callback):
         >>> from stratagem import Trainer
         >>> from stratagem.callbacks import StochasticWeightAveraging
         >>> swa = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=0.75)
-        >>> trainer = Trainer(max_epochs=20, callbacks=swa, logger=False)
+        >>> swa in Trainer(max_epochs=20, callbacks=swa, logger=False).callbacks
+        True
     """
 
     def __init__(

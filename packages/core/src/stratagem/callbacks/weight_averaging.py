@@ -136,6 +136,8 @@ class WeightAveraging(Callback):
         ...     def should_update(self, step_idx=None, epoch_idx=None):
         ...         return step_idx is not None and step_idx >= 100 and step_idx % 10 == 0
         >>> trainer = Trainer(callbacks=EveryTenSteps(), logger=False)
+        >>> EveryTenSteps().should_update(step_idx=110)
+        True
     """
 
     def __init__(
@@ -286,7 +288,10 @@ class EMAWeightAveraging(WeightAveraging):
     Example:
         >>> from stratagem import Trainer
         >>> from stratagem.callbacks import EMAWeightAveraging
-        >>> trainer = Trainer(callbacks=EMAWeightAveraging(decay=0.99), logger=False)
+        >>> average = EMAWeightAveraging(decay=0.99, update_every_n_steps=5)
+        >>> [step for step in range(12) if average.should_update(step_idx=step)]
+        [0, 5, 10]
+        >>> trainer = Trainer(callbacks=average, logger=False)
     """
 
     def __init__(
