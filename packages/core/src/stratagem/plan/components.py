@@ -13,7 +13,7 @@ from stratagem.discovery.specs import (
     load_target,
 )
 from stratagem.errors import ConfigurationError
-from stratagem.plan.cluster import Cluster
+from stratagem.plan.cluster import PLAIN, Cluster
 from stratagem.plan.devices import is_zero
 from stratagem.plan.selection import (
     GIVEN,
@@ -225,6 +225,22 @@ def choose_launcher(
             + (", or start_method='fork' to the strategy" if fork else "")
         )
     return selected
+
+
+def choose_environment(question: Question, launcher: Selection, cluster: Cluster) -> Selection:
+    """Return the cluster environment: what runs already, or else that of the launcher's ranks.
+
+    Args:
+        question: what is to be resolved.
+        launcher: what starts the ranks.
+        cluster: what the environment says.
+    """
+    named = getattr(launcher.source, "cluster_environment", PLAIN)
+    if named == PLAIN or cluster.has_started_this or cluster.name != PLAIN:
+        return cluster.environment
+    if question.asked("cluster_environment", None) is not None:
+        return cluster.environment
+    return question.find("cluster_environment", named, f"that of {launcher.name}'s ranks")
 
 
 def _name_of(component: Any) -> str:

@@ -20,6 +20,7 @@ from stratagem.plan.components import (
     asked_launcher,
     choose_accelerator,
     choose_checkpoint_io,
+    choose_environment,
     choose_launcher,
     choose_precision,
     probe_accelerator,
@@ -81,6 +82,8 @@ def resolve(
     _check_strategy(question, strategy, capabilities, accelerator, devices, num_nodes)
     _check_world(question, strategy, capabilities, devices, num_nodes, cluster)
 
+    launcher = choose_launcher(question, strategy, capabilities, cluster, launcher)
+    environment = choose_environment(question, launcher, cluster)
     plan = RunPlan(
         request=request,
         accelerator=accelerator,
@@ -89,11 +92,13 @@ def resolve(
         strategy=strategy,
         capabilities=capabilities,
         precision=choose_precision(question, strategy, capabilities, accelerator),
-        cluster_environment=cluster.environment,
-        launcher=choose_launcher(question, strategy, capabilities, cluster, launcher),
+        cluster_environment=environment,
+        launcher=launcher,
         checkpoint_io=choose_checkpoint_io(question, capabilities),
         num_nodes=num_nodes,
-        environments_passed_over=cluster.passed_over,
+        environments_passed_over=tuple(
+            other for other in cluster.passed_over if other.name != environment.name
+        ),
     )
     registry.plugins.hook.stratagem_run_planned(plan=plan)
     return plan
