@@ -554,7 +554,7 @@ def test_a_variable_chooses_the_cluster(plan: Plan) -> None:
 def test_an_unknown_cluster_of_a_variable_names_the_variable(refused: Callable[..., str]) -> None:
     text = refused(UnknownNameError, environ={"STRATAGEM_CLUSTER": "slurrm"})
     assert text.startswith("STRATAGEM_CLUSTER=slurrm: unknown cluster environment 'slurrm'.")
-    assert "Available here: Kubeflow, LSF, MPI, SLURM, TorchElastic, moon, plain." in text
+    assert "Available here: Kubeflow, LSF, MPI, SLURM, TorchElastic, moon, moonbase, plain." in text
 
 
 def test_of_several_clusters_the_one_with_the_highest_priority_is_taken(plan: Plan) -> None:

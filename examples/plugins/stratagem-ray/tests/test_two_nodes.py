@@ -12,18 +12,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_programs import RAY, TRAIN, Program, Told, clean_environment, wait_until
 
 pytestmark = pytest.mark.cluster
 
-TRAIN = Path(__file__).with_name("train.py")
 CLUSTERS = Path(__file__).resolve().parents[4] / "tests/clusters/conftest.py"
 HEAD = "10.78.0.1:6379"
 
@@ -44,34 +43,28 @@ clusters = load_clusters()
 class RayCluster:
     """A head on node1 and another node, each with room for two ranks, in programs that stay."""
 
-    def __init__(self, hosts: Any, folder: Path) -> None:
+    def __init__(self, hosts: Any, folder: Path, variables: dict[str, str]) -> None:
         self.hosts, self.folder = hosts, folder
-        self.environment = {
-            "RAY_ADDRESS": HEAD,
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
-        self.started: list[Any] = []
+        self.environment = clean_environment(**variables, RAY_ADDRESS=HEAD)
+        self.started: list[Program] = []
         self.head = self._node(1, "--head", "--port=6379", "--include-dashboard=false")
         self.head.wait_for("Ray runtime started.")
         self.other = self._node(2, f"--address={HEAD}")
         self.other.wait_for("Ray runtime started.")
 
-    def _node(self, number: int, *options: str) -> Any:
-        ray = str(Path(sys.executable).with_name("ray"))
+    def _node(self, number: int, *options: str) -> Program:
         address = f"--node-ip-address=10.78.0.{number}"
-        start = (ray, "start", address, "--num-cpus=2", "--block", "--disable-usage-stats")
+        start = (RAY, "start", address, "--num-cpus=2", "--block")
         return self.run(number, *start, *options)
 
-    def run(self, number: int, *command: str) -> Any:
+    def run(self, number: int, *command: str) -> Program:
         """Start a program on a host."""
         place = self.folder / f"program{len(self.started)}.txt"
-        program = clusters.Started(self.hosts.command(number, *command), place, self.environment)
+        program = Program(self.hosts.command(number, *command), place, self.environment)
         self.started.append(program)
         return program
 
-    def train(self, out: Path, *options: str) -> Any:
+    def train(self, out: Path, *options: str) -> Program:
         """Start train.py on node1, with two nodes of one rank each."""
         return self.run(1, sys.executable, str(TRAIN), str(out), "--num-nodes=2", *options)
 
@@ -87,14 +80,14 @@ class RayCluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[RayCluster]:
+def cluster(tmp_path: Path, for_rays_own: dict[str, str]) -> Iterator[RayCluster]:
     if os.geteuid() != 0:
         pytest.skip("needs root, to make network namespaces")
     clusters.need("ip", "nsenter", "unshare", packages="iproute2 util-linux")
     hosts = clusters.Hosts(tmp_path)
     made = None
     try:
-        made = RayCluster(hosts, tmp_path)
+        made = RayCluster(hosts, tmp_path, for_rays_own)
         yield made
     finally:
         if made is not None:
@@ -102,76 +95,41 @@ def cluster(tmp_path: Path) -> Iterator[RayCluster]:
         hosts.close()
 
 
-def told(out: Path, rank: int) -> list[dict[str, Any]]:
-    file = out / f"rank{rank}.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def starts(out: Path, rank: int) -> list[dict[str, Any]]:
-    return [line for line in told(out, rank) if "pid" in line]
-
-
-def losses(out: Path, rank: int) -> dict[int, float]:
-    """Return the losses of a rank by step; those of a step that was taken again are the last."""
-    return {line["step"]: line["loss"] for line in told(out, rank) if "step" in line}
-
-
-def wait_for_step(out: Path, step: int) -> Callable[[], bool]:
-    return lambda: step in losses(out, 0) and step in losses(out, 1)
-
-
 def result(program: Any) -> dict[str, Any]:
     printed: dict[str, Any] = json.loads(program.text().splitlines()[-1])
     return printed
 
 
-def test_a_run_goes_on_exactly_on_the_node_that_is_left(
-    cluster: RayCluster, tmp_path: Path
-) -> None:
-    out, again = tmp_path / "run", tmp_path / "again"
-    program = cluster.train(out, "--steps=30", "--pause=0.3")
-    clusters.wait_until(wait_for_step(out, 10), 180, program.text)
-    (first,), (second,) = starts(out, 0), starts(out, 1)
-    # Each node has a rank, and rank 0's address is its node's.
-    hosts = {first["host"], second["host"]}
-    assert hosts == {"node1", "node2"}
+def test_a_run_goes_on_exactly_on_the_node_that_is_left(cluster: RayCluster, told: Told) -> None:
+    program = cluster.train(told.out, "--steps=30", "--pause=0.3")
+    wait_until(told.have_taken(10), program.text)
+    (first,), (second,) = told.starts(0), told.starts(1)
+    # Each node has a rank, and the main address is that of rank 0's node.
+    assert {first["host"], second["host"]} == {"node1", "node2"}
     assert first["main"] == {"node1": "10.78.0.1", "node2": "10.78.0.2"}[first["host"]]
 
     cluster.lose_node2()
-    program.wait(240)
-
+    program.wait()
     assert "was lost" in program.text()
     assert "all ranks are started again (1 of 3)" in program.text()
-    for rank in (0, 1):
-        restarted = starts(out, rank)[-1]
-        assert (restarted["restart"], restarted["host"]) == (1, "node1")
-    # The first step after the last checkpoint before the loss: what is in the files tells.
-    steps = [line["step"] for line in told(out, 0) if "step" in line]
-    resumed = next(b for a, b in zip(steps, steps[1:], strict=False) if b <= a)
-    checkpoint = next((out / "checkpoints").glob(f"*-step={resumed - 1}.ckpt"))
+    restarted = [told.starts(rank)[-1] for rank in (0, 1)]
+    assert [(each["restart"], each["host"]) for each in restarted] == [(1, "node1")] * 2
 
-    # A run from that checkpoint that nothing disturbs.
-    undisturbed = cluster.train(again, "--steps=30", f"--resume={checkpoint}")
-    undisturbed.wait(180)
-    for rank in (0, 1):
-        expected = losses(again, rank)
-        assert min(expected) == resumed
-        assert {step: losses(out, rank)[step] for step in expected} == expected
-    assert result(program) == result(undisturbed)
+    again = Told(told.out.with_name("again"))
+    undisturbed = cluster.train(again.out, "--steps=30", f"--resume={told.resumed_from()}")
+    undisturbed.wait()
+    told.check_went_on_as(again)
+    assert program.result() == undisturbed.result()
 
 
 def test_without_room_on_the_node_that_is_left_it_says_what_is_missing(
-    cluster: RayCluster, tmp_path: Path
+    cluster: RayCluster, told: Told
 ) -> None:
-    out = tmp_path / "run"
-    options = {"resources_per_rank": {"CPU": 2}, "timeout": 12}
-    program = cluster.train(
-        out, "--steps=60", "--pause=0.3", f"--options={json.dumps(options)}"
-    )
-    clusters.wait_until(wait_for_step(out, 5), 180, program.text)
+    options = json.dumps({"resources_per_rank": {"CPU": 2}, "timeout": 12})
+    program = cluster.train(told.out, "--steps=60", "--pause=0.3", f"--options={options}")
+    wait_until(told.have_taken(5), program.text)
     cluster.lose_node2()
-    text = program.wait(180, expect=1)
+    text = program.wait(expect=1)
     assert "stratagem: waiting up to 12 s for 2 node(s) with CPU: 2 each (SPREAD); CPU: 4" in text
     assert "ConfigurationError: the Ray cluster has had no room for 2 node(s)" in text
     assert "CPU: 4 are needed, " in text

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable as Function
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ class Tell(Callback):
             file.write(json.dumps(told) + "\n")
 
 
+PLUGINS: dict[str, Function[..., str | RayLauncher | None]] = {
+    "object": lambda options: RayLauncher(**options),
+    "name": lambda options: "ray",
+    "none": lambda options: None,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -84,14 +92,14 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--fails-at", type=int, default=-1)
     parser.add_argument("--resume")
-    parser.add_argument("--plugin", default="object")
+    parser.add_argument("--plugin", choices=["object", "name", "none"], default="object")
     parser.add_argument("--options", type=json.loads, default={})
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
         accelerator="cpu",
         strategy="ddp",
-        plugins="ray" if options.plugin == "name" else RayLauncher(**options.options),
+        plugins=PLUGINS[options.plugin](options.options),
         devices=options.devices,
         num_nodes=options.num_nodes,
         max_steps=options.steps,
@@ -108,7 +116,7 @@ def main() -> None:
     data = TensorDataset(torch.randn(48, 4, generator=generator))
     trainer.fit(net, DataLoader(data, batch_size=4, shuffle=True), ckpt_path=options.resume)
     weights = torch.cat([parameter.flatten() for parameter in net.parameters()])
-    print(json.dumps({"step": trainer.global_step, "weights": weights.tolist()}))
+    trainer.print(json.dumps({"step": trainer.global_step, "weights": weights.tolist()}))
 
 
 if __name__ == "__main__":

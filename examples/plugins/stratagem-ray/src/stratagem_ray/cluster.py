@@ -12,7 +12,9 @@ from stratagem.errors import ConfigurationError
 
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 before Ray is imported, it makes Ray's own processes listen on loopback only."""
+_REPORTS_USAGE = "RAY_USAGE_STATS_ENABLED"
 _SET_BY_RAY = "RAY_AUTH_MODE"
+_VARIABLES = (_LOOPBACK_ONLY, _REPORTS_USAGE, _SET_BY_RAY)
 
 
 @contextmanager
@@ -32,7 +34,7 @@ def connection(address: str | None, cpus: int) -> Iterator[None]:
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    before = {name: os.environ.get(name) for name in (_LOOPBACK_ONLY, _SET_BY_RAY)}
+    before = {name: os.environ.get(name) for name in _VARIABLES}
     try:
         if address and address != "local":
             _connect(address)
@@ -53,20 +55,26 @@ def connection(address: str | None, cpus: int) -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
+    if address.startswith(("127.", "localhost:", "[::1]:")):
+        # Ray would look for it at this machine's address in the network.
+        os.environ[_LOOPBACK_ONLY] = "0"
     import ray
 
     try:
         ray.init(address=address, logging_level="warning")
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConfigurationError(
             f"no Ray cluster can be reached at {address!r} ({type(error).__name__}: {error}): "
             "expected the address of one that runs (`ray start --head` prints it) as "
-            "RayLauncher(address=...) or RAY_ADDRESS, or neither, to start a local one"
+            "RayLauncher(address=...) or RAY_ADDRESS, or neither, to start a local one; a cluster "
+            "that was started with a token needs RAY_AUTH_MODE=token and the token here as well"
         ) from error
 
 
 def _start(cpus: int) -> None:
     os.environ[_LOOPBACK_ONLY] = "0"
+    # Nobody has asked for a cluster that tells its makers of it.
+    os.environ.setdefault(_REPORTS_USAGE, "0")
     import ray
 
     here = ray.util.get_node_ip_address()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,17 +53,19 @@ class Failed:
         return self.why != Why.RAISED
 
 
-def wait_for_all(calls: Sequence[Any]) -> list[Any] | Failed:
+def wait_for_all(calls: Sequence[Any], meanwhile: Callable[[], None]) -> list[Any] | Failed:
     """Return what the calls of all ranks return, or the failure that is the cause.
 
     Args:
         calls: references of Ray, by rank.
+        meanwhile: called about twice a second.
     """
     waiting = {call: rank for rank, call in enumerate(calls)}
     values: dict[int, Any] = {}
     failures: list[Failed] = []
     since: dict[Why, float] = {}
     while waiting and not _is_known(failures, since):
+        meanwhile()
         # Briefly, so that Ctrl-C comes through.
         done, _ = ray.wait(list(waiting), num_returns=1, timeout=0.5)
         for call in done:
@@ -83,9 +85,7 @@ def _is_known(failures: Sequence[Failed], since: dict[Why, float]) -> bool:
     """Whether the cause of failures is known, or nobody is expected to tell it any more."""
     if not failures or Why.RAISED in since:
         return bool(failures)
-    why, grace = (
-        (Why.DIED, _NEWS_GRACE) if Why.DIED in since else (Why.LOST_OTHERS, _LOST_GRACE)
-    )
+    why, grace = (Why.DIED, _NEWS_GRACE) if Why.DIED in since else (Why.LOST_OTHERS, _LOST_GRACE)
     return time.monotonic() - since[why] >= grace
 
 
@@ -99,7 +99,8 @@ def _end_of(rank: int, call: Any) -> Any:
     except RayError as error:
         if isinstance(error, RayActorError) and error.actor_init_failed:
             return Failed(rank, Why.RAISED, how=f"could not be started: {_line(error)}")
-        return Failed(rank, Why.DIED, how=f"was lost: {_line(error)}")
+        how = "was lost, by a signal such as SIGKILL, a crash, or with its node"
+        return Failed(rank, Why.DIED, how=f"{how} ({_line(error)})")
     if not isinstance(value, Outcome) or not value.exit_code:
         return value
     if value.exit_code == 128 + signal.SIGTERM:
@@ -110,5 +111,7 @@ def _end_of(rank: int, call: Any) -> Any:
 
 
 def _line(error: RayError) -> str:
-    """Return what Ray says, in one line."""
-    return " ".join(str(error).split())
+    """Return what Ray says, in one line, from where it says why, without its guesses."""
+    text = " ".join(str(error).split())
+    why = text.partition("The actor is dead because ")[2] or text
+    return why.partition(" Some common causes include")[0]

@@ -74,6 +74,8 @@ class RayLauncher(Launcher):
                 f"resources_per_rank={given!r}: expected names of Ray's resources with numbers of "
                 "at least 0, such as {'CPU': 2}"
             )
+        if not isinstance(timeout, (int, float)) or timeout <= 0:
+            raise ConfigurationError(f"timeout={timeout!r}: expected seconds, more than 0")
         self.address = address
         self.placement = placement
         self.resources_per_rank = given

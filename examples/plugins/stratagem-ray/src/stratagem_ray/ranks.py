@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import ray
@@ -46,6 +47,7 @@ class Ranks:
         self._environment = environment
         self._places: dict[int, Place] = {}
         self._calls: list[Any] = []
+        self._noted: list[int] = []
         others = {name: each for name, each in resources.items() if name not in ("CPU", "GPU")}
         self._actors = [
             ray.remote(RankActor)
@@ -83,7 +85,8 @@ class Ranks:
         """
         with self._passing_on_signals():
             one_node = self._plan.num_nodes == 1
-            places = wait_for_all([a.place.remote(one_node=one_node) for a in self._actors])
+            asked = [actor.place.remote(one_node=one_node) for actor in self._actors]
+            places = wait_for_all(asked, meanwhile=lambda: None)
             if isinstance(places, Failed):
                 return places
             self._places = dict(enumerate(places))
@@ -92,7 +95,7 @@ class Ranks:
                 actor.run.remote(call, {**self._variables(rank), **told})
                 for rank, actor in enumerate(self._actors)
             ]
-            outcomes = wait_for_all(self._calls)
+            outcomes = wait_for_all(self._calls, self._pass_on)
         return outcomes if isinstance(outcomes, Failed) else outcomes[0]
 
     def _variables(self, rank: int) -> dict[str, str]:
@@ -117,7 +120,12 @@ class Ranks:
 
     @contextmanager
     def _passing_on_signals(self) -> Iterator[None]:
-        """Let ranks end by themselves where this process is told to, so that a run can be saved."""
+        """Let ranks know what this process is told, so that a run can be saved before its end."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                if signal.getsignal(number) == signal.SIG_DFL:  # whoever handles it wants it so
+                    before[number] = signal.signal(number, self._note)
         try:
             yield
         except KeyboardInterrupt:
@@ -127,8 +135,25 @@ class Ranks:
             # Ray has raised it in this thread, where this process gets SIGTERM.
             self._end_by(signal.SIGTERM)
             raise SystemExit(128 + signal.SIGTERM) from None
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _end_by(self, number: signal.Signals) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # No more than that: the main thread may be anywhere in Ray.
+        self._noted.append(number)
+
+    def _pass_on(self) -> None:
+        while self._noted:
+            self._send(self._noted.pop(0))
+
+    def _end_by(self, number: int) -> None:
+        """Send a signal to all ranks, and wait for their end."""
+        self._send(number)
+        if self._calls:
+            ray.wait(self._calls, num_returns=len(self._calls), timeout=_END_GRACE)
+
+    def _send(self, number: int) -> None:
         processes: dict[str, list[int]] = defaultdict(list)
         for place in self._places.values():
             processes[place.node].append(place.pid)
@@ -136,5 +161,3 @@ class Ranks:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             sending = ray.remote(send_signal).options(num_cpus=0, scheduling_strategy=there)
             sending.remote(own, int(number))
-        if self._calls:
-            ray.wait(self._calls, num_returns=len(self._calls), timeout=_END_GRACE)

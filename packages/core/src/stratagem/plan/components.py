@@ -227,8 +227,8 @@ def choose_launcher(
     return selected
 
 
-def choose_environment(question: Question, launcher: Selection, cluster: Cluster) -> Selection:
-    """Return the cluster environment: what runs already, or else that of the launcher's ranks.
+def cluster_of_ranks(question: Question, launcher: Selection, cluster: Cluster) -> Cluster:
+    """Return what runs already; where nothing does, with the environment of the launcher's ranks.
 
     Args:
         question: what is to be resolved.
@@ -236,11 +236,12 @@ def choose_environment(question: Question, launcher: Selection, cluster: Cluster
         cluster: what the environment says.
     """
     named = getattr(launcher.source, "cluster_environment", PLAIN)
-    if named == PLAIN or cluster.has_started_this or cluster.name != PLAIN:
-        return cluster.environment
-    if question.asked("cluster_environment", None) is not None:
-        return cluster.environment
-    return question.find("cluster_environment", named, f"that of {launcher.name}'s ranks")
+    was_asked = question.asked("cluster_environment", None) is not None
+    if named == PLAIN or was_asked or cluster.has_started_this or cluster.name != PLAIN:
+        return cluster
+    environment = question.find("cluster_environment", named, f"that of {launcher.name}'s ranks")
+    others = tuple(other for other in cluster.passed_over if other.name != environment.name)
+    return replace(cluster, environment=environment, passed_over=others)
 
 
 def _name_of(component: Any) -> str:

@@ -20,9 +20,9 @@ from stratagem.plan.components import (
     asked_launcher,
     choose_accelerator,
     choose_checkpoint_io,
-    choose_environment,
     choose_launcher,
     choose_precision,
+    cluster_of_ranks,
     probe_accelerator,
 )
 from stratagem.plan.devices import choose_devices, choose_num_nodes, devices_elsewhere
@@ -83,7 +83,7 @@ def resolve(
     _check_world(question, strategy, capabilities, devices, num_nodes, cluster)
 
     launcher = choose_launcher(question, strategy, capabilities, cluster, launcher)
-    environment = choose_environment(question, launcher, cluster)
+    cluster = cluster_of_ranks(question, launcher, cluster)
     plan = RunPlan(
         request=request,
         accelerator=accelerator,
@@ -92,13 +92,11 @@ def resolve(
         strategy=strategy,
         capabilities=capabilities,
         precision=choose_precision(question, strategy, capabilities, accelerator),
-        cluster_environment=environment,
+        cluster_environment=cluster.environment,
         launcher=launcher,
         checkpoint_io=choose_checkpoint_io(question, capabilities),
         num_nodes=num_nodes,
-        environments_passed_over=tuple(
-            other for other in cluster.passed_over if other.name != environment.name
-        ),
+        environments_passed_over=cluster.passed_over,
     )
     registry.plugins.hook.stratagem_run_planned(plan=plan)
     return plan
