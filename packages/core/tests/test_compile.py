@@ -276,6 +276,15 @@ def test_a_compiled_part_keeps_its_names(graphs: Graphs) -> None:
     assert list(net.state_dict()) == list(plain.state_dict())
 
 
+def test_a_compiled_part_comes_back_from_processes_of_their_own() -> None:
+    net = Net()
+    before = net.state_dict()["net.0.weight"].clone()
+    net.net = torch.compile(net.net, backend="aot_eager")  # type: ignore[assignment]
+    fit(net, strategy="ddp_fork", devices=2)
+    assert "net.0.weight" in net.state_dict()
+    assert not net.state_dict()["net.0.weight"].equal(before)
+
+
 def test_a_checkpoint_with_the_names_of_a_wrapper_loads(tmp_path: Path) -> None:
     class Wrapped(Net):
         def __init__(self) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,7 +25,6 @@ from torchmetrics.classification import BinaryAccuracy
 
 from stratagem import Callback, Module, Trainer
 from stratagem.accelerators import CPUAccelerator
-from stratagem.callbacks import ProgressBar
 from stratagem.errors import UserCodeError
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module import LogOptions
@@ -653,64 +651,12 @@ def test_a_table_of_values_is_printed_in_the_encoding_of_stdout(
         assert text in shown, shown
 
 
-def test_the_progress_bar_is_drawn_in_the_encoding_of_its_terminal() -> None:
-    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    console = Console(file=screen, force_terminal=True, width=150)
-    model = Logs(lambda m, batch, i: m.log("Verlust_ü[/x]", 0.5, prog_bar=True))
-    bar = ProgressBar(refresh_seconds=0.0, console=console)
-    trainer_with(enable_progress_bar=True, callbacks=bar).fit(model, numbers())
-    screen.seek(0)
-    assert "Verlust_\\xfc[/x] 0.5" in screen.read()
-
-
 def test_a_loggers_folder_is_made_only_when_something_is_written(tmp_path: Path) -> None:
     trainer_with(None, default_root_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-# ---------------------------------------------------------------- progress bar
-
-
-def test_the_progress_bar_shows_the_values_that_ask_for_it() -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=150)
-    model = Logs(
-        lambda m, batch, i: m.log("loss", batch.mean(), prog_bar=True, on_epoch=True),
-        lambda m, batch, i: m.log("val_acc", 0.875, prog_bar=True),
-    )
-    trainer = trainer_with(
-        enable_progress_bar=True,
-        callbacks=ProgressBar(refresh_seconds=0.0, console=console),
-        max_epochs=2,
-    )
-    trainer.fit(model, numbers(), numbers())
-    shown = screen.getvalue()
-    for text in ("epoch 0", "epoch 1", "3/3", "loss_step 8.5", "loss_epoch 4.5", "val_acc 0.875"):
-        assert text in shown, text
-    assert trainer.progress_bar_metrics == {
-        "loss_step": 8.5,
-        "loss_epoch": pytest.approx(4.5),
-        "val_acc": 0.875,
-    }
-
-
-def test_the_progress_bar_is_silent_without_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = Logs(lambda m, batch, i: m.log("loss", batch.mean(), prog_bar=True))
-    trainer_with(enable_progress_bar=True).fit(model, numbers())
-    assert capsys.readouterr() == ("", "")
-
-
-def test_the_progress_bar_gives_the_terminal_back_after_an_error() -> None:
-    class Interrupted(Logs):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            raise KeyboardInterrupt
-
-    bar = ProgressBar(console=Console(file=io.StringIO(), force_terminal=True))
-    with pytest.raises(KeyboardInterrupt):
-        trainer_with(enable_progress_bar=True, callbacks=bar).fit(Interrupted(), numbers())
-    assert bar._bar is None
+# ---------------------------------------------------------------- printing
 
 
 def test_print_prints_on_this_rank(capsys: pytest.CaptureFixture[str]) -> None:

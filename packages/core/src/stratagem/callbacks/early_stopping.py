@@ -58,6 +58,8 @@ class EarlyStopping(Callback):
         self.best_score = math.inf if mode == "min" else -math.inf
         self.wait_count = 0
         self.stopped_epoch = 0
+        self.stopping_reason = ""
+        """Why it has ended training, in words; "" where it has not."""
 
     @property
     def state_key(self) -> str:
@@ -99,7 +101,7 @@ class EarlyStopping(Callback):
                     f"{self.monitor} is {score}. check_finite=False goes on",
                     stacklevel=2,
                 )
-            self._stop(trainer)
+            self._stop(trainer, f"{self.monitor} is {score}")
             return
         sign = 1.0 if self.mode == "min" else -1.0
         if sign * score < sign * self.best_score - self.min_delta:
@@ -108,8 +110,10 @@ class EarlyStopping(Callback):
             return
         self.wait_count += 1
         if self.wait_count >= self.patience:
-            self._stop(trainer)
+            best = f"{self.monitor} has not improved on {self.best_score:.4g}"
+            self._stop(trainer, f"{best} (patience={self.patience})")
 
-    def _stop(self, trainer: Trainer) -> None:
+    def _stop(self, trainer: Trainer, reason: str) -> None:
+        self.stopping_reason = f"EarlyStopping: {reason}"
         self.stopped_epoch = trainer.current_epoch
         trainer.should_stop = True

@@ -1,13 +1,13 @@
-"""ProgressBar: how far training is, refreshed by time."""
+"""ProgressBar: what a run says of itself: what begins, how far it is, and how it ended."""
 
 from __future__ import annotations
 
-import sys
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from stratagem.callbacks.callback import Callback
-from stratagem.launch.streams import printable
+from stratagem.callbacks.progress_display import Display, Row, display_here
+from stratagem.callbacks.run_report import beginning, ending
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,13 +17,21 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """Shows epoch, batch, speed and the values logged with `prog_bar=True`, on rank 0.
+    """Says on rank 0 what begins, how far it is, and how it ended.
 
-    It is refreshed at most every `refresh_seconds`, whatever a step takes: values are read, and the
-    device is waited for, only then. Without a terminal nothing is shown.
+    A bar has the epoch, its batches, their speed, the times that have passed and are left, and the
+    values logged with `prog_bar=True`; validation, testing and predicting have their own. A line of
+    each epoch stays. In a notebook the bar is a line of text. Where stdout is no terminal (a pipe,
+    the log of SLURM, of a container or of CI), a line goes to stderr every `line_seconds`, and at
+    the end of an epoch, though not more than one a second. What begins and how it ended is said
+    there too: where it trains, where logs and checkpoints go, why training ended, which checkpoint
+    is the best. `Trainer(enable_progress_bar=False)` silences all of it.
+
+    Values are read, and the device is waited for, only at a refresh, whatever a step takes.
 
     Args:
         refresh_seconds: time between two refreshes; one costs 0.4 ms.
+        line_seconds: time between two lines where there is no terminal.
         console: a rich console, to show it elsewhere; None: standard output.
 
     Example:
@@ -34,76 +42,117 @@ class ProgressBar(Callback):
         [True]
     """
 
-    def __init__(self, *, refresh_seconds: float = 0.1, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        refresh_seconds: float = 0.1,
+        line_seconds: float = 30.0,
+        console: Console | None = None,
+    ) -> None:
         self.refresh_seconds = refresh_seconds
+        self.line_seconds = line_seconds
         self._console = console
         self._due = float("inf")
-        self._bar: Any = None
-        self._task: Any = None
+        """When it is shown next."""
+        self._display: Display | None = None
+        self._rows: list[Row] = []
+        """What goes on: an epoch, and validation within it."""
+        self._evaluated_from = 0.0
 
-    def _start(self, trainer: Trainer, what: str, total: float) -> None:
-        """Show a bar for `total` batches; rich is imported only if anything is to be seen."""
-        console = self._console
-        if not trainer.is_global_zero or (console is None and not sys.stdout.isatty()):
-            return
-        if self._bar is None:
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Find out where to show it."""
+        if trainer.is_global_zero:
+            self._display = display_here(self.refresh_seconds, self.line_seconds, self._console)
 
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                # Brackets in a name are not rich's markup.
-                TextColumn("{task.fields[values]}", markup=False),
-                console=console,
-                auto_refresh=False,
-            )
-            self._bar.start()
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-        shown = None if total == float("inf") else total
-        self._task = self._bar.add_task(what, total=shown, values="")
-        self._due = monotonic() + self.refresh_seconds
+    # -- rows
 
-    def _refresh(self, trainer: Trainer, completed: int) -> None:
-        if self._bar is not None:
-            values = "  ".join(
+    def _begin(self, what: str, total: float, done: int = 0) -> None:
+        if self._display is not None:
+            self._rows.append(Row(what, total, done))
+            self._display.begin(self._rows[-1])
+            self._due = monotonic() + self._display.interval
+
+    def _refresh(self, trainer: Trainer) -> None:
+        if self._display is not None:
+            self._read_values(trainer)
+            self._display.refresh(self._rows[-1])
+            self._due = monotonic() + self._display.interval
+
+    def _end(self, *, leave: bool) -> None:
+        if self._display is not None and self._rows:
+            self._display.end(self._rows.pop(), leave=leave)
+
+    def _read_values(self, trainer: Trainer) -> None:
+        """Show what training has logged beside the epoch, and nothing beside evaluation."""
+        if not trainer.run.evaluating:
+            self._rows[-1].values = "  ".join(
                 f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items()
             )
-            shown = printable(values, self._bar.console.encoding)
-            self._bar.update(self._task, completed=completed, values=shown)
-            self._bar.refresh()
-            self._due = monotonic() + self.refresh_seconds
 
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = self._task = None
+    def _close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+        self._display = None
+        self._rows.clear()
         self._due = float("inf")
+
+    # -- training
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Say on what it trains, and where its files go."""
+        if self._display is not None:
+            for line in beginning(trainer):
+                self._display.say(line)
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """Show the epoch."""
-        self._start(trainer, f"epoch {trainer.current_epoch}", trainer.num_training_batches)
+        last = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs - 1}"
+        done = trainer.batches_that_trained
+        self._begin(f"epoch {trainer.current_epoch}{last}", trainer.num_training_batches, done)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Refresh, if it is time."""
         if monotonic() >= self._due:
-            self._refresh(trainer, batch_idx + 1)
+            self._rows[-1].done = batch_idx + 1
+            self._refresh(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Show the epoch's values."""
-        self._refresh(trainer, trainer.batches_that_trained)
+        """Leave a line of the epoch."""
+        if self._display is not None:
+            self._rows[-1].done = trainer.batches_that_trained
+            self._read_values(trainer)
+            self._end(leave=True)
+
+    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+        """Say why training ended, and what it left."""
+        if self._display is not None:
+            for line in ending(trainer):
+                self._display.say(line)
+
+    # -- evaluation
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        """Show it, with a bar of its own."""
+        if self._rows and self._display is not None:
+            self._rows[-1].done = trainer.batches_that_trained
+            self._display.update(self._rows[-1])
+        is_check = trainer.sanity_checking
+        batches = trainer.num_sanity_val_batches if is_check else trainer.num_val_batches
+        self._begin_evaluation("sanity check" if is_check else "validation", batches)
+
+    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+        """Show it."""
+        self._begin_evaluation("test", trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        """Show it."""
+        self._begin_evaluation("predict", trainer.num_predict_batches)
+
+    def _begin_evaluation(self, what: str, batches: list[float]) -> None:
+        self._evaluated_from = monotonic()
+        self._begin(what, sum(batches))
 
     def on_validation_batch_end(
         self,
@@ -114,19 +163,30 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the terminal alive, if it is time."""
-        if monotonic() >= self._due and self._bar is not None:
-            self._bar.refresh()
-            self._due = monotonic() + self.refresh_seconds
+        """Refresh, if it is time."""
+        if self._rows:
+            self._rows[-1].done += 1
+            if monotonic() >= self._due:
+                self._refresh(trainer)
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
-        """Leave the last state on the screen."""
-        self._stop()
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        """Take its bar away; training's goes on, without the time that this took."""
+        self._end(leave=False)
+        if self._rows:
+            self._rows[-1].began += monotonic() - self._evaluated_from
+
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
+
+    # -- the end
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         """Give the terminal back before the error is printed."""
-        self._stop()
+        self._close()
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Give the terminal back."""
-        self._stop()
+        self._close()

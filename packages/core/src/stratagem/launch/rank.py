@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 LISTEN_FD_VARIABLE = "STRATAGEM_LISTEN_FD"
@@ -30,6 +31,9 @@ LAUNCH_VARIABLE = "STRATAGEM_LAUNCH_ORDINAL"
 OWNER_VARIABLE = "STRATAGEM_RANK_PID"
 """The process that the launch's variables are meant for, and their MASTER_PORT: its own children
 inherit the variables, and are no ranks."""
+
+_SAID = "_stratagem_said"
+"""An attribute of an error that has been said."""
 
 
 def record_failure(error: BaseException) -> bool:
@@ -103,6 +107,29 @@ def forget_foreign_variables(of_rank: Iterable[str]) -> None:
         ours += [ERROR_FILE_VARIABLE, *of_rank]
     for variable in ours:
         os.environ.pop(variable, None)
+
+
+def leave_unprinted(error: BaseException) -> None:
+    """Say nothing more of an error, should it end this process: it has been said.
+
+    Its traceback is not printed, and its exit status stays. A hook that somebody has put in the
+    place of Python's own is left alone.
+    """
+    setattr(error, _SAID, True)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_unless_said
+
+
+def _print_unless_said(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if not was_said(error):
+        sys.__excepthook__(kind, error, trace)
+
+
+def was_said(error: BaseException) -> bool:
+    """Whether an error has been said, so that its traceback is not printed."""
+    return hasattr(error, _SAID)
 
 
 def die_with_parent() -> None:

@@ -210,7 +210,7 @@ def prepare_this_rank() -> None:
             resolved = watch.resolve_cause(error)
             if isinstance(resolved, RankFailedError):
                 print(resolved, file=sys.stderr, flush=True)
-            else:
+            elif not rank.was_said(error):
                 print_exception(type(resolved), resolved, resolved.__traceback__)
             watch.crashed = True
             watch.ranks.end()

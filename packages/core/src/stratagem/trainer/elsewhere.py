@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from stratagem.interfaces.compiling import adopt_compiled
+
 if TYPE_CHECKING:
     from stratagem.module import Module
     from stratagem.trainer.metrics import LatestValues
@@ -39,6 +41,7 @@ def take_over(
     progress: Progress,
 ) -> Any:
     """In the launching process: restore what `report` returned; return the run's result."""
+    adopt_compiled(model)  # as on each rank, so that names agree
     if not set(model.state_dict()) >= set(outcome["weights"]):
         model.configure_model()
     if not set(model.state_dict()) >= set(outcome["weights"]):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stratagem.launch.rank import this_rank
+from stratagem.launch.streams import printable
 from stratagem.lite.device_errors import explain_device_error
 
 if TYPE_CHECKING:
@@ -27,6 +28,25 @@ def end_failed(run: Run, error: BaseException) -> None:
         _attempt(lambda hook=hook: hook(error))  # type: ignore[misc]
     # What was saved before the error becomes durable.
     _attempt(run.strategy.checkpoint_io.wait_at_error)
+    if isinstance(error, KeyboardInterrupt) and run.strategy.ranks.is_global_zero:
+        print(printable(_interrupted(run), sys.stderr.encoding), file=sys.stderr, flush=True)
+
+
+def _interrupted(run: Run) -> str:
+    """Return in two lines where Ctrl-C ended a run, and how to go on."""
+    if run.stage != "fit":
+        return f"\nstratagem: {run.stage} was interrupted, after {run.evaluated_batches} batches"
+    progress = run.progress
+    savers = run.trainer.checkpoint_callbacks
+    paths = [saver.last_model_path or saver.best_model_path for saver in savers]
+    saved = next((path for path in paths if path), "")
+    follows = "there is no checkpoint yet"
+    if saved:
+        follows = f"trainer.fit(..., ckpt_path={saved!r}) goes on from its checkpoint"
+    return (
+        f"\nstratagem: interrupted in epoch {progress.epoch}, after step {progress.global_step}"
+        f"\nstratagem: {follows}"
+    )
 
 
 def _attempt(function: Callable[[], object]) -> None:

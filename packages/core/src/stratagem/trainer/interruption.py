@@ -73,20 +73,21 @@ class Interruption(AbstractContextManager["Interruption"]):
         if self._alone:
             if not self._received and self._deadline is None:
                 return False
-            return self._decide(self._received, self._is_time_up())
+            return self._decide(self._received, self.is_time_up())
         self._steps += 1
         if self._steps < self._interval:
             return False
         return self._decide(*self._of_all_ranks())
 
-    def _is_time_up(self) -> bool:
+    def is_time_up(self) -> bool:
+        """Whether `max_time` has passed on this rank."""
         return self._deadline is not None and monotonic() >= self._deadline
 
     def _of_all_ranks(self) -> tuple[int, bool]:
         """Return the signal that any rank has received, and whether time is up on any."""
         now = monotonic()
         times = [int((now - since) * 1e6) for since in (self._looked_at, self._began)]
-        own = [int(self._received), int(self._is_time_up()), *times]
+        own = [int(self._received), int(self.is_time_up()), *times]
         # Numbers, and not a tensor, which would wait for a device.
         most = self._ranks.reduce_numbers(own, "max")
         self._agreed = most[3] / 1e6

@@ -16,6 +16,7 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
+from stratagem.launch.rank import leave_unprinted
 from stratagem.lite.launched import REQUESTED, Launched
 from stratagem.lite.request import Devices, Plugin, as_list
 from stratagem.loggers import Logger
@@ -308,8 +309,10 @@ class Trainer(TrainerAttributes):
                 result = self._execute_elsewhere(job)
             else:
                 result = self._launched.launch(self._run_on_rank, job)
-        except BaseException:
+        except BaseException as error:
             self.state.status = "interrupted"
+            if isinstance(error, KeyboardInterrupt):
+                leave_unprinted(error)  # in two lines, by the rank that shows it
             raise
         self.state = RunState("", "finished")
         return result

@@ -1,0 +1,308 @@
+"""What a run says of itself: in a terminal, in the lines of a log, in a notebook."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Module, Trainer
+from stratagem.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+
+
+class Logs(Module):
+    """Calls a function in training_step, and another in validation_step; trains nothing of note."""
+
+    def __init__(
+        self,
+        train: Callable[[Logs, Any, int], object] = lambda module, batch, index: None,
+        validate: Callable[[Logs, Any, int], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.train_with, self.validate_with = train, validate
+        if validate is not None:
+            # As an attribute, since a Module that has no such method has no validation.
+            self.__dict__["validation_step"] = lambda batch, i: validate(self, batch, i)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.train_with(self, batch, batch_idx)
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=0.1)
+
+
+def numbers(count: int = 10, batch_size: int = 4) -> DataLoader[Any]:
+    """0.0, 1.0, ... in batches; with the defaults of 4, 4 and 2."""
+    return DataLoader(torch.arange(float(count)), batch_size=batch_size)  # type: ignore[arg-type]
+
+
+def trainer_with(**arguments: Any) -> Trainer:
+    return Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": True,
+            **arguments,
+        }
+    )
+
+
+def test_the_progress_bar_is_drawn_in_the_encoding_of_its_terminal() -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(file=screen, force_terminal=True, width=150)
+    model = Logs(lambda m, batch, i: m.log("Verlust_ü[/x]", 0.5, prog_bar=True))
+    bar = ProgressBar(refresh_seconds=0.0, console=console)
+    trainer_with(enable_progress_bar=True, callbacks=bar).fit(model, numbers())
+    screen.seek(0)
+    assert "Verlust_\\xfc[/x] 0.5" in screen.read()
+
+
+def test_the_progress_bar_shows_the_values_that_ask_for_it() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=150)
+    model = Logs(
+        lambda m, batch, i: m.log("loss", batch.mean(), prog_bar=True, on_epoch=True),
+        lambda m, batch, i: m.log("val_acc", 0.875, prog_bar=True),
+    )
+    trainer = trainer_with(
+        callbacks=ProgressBar(refresh_seconds=0.0, console=console),
+        max_epochs=2,
+    )
+    trainer.fit(model, numbers(), numbers())
+    shown = screen.getvalue()
+    for text in (
+        "epoch 0/1",
+        "epoch 1/1",
+        "3/3",
+        " it/s",
+        "left 0:0",
+        "loss_step 8.5",
+        "loss_epoch 4.5",
+        "val_acc 0.875",
+    ):
+        assert text in shown, text
+    assert trainer.progress_bar_metrics == {
+        "loss_step": 8.5,
+        "loss_epoch": pytest.approx(4.5),
+        "val_acc": 0.875,
+    }
+
+
+def test_a_run_of_which_nothing_is_to_be_seen_is_silent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Logs(lambda m, batch, i: m.log("loss", batch.mean(), prog_bar=True))
+    trainer_with(enable_progress_bar=False).fit(model, numbers())
+    assert capsys.readouterr() == ("", "")
+
+
+def said(capsys: pytest.CaptureFixture[str], **arguments: Any) -> list[str]:
+    """What a fit says on stderr, where stdout is no terminal and has nothing."""
+    model = arguments.pop("model", None) or Logs(
+        lambda m, batch, i: m.log("loss", batch.mean(), prog_bar=True, on_epoch=True)
+    )
+    trainer_with(**arguments).fit(model, numbers(), numbers())
+    out, err = capsys.readouterr()
+    assert out == ""
+    return [re.sub(r"\d+:\d\d|[\d.]+ it/s", "_", line) for line in err.splitlines()]
+
+
+def test_without_a_terminal_a_run_is_told_in_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = said(capsys, max_epochs=2, default_root_dir=tmp_path, logger=True)
+    folder = tmp_path / "stratagem_logs" / "version_0"
+    assert lines == [
+        "stratagem: fit on cpu: strategy single_device, one process, precision 32-true",
+        f"stratagem: logs go to {folder}",
+        "stratagem: there is a loader for validation, but Logs has no validation_step, so there is "
+        "no validation",
+        "epoch 0/1  3/3  _  elapsed _  loss_step 8.5  loss_epoch 4.5",
+        "epoch 1/1  3/3  _  elapsed _  loss_step 8.5  loss_epoch 4.5",
+        "stratagem: training ended after 2 epochs, 6 steps: max_epochs=2",
+    ]
+
+
+def test_lines_of_a_log_come_every_so_often(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar(line_seconds=0.0)
+    lines = said(capsys, callbacks=bar)
+    assert [line.split("  ")[1] for line in lines if line.startswith("epoch")] == [
+        "1/3",
+        "2/3",
+        "3/3",
+        "3/3",
+    ]
+
+
+def test_many_short_epochs_do_not_fill_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    epochs = [line for line in said(capsys, max_epochs=50) if line.startswith("epoch")]
+    assert len(epochs) < 25
+    assert epochs[-1].startswith("epoch 49/49  3/3  ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"max_steps": 2}, "0 epochs, 2 steps: max_steps=2"),
+        ({"max_time": 1e-9}, "0 epochs, 1 steps: max_time=1e-09 seconds"),
+        ({"limit_train_batches": 0}, "0 epochs, 0 steps: there is no batch to train on"),
+        (
+            {"callbacks": EarlyStopping("loss_epoch", patience=1), "max_epochs": 9},
+            "2 epochs, 6 steps: EarlyStopping: loss_epoch has not improved on 4.5 (patience=1)",
+        ),
+    ],
+)
+def test_it_says_why_training_ended(
+    arguments: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, **arguments)[-1] == f"stratagem: training ended after {reason}"
+
+
+def test_it_says_that_it_was_asked_to_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(m: Logs, batch: Tensor, i: int) -> None:
+        m.trainer.should_stop = True
+
+    lines = said(capsys, model=Logs(stop))
+    assert lines[-1].endswith("0 epochs, 1 steps: Trainer.should_stop was set")
+
+
+def test_it_names_what_it_goes_on_from_and_the_best_checkpoint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="loss_epoch")
+    said(capsys, callbacks=saver, enable_checkpointing=True)
+    model = Logs(lambda m, batch, i: m.log("loss", batch.mean(), on_epoch=True))
+    goes_on = trainer_with(max_epochs=2)
+    goes_on.fit(model, numbers(), ckpt_path=saver.best_model_path)
+    path = tmp_path / "epoch=0-step=3.ckpt"
+    assert f"goes on from {path}, at epoch 1, step 3\n" in capsys.readouterr().err
+    saver = ModelCheckpoint(tmp_path / "again", monitor="loss_epoch")
+    lines = said(capsys, callbacks=saver, enable_checkpointing=True)
+    assert f"stratagem: checkpoints go to {tmp_path / 'again'}" in lines
+    assert lines[-1] == f"stratagem: best checkpoint (loss_epoch 4.5): {saver.best_model_path}"
+
+
+def test_in_a_notebook_one_line_is_written_again_and_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.callbacks.progress_display.is_interactive", lambda: True)
+    steps = iter(range(100))
+    monkeypatch.setattr("stratagem.callbacks.progress_bar.monotonic", lambda: float(next(steps)))
+    model = Logs(validate=lambda m, batch, i: None)
+    trainer_with(num_sanity_val_steps=0).fit(model, numbers(), numbers())
+    out, err = capsys.readouterr()
+    assert err == ""
+    first, second, *_ = out.split("\r")
+    assert first.splitlines()[-1].startswith("epoch 0/0  1/3")
+    assert second.startswith("epoch 0/0  2/3")
+    assert "\rvalidation  1/3" in out
+    assert out.splitlines()[-2].startswith("epoch 0/0  3/3")
+
+
+def test_work_is_offered_to_cores_that_are_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.callbacks.run_report.available_cores", lambda: 8)
+    trainer_with().fit(Logs(), numbers())
+    assert "DataLoader(num_workers=...) reads them meanwhile (about 8 cores" in (
+        capsys.readouterr().err
+    )
+    trainer_with().fit(Logs(), DataLoader(TensorDataset(torch.ones(4))))
+    trainer_with().fit(Logs(), DataLoader(torch.ones(4), num_workers=1))  # type: ignore[arg-type]
+    assert "num_workers" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluation_has_a_bar_of_its_own(stage: str) -> None:
+    screen = io.StringIO()
+    bar = ProgressBar(
+        refresh_seconds=0.0, console=Console(file=screen, force_terminal=True, width=150)
+    )
+    model: Any = Logs(validate=lambda m, batch, i: None)
+    model.test_step = model.predict_step = lambda batch, batch_idx: None
+    getattr(trainer_with(callbacks=bar), stage)(model, numbers())
+    assert {"validate": "validation"}.get(stage, stage) in screen.getvalue()
+    assert "3/3  " in screen.getvalue()
+
+
+def test_the_progress_bar_gives_the_terminal_back_after_an_error() -> None:
+    class Interrupted(Logs):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            raise KeyboardInterrupt
+
+    bar = ProgressBar(console=Console(file=io.StringIO(), force_terminal=True))
+    with pytest.raises(KeyboardInterrupt):
+        trainer_with(callbacks=bar).fit(Interrupted(), numbers())
+    assert bar._display is None
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from stratagem import Module, Trainer
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise KeyboardInterrupt
+        return self.net(batch).sum()
+    test_step = training_step
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+{before}
+trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+    enable_checkpointing=False)
+trainer.{stage}(Net(), torch.ones(4, 1, 1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (
+            "fit",
+            "stratagem: interrupted in epoch 0, after step 1\n"
+            "stratagem: there is no checkpoint yet\n",
+        ),
+        ("test", "stratagem: test was interrupted, after 1 batches\n"),
+    ],
+)
+def test_ctrl_c_is_said_in_two_lines(stage: str, expected: str) -> None:
+    script = SCRIPT.format(before="", stage=stage)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.stderr == f"\n{expected}"
+    assert ended.returncode == -signal.SIGINT
+
+
+def test_a_hook_for_errors_that_the_user_has_set_sees_ctrl_c() -> None:
+    script = SCRIPT.format(
+        before="sys.excepthook = lambda kind, error, trace: print('mine', kind.__name__)",
+        stage="fit",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.stdout == "mine KeyboardInterrupt\n"
