@@ -138,6 +138,25 @@ def test_ranks_read_the_launchers_own_environment_and_the_scripts_arguments(
     ) == ["of a stranger", 1, ["--rate", "0.1"]]
 
 
+def test_a_rank_on_another_machine_has_the_seed_of_the_script(run_job: Callable[..., Any]) -> None:
+    assert run_job(
+        """
+        import json, os
+        from job import Lite, seeds
+        from stratagem import seed_everything
+        from stratagem.launch import pack, rank_environment, run_packed
+
+        plan = Lite(accelerator="cpu", strategy="ddp_spawn", devices=1).plan
+        seed_everything(7, workers=True)
+        data = pack(plan, seeds)
+        for name in ("STRATAGEM_SEED", "STRATAGEM_SEED_WORKERS"):
+            del os.environ[name]  # as on another machine
+        own = rank_environment(local_rank=0, local_world_size=1, main_port=1)
+        print(json.dumps(run_packed(data, own)))
+        """
+    ) == ["7", "1"]
+
+
 def test_a_rank_that_exits_has_left_its_group(run_job: Callable[..., Any]) -> None:
     assert run_job(
         """

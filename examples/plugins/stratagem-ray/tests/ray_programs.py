@@ -16,7 +16,7 @@ from typing import Any
 HERE = Path(__file__).parent
 TRAIN = HERE / "train.py"
 RAY = str(Path(sys.executable).with_name("ray"))
-PATIENCE = 240
+PATIENCE = 400
 """Seconds, for any one wait: Ray is slow to start on a busy machine."""
 
 _OURS = ("STRATAGEM_", "RAY_", "MASTER_", "TORCHELASTIC_", "SLURM_")

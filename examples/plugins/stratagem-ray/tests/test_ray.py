@@ -165,6 +165,10 @@ def test_an_address_where_no_cluster_is_is_refused() -> None:
         ({"placement": "EVERYWHERE"}, "placement='EVERYWHERE': expected one of 'SPREAD'"),
         ({"max_restarts": -1}, "max_restarts=-1: expected a whole number of at least 0"),
         ({"resources_per_rank": {"CPU": "many"}}, "resources_per_rank={'CPU': 'many'}: expected"),
+        (
+            {"resources_per_rank": {"GPU": 0.5}},
+            "resources_per_rank={'GPU': 0.5}: each rank uses",
+        ),
         ({"timeout": 0}, "timeout=0: expected seconds, more than 0"),
     ],
 )

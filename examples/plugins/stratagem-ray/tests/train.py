@@ -98,7 +98,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
         accelerator="cpu",
-        strategy="ddp",
+        # Without Ray, new interpreters too: their random numbers are the same.
+        strategy="ddp_spawn" if options.plugin == "none" else "ddp",
         plugins=PLUGINS[options.plugin](options.options),
         devices=options.devices,
         num_nodes=options.num_nodes,

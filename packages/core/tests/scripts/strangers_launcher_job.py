@@ -1,4 +1,5 @@
 # Run by test_strangers_launcher.py.
+import os
 import sys
 
 import torch
@@ -49,6 +50,10 @@ def job(lite, word):
 def where(lite):
     environment = lite.strategy.cluster_environment
     return [environment.run_id(), environment.restart_count(), sys.argv[1:]]
+
+
+def seeds():
+    return [os.environ.get("STRATAGEM_SEED"), os.environ.get("STRATAGEM_SEED_WORKERS")]
 
 
 def join_and_leave():

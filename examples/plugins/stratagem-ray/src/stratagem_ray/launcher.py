@@ -76,6 +76,10 @@ class RayLauncher(Launcher):
             )
         if not isinstance(timeout, (int, float)) or timeout <= 0:
             raise ConfigurationError(f"timeout={timeout!r}: expected seconds, more than 0")
+        if given.get("GPU", 1) not in (0, 1):
+            raise ConfigurationError(
+                f"resources_per_rank={given!r}: each rank uses one GPU; expected 'GPU': 1, or none"
+            )
         self.address = address
         self.placement = placement
         self.resources_per_rank = given

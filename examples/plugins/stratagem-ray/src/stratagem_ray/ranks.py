@@ -131,10 +131,11 @@ class Ranks:
         except KeyboardInterrupt:
             self._end_by(signal.SIGINT)
             raise
-        except SystemExit:
-            # Ray has raised it in this thread, where this process gets SIGTERM.
+        except SystemExit as leaving:
             self._end_by(signal.SIGTERM)
-            raise SystemExit(128 + signal.SIGTERM) from None
+            if leaving.code == signal.SIGTERM:  # by Ray's handler, which says no more than that
+                raise SystemExit(128 + signal.SIGTERM) from None
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

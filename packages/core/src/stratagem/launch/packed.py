@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from stratagem.discovery.specs import ComponentSpec
     from stratagem.plan.plan import RunPlan
 
+_OF_SEEDS = ("STRATAGEM_SEED", "STRATAGEM_SEED_WORKERS")
+"""What `seed_everything` sets, by which ranks shuffle alike; other machines do not inherit it."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -36,6 +39,7 @@ class Call:
         registered: specs of what was registered at run time in the launching process.
         world_size: of the plan.
         argv: the launching process's `sys.argv`, which is the rank's as well.
+        variables: environment variables of the launching process that are the rank's as well.
     """
 
     function: Callable[..., Any]
@@ -44,6 +48,7 @@ class Call:
     registered: tuple[ComponentSpec, ...]
     world_size: int
     argv: tuple[str, ...]
+    variables: Mapping[str, str]
 
     @classmethod
     def of(
@@ -55,8 +60,9 @@ class Call:
     ) -> Call:
         """Return the call, with what this process has registered."""
         registered = tuple(get_registry().registered())
-        argv = tuple(sys.argv)
-        return cls(function, tuple(args), dict(kwargs), registered, plan.world_size, argv)
+        variables = {name: os.environ[name] for name in _OF_SEEDS if name in os.environ}
+        argv, size = tuple(sys.argv), plan.world_size
+        return cls(function, tuple(args), dict(kwargs), registered, size, argv, variables)
 
 
 def pack(
@@ -130,6 +136,7 @@ def run_packed(data: bytes, environment: Mapping[str, str]) -> Any:
             "the ranks can import, or install cloudpickle where they are launched and here"
         ) from error
     sys.argv[:] = call.argv
+    os.environ.update(call.variables)
     registry = get_registry()
     for spec in call.registered:
         registry.add(spec, override=True)
