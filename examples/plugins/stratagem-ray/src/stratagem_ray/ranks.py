@@ -24,6 +24,7 @@ from stratagem_ray.environment import RESTARTS_VARIABLE, RUN_VARIABLE
 
 _END_GRACE = 20.0
 """Seconds that ranks have to end by themselves after Ctrl-C or a signal."""
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Ranks:
@@ -86,7 +87,7 @@ class Ranks:
         with self._passing_on_signals():
             one_node = self._plan.num_nodes == 1
             asked = [actor.place.remote(one_node=one_node) for actor in self._actors]
-            places = wait_for_all(asked, meanwhile=lambda: None)
+            places = wait_for_all(asked, self._pass_on)
             if isinstance(places, Failed):
                 return places
             self._places = dict(enumerate(places))
@@ -123,18 +124,17 @@ class Ranks:
         """Let ranks know what this process is told, so that a run can be saved before its end."""
         before = {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGUSR1, signal.SIGUSR2):
-                if signal.getsignal(number) == signal.SIG_DFL:  # whoever handles it wants it so
+            for number in (*_ENDING, signal.SIGUSR1, signal.SIGUSR2):
+                handler = signal.getsignal(number)
+                # Whoever else handles one wants it so. Ray's handler ends this process at once.
+                if handler == signal.SIG_DFL or getattr(handler, "__module__", "").startswith(
+                    "ray."
+                ):
                     before[number] = signal.signal(number, self._note)
         try:
             yield
         except KeyboardInterrupt:
             self._end_by(signal.SIGINT)
-            raise
-        except SystemExit as leaving:
-            self._end_by(signal.SIGTERM)
-            if leaving.code == signal.SIGTERM:  # by Ray's handler, which says no more than that
-                raise SystemExit(128 + signal.SIGTERM) from None
             raise
         finally:
             for number, handler in before.items():
@@ -145,8 +145,17 @@ class Ranks:
         self._noted.append(number)
 
     def _pass_on(self) -> None:
+        """Pass on what was noted.
+
+        Raises:
+            SystemExit: it ends this process.
+        """
         while self._noted:
-            self._send(self._noted.pop(0))
+            number = self._noted.pop(0)
+            if number in _ENDING:
+                self._end_by(number)
+                raise SystemExit(128 + number)
+            self._send(number)
 
     def _end_by(self, number: int) -> None:
         """Send a signal to all ranks, and wait for their end."""
