@@ -234,6 +234,23 @@ def test_what_was_saved_goes_before_what_fit_was_given_which_is_said(
     assert f", in the place of ckpt_path={str(checkpoint)!r}" in said
 
 
+def test_a_run_that_saves_nothing_leaves_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        plugins=Cluster(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Net(), loader())
+    assert list(tmp_path.iterdir()) == []
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".stratagem", "own.ckpt"]
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     trainer = Trainer(
@@ -241,7 +258,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
         devices=1,
         plugins=Cluster(),
         logger=False,
-        enable_checkpointing=False,
+        callbacks=ModelCheckpoint(tmp_path / "elsewhere"),
         enable_progress_bar=False,
         default_root_dir=tmp_path / "file",
     )

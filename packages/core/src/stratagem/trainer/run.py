@@ -189,7 +189,9 @@ class Run:
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
         checks.give_hints(strategy)
         self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
-        self.restarts = Restarts(strategy, trainer.default_root_dir)
+        self.restarts = Restarts(
+            strategy, trainer.default_root_dir, saves=bool(trainer.checkpoint_callbacks)
+        )
         path = self.resumed_from = self._find(self.restarts.begin(self.job.ckpt_path))
         loader = self._open_data()
         strategy.take_batch_size(loader.batch_size)

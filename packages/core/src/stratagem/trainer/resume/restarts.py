@@ -37,6 +37,8 @@ class Restarts:
     Args:
         strategy: of the run; its processes are launched.
         folder: `default_root_dir`; where nodes share a file system, on that.
+        saves: whether the fit is to save checkpoints. A fit that is not keeps no file, unless it
+            saves one all the same or an earlier run has left its own.
 
     Example:
         >>> from stratagem import Lite
@@ -46,7 +48,7 @@ class Restarts:
         True
     """
 
-    def __init__(self, strategy: Strategy, folder: paths.Location) -> None:
+    def __init__(self, strategy: Strategy, folder: paths.Location, *, saves: bool = True) -> None:
         self._strategy = strategy
         self._run_id = strategy.cluster_environment.run_id()
         # The script's arguments as well: torchrun calls every run "none" by default. They are bytes
@@ -55,6 +57,7 @@ class Restarts:
         key = zlib.crc32(arguments.encode(errors="surrogatepass"))
         name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', str(self._run_id))}-{key:08x}-{next(_fits)}.json"
         self._file = paths.join(paths.join(paths.absolute(folder), ".stratagem"), name)
+        self._saves = saves
         self._agents: list[str] = []
         self._checkpoints: list[str] = []
 
@@ -77,7 +80,8 @@ class Restarts:
         if self._strategy.ranks.is_global_zero:
             try:
                 found = self._find(max(count for count, _ in of_ranks), asked)
-                self._write()
+                if self._saves or paths.exists(self._file):
+                    self._write()
             except (OSError, ValueError) as error:
                 problem = str(error)
         found, problem = self._strategy.ranks.broadcast([found, problem])
