@@ -13,8 +13,8 @@ from stratagem.errors import ConfigurationError
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 before Ray is imported, it makes Ray's own processes listen on loopback only."""
 _REPORTS_USAGE = "RAY_USAGE_STATS_ENABLED"
-_SET_BY_RAY = "RAY_AUTH_MODE"
-_VARIABLES = (_LOOPBACK_ONLY, _REPORTS_USAGE, _SET_BY_RAY)
+_OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
+"""What the variables begin with that are set here, or that Ray sets in this process."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def connection(address: str | None, cpus: int) -> Iterator[None]:
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    before = {name: os.environ.get(name) for name in _VARIABLES}
+    before = {name: value for name, value in os.environ.items() if name.startswith(_OF_RAY)}
     try:
         if address and address != "local":
             _connect(address)
@@ -47,11 +47,9 @@ def connection(address: str | None, cpus: int) -> Iterator[None]:
         finally:
             ray.shutdown()
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _connect(address: str) -> None:
