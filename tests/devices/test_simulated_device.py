@@ -120,6 +120,40 @@ def test_no_step_waits_for_the_device(one: Any) -> None:
     assert len(one["logged"]) == 1 + 40 + 10
 
 
+@pytest.fixture(scope="module")
+def flight(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    printed = run("in_flight.py", tmp_path_factory.mktemp("flight"))
+    return json.loads(printed.splitlines()[-1])  # after the line that the signal makes
+
+
+def test_a_batch_is_copied_beside_the_step_before_it_and_one_is_in_flight(flight: Any) -> None:
+    """Two epochs of six batches, each of two tensors, whose copies end when they are waited for."""
+    assert flight["in flight"] == {"before": [2] * 12, "after": [0] * 12, "most": 2}
+    assert flight["overlapping"] == 24
+    assert flight["same losses"]
+
+
+def test_a_batchs_memory_is_not_handed_out_again_while_a_step_uses_it(flight: Any) -> None:
+    assert flight["unsafe frees"] == 0
+
+
+def test_the_simulated_device_shows_what_a_careless_copy_would_do(flight: Any) -> None:
+    found = flight["careless"]
+    assert found["whole"] == {"same losses": True, "overlapping": 24, "unsafe frees": 0}
+    assert not found["no wait"]["same losses"]
+    assert found["no record"]["unsafe frees"] > 0
+    assert found["one stream"] == {"same losses": True, "overlapping": 0, "unsafe frees": 0}
+
+
+def test_a_run_stopped_with_a_batch_in_flight_resumes_exactly(flight: Any) -> None:
+    assert flight["stopped"] == {
+        "in flight": 2,
+        "file": "interrupted-step=9.ckpt",
+        "same losses": True,
+        "same weights": True,
+    }
+
+
 def test_an_accelerator_says_when_a_process_must_not_be_forked(one: Any) -> None:
     assert one["fork before"] is None
     assert one["fork after"] == (

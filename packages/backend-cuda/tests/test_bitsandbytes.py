@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,33 @@ def test_adapters_train_and_frozen_weights_stay(mode: str) -> None:
     assert {"up.weight", "head.weight", "norm.bias"} <= changed
     assert ("base.weight" in changed) == (mode == "int8-training")
     assert not any("absmax" in name or "scale" in name for name in changed)
+
+
+@needs_bitsandbytes
+def test_weights_that_train_are_evaluated_and_differentiated_in_evaluation_mode() -> None:
+    lite = launched("int8-training")
+    net = Adapted()
+    exact = net(inputs()).detach()
+    model = lite.setup_module(net)
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(inputs())
+    with torch.inference_mode():
+        assert torch.equal(model(inputs()), evaluated)
+    assert 0 < (evaluated - exact).norm() / exact.norm() < 0.03
+    lite.backward(model(inputs()).square().mean())  # as for the gradient of an input
+    assert net.base.weight.grad is not None
+    assert net.base.weight.grad.isfinite().all()
+
+
+@needs_bitsandbytes
+def test_a_quantised_layer_is_of_a_kind() -> None:
+    from stratagem_cuda.precision.bitsandbytes import MODES
+    from stratagem_cuda.precision.quantized_linear import KINDS, QuantizedLinear
+
+    assert set(KINDS) == set(MODES)
+    assert inspect.isabstract(QuantizedLinear)
+    assert not any(map(inspect.isabstract, KINDS.values()))
 
 
 @needs_bitsandbytes

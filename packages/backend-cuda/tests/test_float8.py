@@ -17,7 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Lite, Module, Trainer
 from stratagem.discovery import Availability
+from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
+from stratagem.plan.plan import RunRequest
+from stratagem.plan.resolve import resolve
 from stratagem_cuda.accelerator import CUDAAccelerator
 from stratagem_cuda.precision import Float8Precision
 from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
@@ -198,8 +201,11 @@ def test_a_library_that_is_missing_is_said_with_the_command(
     precision: str, package: str, installed: dict[str, str]
 ) -> None:
     del installed[package]
+    with pytest.raises(ConfigurationError) as planned:
+        resolve(RunRequest(accelerator="cpu", precision=precision), get_registry())
     with pytest.raises(ConfigurationError) as caught:
         Trainer(accelerator="cpu", precision=precision, logger=False)
+    assert str(planned.value) == str(caught.value)
     assert f"precision={precision!r} needs {package}>=" in str(caught.value)
     extra = "float8" if package == "torchao" else package
     assert f"is not installed: pip install 'stratagem-backend-cuda[{extra}]'" in str(caught.value)
@@ -228,6 +234,12 @@ def test_a_device_without_float8_kernels_is_refused(installed: dict[str, str]) -
     with pytest.raises(ConfigurationError) as caught:
         Trainer(accelerator="cpu", precision="float8", logger=False)
     assert "precision='float8': the accelerator 'cpu' has no float8 kernels" in str(caught.value)
+    # The same is said without torch (`stratagem explain`), and of an object.
+    with pytest.raises(ConfigurationError) as planned:
+        resolve(RunRequest(accelerator="cpu", precision="float8"), get_registry())
+    with pytest.raises(ConfigurationError) as of_object:
+        Trainer(accelerator="cpu", plugins=Float8Precision(), logger=False)
+    assert str(caught.value) == str(planned.value) == str(of_object.value)
     assert "plugins=Float8Precision(emulate=True)" in str(caught.value)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from stratagem import Trainer
 from stratagem.cli import doctor
-from stratagem.discovery import PrecisionSpec
+from stratagem.discovery import AcceleratorSpec, PrecisionSpec
 from stratagem.discovery.registry import Candidate
 from stratagem.errors import UnknownNameError
 
@@ -24,7 +24,7 @@ def test_the_distribution_declares_its_plugin_modules() -> None:
     assert {entry.name: entry.value for entry in entry_points} == PLUGINS
 
 
-@pytest.mark.parametrize("module", PLUGINS.values())
+@pytest.mark.parametrize("module", [*PLUGINS.values(), "stratagem_cuda.precision.objections"])
 def test_importing_the_plugin_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -46,6 +46,9 @@ def test_the_plugin_registers_what_the_readme_lists() -> None:
         ),
     }
     assert [spec.load().name for spec in specs if spec.kind == "accelerator"] == ["cuda"]
+    for spec in specs:
+        if isinstance(spec, AcceleratorSpec):
+            assert spec.load().data_parallel_kernels == spec.data_parallel_kernels
     precisions = {spec.name: spec.build() for spec in specs if spec.kind == "precision"}
     for spec in specs:
         if isinstance(spec, PrecisionSpec):

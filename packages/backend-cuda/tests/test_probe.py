@@ -14,10 +14,11 @@ import pytest
 
 from stratagem import Trainer
 from stratagem.discovery import Availability
+from stratagem.discovery.installed import TorchBuild, torch_build
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import DDPStrategy
 from stratagem_cuda import probe
-from stratagem_cuda.probe import GPU, Driver, TorchBuild, availability, visible_gpus
+from stratagem_cuda.probe import GPU, Driver, availability, visible_gpus
 
 H100 = "NVIDIA H100"
 GPUS = (GPU(0, "GPU-aa1", H100), GPU(1, "GPU-ab2", H100), GPU(2, "GPU-cc3", H100))
@@ -136,6 +137,11 @@ def test_a_gpu_that_others_hold_is_passed_over(machine: Callable[..., None]) -> 
         (
             {"devices": [0, 1]},
             rf"devices=\[0, 1\] asks for 2 cuda device\(s\), and device 0 {HELD}: pass "
+            r"devices=\[1, 2\]",
+        ),
+        (
+            {"devices": "0,1"},  # which names them, as the list does
+            rf"devices='0,1' asks for 2 cuda device\(s\), and device 0 {HELD}: pass "
             r"devices=\[1, 2\]",
         ),
         ({"devices": 3}, rf"devices=3 asks for 3 .* device 0 {HELD}: pass devices=\[1, 2\]"),
@@ -290,7 +296,8 @@ def test_one_gpu_that_cannot_be_opened_hides_no_other(nvml: Callable[..., None])
 
 def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
     code = (
-        "import sys; from stratagem_cuda.probe import cuda_availability, torch_build\n"
+        "import sys; from stratagem_cuda.probe import cuda_availability\n"
+        "from stratagem.discovery.installed import torch_build\n"
         "cuda_availability(); print(torch_build()); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -299,9 +306,42 @@ def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
     assert done.stdout.strip() == str(TorchBuild(str(torch.__version__), torch.version.cuda))
 
 
+PROBE = """
+import sys, time
+import stratagem.discovery.registry  # what whoever asks has imported before
+from stratagem.discovery.installed import TorchBuild
+
+before, began = set(sys.modules), time.process_time()
+from stratagem_cuda import probe
+probe.torch_build = lambda: TorchBuild("2.13.0", "13.0")  # so that NVML is asked
+probe.cuda_availability()
+spent = time.process_time() - began
+print(spent, *sorted(set(sys.modules) - before))
+"""
+
+
+def test_asking_the_driver_imports_its_bindings_and_little_else() -> None:
+    """20 ms of CPU time is what it may take; counted are modules, since time is the machine's.
+
+    Those 45 are ctypes, the bindings, and what ctypes.util imports.
+    """
+    times, modules = [], set()
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True
+        )
+        spent, *imported = done.stdout.split()
+        times.append(float(spent))
+        modules = set(imported)
+    assert "pynvml" in modules
+    assert not {"torch", "numpy", "pathlib", "packaging", "importlib.metadata"} & modules
+    assert len(modules) <= 45
+    assert min(times) < 0.1  # five times that: on a machine that does much else
+
+
 def test_a_torch_that_is_nowhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert probe.torch_build() is None
+    assert torch_build() is None
 
 
 @pytest.mark.skipif(

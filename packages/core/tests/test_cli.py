@@ -268,7 +268,8 @@ def test_the_listing_asks_each_accelerator_once(program: Program) -> None:
                                capabilities=Capabilities(accelerators=("abacus",)))
         """,
     )
-    assert "abacus (no beads)" in row_of(program("strategies").stdout, "beads")[-1]
+    # Of its own accelerator, and not of all there are: the error of a request says it of each.
+    assert row_of(program("strategies").stdout, "beads")[-1] == "no: abacus (no beads)"
     assert program.folder.joinpath("probed.txt").read_text() == "x"
 
 
@@ -329,7 +330,7 @@ def test_explain_takes_every_part_of_a_request(program: Program) -> None:
         (["--strategy", "ddpp"], "unknown strategy 'ddpp'. Did you mean 'ddp'?"),
         (
             ["--strategy", "single_device", "--devices", "2"],
-            "the strategy 'single_device' uses one device, received devices='2' (2 devices): pass "
+            "the strategy 'single_device' uses one device, received devices=2 (2 devices): pass "
             "devices=1, or a strategy for several devices such as 'ddp'",
         ),
         (["--devices", "none"], "devices='none': expected a number of devices, -1 for all"),
@@ -342,6 +343,20 @@ def test_explain_refuses_what_cannot_be(
     done = program("explain", *arguments, code=2)
     assert done.stdout == ""
     assert done.stderr.startswith(message)
+
+
+def test_explain_reads_numbers_as_a_trainer_is_given_them(program: Program) -> None:
+    done = program("explain", "--accelerator=cpu", "--devices=-2", code=2)
+    assert done.stderr.startswith("devices=-2: expected a number of devices, -1 for all")
+    assert row_of(program("explain", "--devices=0").stdout, "accelerator")[1] == "cpu"
+
+
+def test_explain_refuses_what_the_components_themselves_would(program: Program) -> None:
+    done = program("explain", "--strategy=dp", "--accelerator=cpu", "--devices=2", code=2)
+    assert done.stderr == (
+        "strategy='dp' splits a batch over GPUs, received 2 devices of the accelerator 'cpu': use "
+        "strategy='ddp', or devices=1\n"
+    )
 
 
 def test_explain_starts_no_process(program: Program) -> None:

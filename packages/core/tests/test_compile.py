@@ -559,6 +559,32 @@ def test_a_whole_step_stays_one_graph_with_validation_and_dropout(graphs: Graphs
     assert len(graphs.made) == 1
 
 
+def test_the_compilers_setting_for_whole_steps_ends_with_the_steps_of_an_epoch(
+    graphs: Graphs,
+) -> None:
+    class Looks(Callback):
+        def __init__(self) -> None:
+            self.seen: dict[str, set[bool]] = {}
+
+        def look(self, where: str) -> None:
+            found = self.seen.setdefault(where, set())
+            found.add(torch._dynamo.config.trace_autograd_ops)
+
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            self.look("step")
+
+        def on_train_epoch_start(self, *arguments: Any) -> None:
+            self.look("before")
+
+        def on_train_epoch_end(self, *arguments: Any) -> None:
+            self.look("after")
+
+    looks = Looks()
+    trainer(callbacks=[looks], **step_of(graphs)).fit(Net(), loader())
+    assert looks.seen == {"before": {False}, "step": {True}, "after": {False}}
+    assert len(graphs.made) == 1
+
+
 def test_whole_steps_of_ever_new_shapes_go_on_uncompiled(graphs: Graphs) -> None:
     sizes = [torch.ones(n, 5) for n in (2, 2, 3, 4, 5, 6)]
     batches = [(x, x[:, :1]) for x in sizes]

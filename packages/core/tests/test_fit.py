@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from stratagem import Callback, DataModule, Module, Trainer
+from stratagem import Callback, DataModule, Lite, Module, Trainer
 from stratagem.callbacks import EarlyStopping
 from stratagem.errors import ConfigurationError, NonFiniteLossError, UserCodeError
 from stratagem.plan.step_options import GradientClip
@@ -226,6 +226,47 @@ def test_a_precision_leaves_complex_numbers_whole(precision: str) -> None:
     quiet(max_epochs=1, precision=precision, limit_train_batches=1).fit(model, loader())
     assert model.angle.tolist() == [1 + 2j]
     assert first_weight(model.net).dtype.itemsize == int(precision[:2].replace("bf", "16")) // 8
+
+
+LOST = (
+    r"AdamW\(eps=1e-08\) divides by 0 where a gradient is 0 or small: its parameters are in "
+    r"torch\.float16, in which 1e-08 is 0, and weights become infinite or not a number\. Pass "
+    r"eps=1e-4, or precision='bf16-true', which has the range of float32"
+)
+
+
+class AdamRegression(Regression):
+    eps = 1e-8
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=self.eps)
+
+
+def test_an_optimizer_whose_epsilon_float16_loses_is_told_before_it_steps() -> None:
+    """float16 has nothing between 0 and 6e-8: 0 divided by 0 where a gradient is 0."""
+    model = AdamRegression()
+    with pytest.warns(UserWarning, match=LOST) as told:
+        quiet(max_epochs=1, precision="16-true").fit(model, loader())
+    assert len(told) == 1
+    assert not first_weight(model.net).isfinite().all()  # what is warned of
+
+
+@pytest.mark.parametrize(("eps", "precision"), [(1e-4, "16-true"), (1e-8, "bf16-true")])
+def test_an_epsilon_that_the_dtype_has_is_nothing_to_tell(eps: float, precision: str) -> None:
+    model = AdamRegression()
+    model.eps = eps
+    quiet(max_epochs=1, precision=precision).fit(model, loader())
+    assert first_weight(model.net).isfinite().all()
+
+
+def test_lite_tells_of_a_lost_epsilon_too() -> None:
+    lite = Lite(accelerator="cpu", precision="16-true")
+    lite.launch()
+    model = lite.setup_module(nn.Linear(2, 1))
+    with pytest.warns(UserWarning, match=LOST):
+        lite.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    fused = torch.optim.AdamW(model.parameters(), fused=True)  # which computes in float32
+    lite.setup_optimizers(fused)
 
 
 def test_a_batch_is_skipped_where_training_step_returns_none() -> None:

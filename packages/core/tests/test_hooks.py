@@ -250,6 +250,20 @@ def test_a_method_that_would_not_be_called_is_refused_with_what_to_do(
         quiet().fit(model, loader())
 
 
+def test_each_of_several_uncalled_methods_has_its_remedy() -> None:
+    names = ("training_epoch_end", "backward", "optimizer_step", "configure_sharded_model")
+    model = type("Old", (Line,), dict.fromkeys(names, lambda self: None))()
+    with pytest.raises(UserCodeError) as raised:
+        quiet().fit(model, loader())
+    assert str(raised.value) == (
+        "Old defines backward, configure_sharded_model, optimizer_step, training_epoch_end, which "
+        "Stratagem does not call, so training would differ silently: for backward, optimizer_step, "
+        "use automatic_optimization = False, a Callback or a Strategy for what it does; for "
+        "configure_sharded_model, rename it to configure_model; for training_epoch_end, rename it "
+        "to on_train_epoch_end, and keep outputs in an attribute"
+    )
+
+
 # ---------------------------------------------------------------- with what
 
 
@@ -340,9 +354,21 @@ def test_a_training_step_may_be_set_on_the_model() -> None:
         def configure_optimizers(self) -> Any:
             return SGD(self.parameters(), lr=0.1)
 
+    seen = []
+
+    def training_step(batch: Tensor, batch_idx: int) -> Tensor:
+        seen.append(batch_idx)
+        loss: Tensor = model.layer(batch).square().mean()
+        return loss
+
     model: Any = Bare()
-    model.training_step = lambda batch, batch_idx: model.layer(batch).square().mean()
-    quiet().fit(model, loader())
+    before = model.layer.weight.detach().clone()
+    model.training_step = training_step
+    trainer = quiet()
+    trainer.fit(model, loader())
+    assert seen == list(range(len(loader())))
+    assert trainer.global_step == len(seen)
+    assert not torch.equal(model.layer.weight, before)
 
 
 # ---------------------------------------------------------------- copies

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import stratagem.native.plugin
+from stratagem import Trainer
 from stratagem.discovery import (
     AcceleratorSpec,
     Availability,
@@ -21,13 +22,19 @@ from stratagem.discovery import (
     StrategySpec,
     hookimpl,
 )
+from stratagem.discovery.checks import check_spec
 from stratagem.discovery.entry_points import PluginEntry
 from stratagem.discovery.registry import Registry
 from stratagem.errors import AmbiguousNameError, ConfigurationError, UnknownNameError
 from stratagem.plan.components import probe_accelerator
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
-from stratagem.strategies import DDPStrategy, GradientClip, StepOptions
+from stratagem.strategies import (
+    DataParallelStrategy,
+    DDPStrategy,
+    GradientClip,
+    StepOptions,
+)
 
 PARALLEL = Capabilities(
     launchers=("script",), one_process=False, many_devices=True, multi_node=True
@@ -355,6 +362,18 @@ def test_something_else_is_no_accelerator(refused: Callable[..., str], given: ob
     assert "stratagem.accelerators.Accelerator" in text
 
 
+@pytest.mark.parametrize("name", ["mps", "xpu"])
+def test_a_device_that_torch_knows_is_had_by_an_object(
+    refused: Callable[..., str], name: str
+) -> None:
+    text = refused(UnknownNameError, accelerator=name)
+    assert text.startswith(f"unknown accelerator {name!r}.")
+    assert (
+        f"If torch has a device of that name, pass accelerator=DeviceAccelerator({name!r}) (from "
+        "stratagem.accelerators). Available here: cpu, gpu, tpu."
+    ) in text
+
+
 def failing_probe() -> Availability:
     raise SystemExit("the SDK gave up")
 
@@ -376,6 +395,63 @@ def test_a_probe_has_to_return_an_availability() -> None:
         0,
         "its probe returned 4; expected stratagem.discovery.Availability",
     )
+
+
+# -- what a component says of the plan that it is a part of
+
+
+def too_many(plan: RunPlan) -> str:
+    return f"fp9 takes one device, received {len(plan.devices)}" if len(plan.devices) > 1 else ""
+
+
+@pytest.mark.parametrize("kind", ["strategy", "precision"])
+@pytest.mark.parametrize("objection", [too_many, f"{__name__}:too_many"])
+def test_a_component_may_object_to_the_plan(kind: str, objection: Any) -> None:
+    made = StrategySpec if kind == "strategy" else PrecisionSpec
+    options: dict[str, Any] = {"capabilities": PARALLEL} if kind == "strategy" else {}
+    spec = made(name="fp9", target="m:C", api_version=1, objection=objection, **options)
+    registry = registry_of(("strangers", plugin_of((spec,))))
+
+    def planned(devices: int) -> RunPlan:
+        asked: dict[str, Any] = {"strategy": "ddp", "accelerator": "cpu", kind: "fp9"}
+        return resolve(
+            RunRequest(devices=devices, environ={}, interactive=False, **asked), registry
+        )
+
+    assert getattr(planned(1), kind).name == "fp9"
+    with pytest.raises(ConfigurationError, match="fp9 takes one device, received 2"):
+        planned(2)
+
+
+def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
+    spec = PrecisionSpec(
+        name="fp9",
+        target="stratagem.native.precision.true:TruePrecision",
+        api_version=1,
+        objection="stratagem.native.strategy_specs:nobody",
+    )
+    assert list(check_spec(spec, registry_of())) == [
+        "its target's module stratagem.native.strategy_specs defines no 'nobody'"
+    ]
+
+
+def test_data_parallel_needs_kernels_for_several_devices(
+    registry: Registry, refused: Callable[..., str]
+) -> None:
+    text = refused(strategy="dp", accelerator="cpu", devices=2)
+    assert text == (
+        "strategy='dp' splits a batch over GPUs, received 2 devices of the accelerator 'cpu': use "
+        "strategy='ddp', or devices=1"
+    )
+    with pytest.raises(ConfigurationError) as by_trainer, pytest.warns(FutureWarning):
+        Trainer(strategy=DataParallelStrategy(), accelerator="cpu", devices=2, logger=False)
+    assert str(by_trainer.value) == text
+    found = Availability(2, "2")
+    kernels = types.SimpleNamespace(
+        name="npu", availability=lambda: found, data_parallel_kernels=True
+    )
+    request = RunRequest(strategy="dp", accelerator=kernels, environ={}, interactive=False)
+    assert resolve(request, registry).devices == (0, 1)
 
 
 # -- devices
@@ -439,6 +515,37 @@ def test_no_devices_of_a_gpu_are_refused(refused: Callable[..., str]) -> None:
     text = refused(accelerator="gpu", devices=0)
     assert "devices=0 leaves nothing to train on with accelerator='gpu'" in text
     assert "pass a number of devices, or accelerator='cpu'" in text
+
+
+TAKEN = "is in exclusive use by the process 7"
+
+
+@pytest.mark.parametrize("asked", [{}, {"devices": 1}, {"strategy": "single_device"}])
+def test_an_accelerator_whose_devices_are_all_taken_is_not_available(
+    registry: Registry, asked: dict[str, Any]
+) -> None:
+    def probe(spec: Any) -> Availability:
+        taken = Availability(2, "2 GPUs", problems=((0, TAKEN), (1, TAKEN)))
+        return taken if spec.name == "gpu" else MACHINE.get(spec.name, Availability(0, "none"))
+
+    def made(**asked: Any) -> RunPlan:
+        request = RunRequest(environ={}, interactive=False, **asked)
+        return resolve(request, registry, probe=probe)
+
+    with pytest.raises(ConfigurationError) as refused:
+        made(accelerator="gpu", **asked)
+    assert str(refused.value) == (
+        f"accelerator='gpu' is not available on this machine: 2 GPUs; device 0 {TAKEN}; device 1 "
+        f"{TAKEN}; pass accelerator='auto' to take what there is"
+    )
+    assert made(accelerator="auto", **asked).accelerator.name == "cpu"
+
+
+def test_devices_left_to_the_accelerator_are_free_ones(registry: Registry) -> None:
+    found = Availability(3, "3 NPUs", auto_count=1, problems=((0, TAKEN),))
+    given = types.SimpleNamespace(name="npu", availability=lambda: found)
+    request = RunRequest(accelerator=given, environ={}, interactive=False)
+    assert resolve(request, registry).devices == (1,)
 
 
 def test_cores_have_no_indices(refused: Callable[..., str]) -> None:

@@ -33,6 +33,23 @@ def counts() -> Counts:
     return Counts(*torch.ops.simulated.counts())
 
 
+class Transfers(NamedTuple):
+    """What became of copies since they are delayed (`torch.ops.simulated.delay_copies()`)."""
+
+    pending: int
+    """Copies that are queued now, and that nobody has waited for."""
+    most_pending: int
+    overlapping: int
+    """Copies to a device that do not wait for all work that its default stream was given before."""
+    unsafe_frees: int
+    """Blocks of memory that might have been handed out again while another stream used them."""
+
+
+def transfers() -> Transfers:
+    """Return what became of copies since they are delayed."""
+    return Transfers(*torch.ops.simulated.transfers())
+
+
 @functools.cache
 def load(name: str = NAME) -> types.ModuleType:
     """Register the device with torch; return its module, `torch.sim`."""

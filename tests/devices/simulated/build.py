@@ -13,6 +13,7 @@ import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 SOURCE = Path(__file__).with_name("device.cpp")
+HEADER = Path(__file__).with_name("streams.h")
 
 
 def compiler() -> str | None:
@@ -22,7 +23,8 @@ def compiler() -> str | None:
 
 def build() -> Path:
     """Return the library, built now (15 s) unless it was before."""
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    source = SOURCE.read_bytes() + HEADER.read_bytes()
+    key = hashlib.sha256(source + torch.__version__.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stratagem-tests"
     library = folder / f"simulated_{key}.so"
     if not library.exists():

@@ -1,5 +1,5 @@
-// A device for tests: four of them, in host memory of their own, with an RNG, pinned memory and
-// counters. It registers itself with PyTorch as PrivateUse1; kernels run on the CPU, on copies.
+// A device for tests: four of them, in host memory of their own, with an RNG, pinned memory, streams
+// and counters. It registers itself with PyTorch as PrivateUse1; kernels run on the CPU, on copies.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -21,10 +21,11 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "streams.h"
+
 namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr int kCount = 4;
 
 thread_local c10::DeviceIndex current = 0;
 thread_local bool in_kernel = false;  // a kernel's own copies are nobody's transfers
@@ -38,7 +39,8 @@ struct Counters {
 
 struct Blocks {
   std::mutex mutex;
-  std::unordered_map<const void*, std::pair<int, size_t>> device, pinned;
+  std::unordered_map<const void*, Block> device;
+  std::unordered_map<const void*, std::pair<int, size_t>> pinned;
   std::array<int64_t, kCount> bytes{}, peak{};
   std::array<int64_t, kCount> limit = {1L << 40, 1L << 40, 1L << 40, 1L << 40};
   std::atomic<bool> initialized{false};
@@ -53,12 +55,59 @@ void check_alive() {
   throw c10::AcceleratorError(here, 710, "sim error: device-side assert triggered");
 }
 
+// An allocator hands a block out again at once to the stream that it belongs to. That is wrong while
+// another stream may still use it, unless the allocator was told so (record_stream).
+void forget_in_streams(const void* pointer, const Block& block) {
+  std::lock_guard<std::recursive_mutex> lock(streams.mutex);
+  Clock before = streams.clocks[block.owner];
+  merge(before, streams.host);
+  for (const auto& [stream, position] : block.uses) {
+    const bool is_safe = stream == block.owner || block.recorded.count(stream) ||
+                         at_of(before, stream) >= position;
+    if (!is_safe) {
+      ++streams.unsafe_frees;
+      break;
+    }
+  }
+  // What was queued to be read from it is read; what was to be written to it, nobody sees.
+  Clock reads;
+  for (const auto& copy : streams.pending) {
+    if (copy.block == pointer && !copy.to_device) merge(reads, copy.clock);
+  }
+  complete(reads);
+  auto is_write = [&](const Copy& copy) { return copy.block == pointer; };
+  std::erase_if(streams.pending, is_write);
+}
+
 void free_device(void* pointer) {
+  Block block;
+  {
+    std::lock_guard<std::mutex> lock(blocks.mutex);
+    auto found = blocks.device.find(pointer);
+    block = std::move(found->second);
+    blocks.bytes[block.index] -= block.size;
+    blocks.device.erase(found);
+  }
+  if (streams.delays) forget_in_streams(pointer, block);
+  std::free(pointer);
+}
+
+// Note that the current stream uses a tensor's memory.
+void note_use(const at::Tensor& tensor) {
+  if (!streams.delays || !tensor.defined() || !tensor.is_privateuseone()) return;
+  const Stream stream = current_of(tensor.device().index());
+  std::lock_guard<std::recursive_mutex> order(streams.mutex);
+  const int64_t position = at_of(streams.clocks[stream], stream);
+  std::lock_guard<std::mutex> lock(blocks.mutex);
+  auto found = blocks.device.find(tensor.storage().data());
+  if (found != blocks.device.end()) found->second.uses[stream] = position;
+}
+
+void note_recorded(const void* pointer, c10::Stream stream) {
+  ++counters.recorded_streams;
   std::lock_guard<std::mutex> lock(blocks.mutex);
   auto found = blocks.device.find(pointer);
-  blocks.bytes[found->second.first] -= found->second.second;
-  blocks.device.erase(found);
-  std::free(pointer);
+  if (found != blocks.device.end()) found->second.recorded.insert(key_of(stream));
 }
 
 void free_pinned(void* pointer) {
@@ -78,7 +127,8 @@ struct DeviceAllocator final : c10::DeviceAllocator {
                      blocks.bytes[current] + static_cast<int64_t>(size) <= blocks.limit[current] &&
                          posix_memalign(&pointer, 64, size) == 0,
                      "sim out of memory. Tried to allocate ", size, " bytes");
-    blocks.device[pointer] = {current, size};
+    blocks.device[pointer] = {current, size, current_of(current)};
+    if (streams.delays) std::memset(pointer, 0xff, size);  // not a number until it is written
     blocks.bytes[current] += size;
     blocks.peak[current] = std::max(blocks.peak[current], blocks.bytes[current]);
     return {pointer, pointer, &free_device, device};
@@ -89,7 +139,9 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   }
   bool initialized() override { return blocks.initialized; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    note_recorded(memory.get(), stream);
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
     std::lock_guard<std::mutex> lock(blocks.mutex);
@@ -182,7 +234,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   at::Device getDeviceFromPtr(void* pointer) const override {
     std::lock_guard<std::mutex> lock(blocks.mutex);
-    return {kType, static_cast<c10::DeviceIndex>(blocks.device.at(pointer).first)};
+    return {kType, static_cast<c10::DeviceIndex>(blocks.device.at(pointer).index)};
   }
   bool isPinnedPtr(const void* pointer) const override {
     std::lock_guard<std::mutex> lock(blocks.mutex);
@@ -215,33 +267,80 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.has_index()) current = device.index();
   }
-  // Work is done when its call returns, so one stream a device is all of them.
+  static c10::Stream stream_of(c10::Device device, c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, device, id);
+  }
+  static c10::Device with_index(c10::Device device) {
+    return device.has_index() ? device : c10::Device(kType, current);
+  }
   c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
+    device = with_index(device);
+    return stream_of(device, current_stream.at(device.index()));
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(with_index(device), 0);
+  }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return getStream(device);
+    return getNewStream(device, 0);
   }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return stream_of(with_index(device), ++streams.made);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto& now = current_stream.at(stream.device_index());
+    return stream_of(stream.device(), std::exchange(now, stream.id()));
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return kCount; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { waited(); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { waited(); }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
-      const override {
-    static int recorded;
-    *event = &recorded;
-  }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
-    check_alive();
+  static bool is_done(const Clock& clock) {
+    for (const auto& copy : streams.pending) {
+      if (at_of(clock, copy.stream) >= at_of(copy.clock, copy.stream)) return false;
+    }
     return true;
   }
-  void synchronizeEvent(void*) const override { waited(); }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  bool queryStream(const c10::Stream& stream) const override {
+    std::lock_guard<std::recursive_mutex> lock(streams.mutex);
+    return is_done(streams.clocks[key_of(stream)]);
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    waited();
+    host_waits_for(key_of(stream));
+  }
+  void synchronizeDevice(const c10::DeviceIndex index) const override {
+    waited();
+    std::lock_guard<std::recursive_mutex> lock(streams.mutex);
+    Clock all;
+    for (const auto& [stream, clock] : streams.clocks) {
+      if (stream.first == index) merge(all, clock);
+    }
+    host_waits(all);
+  }
+  // An event is the clock that its stream had.
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    std::lock_guard<std::recursive_mutex> lock(streams.mutex);
+    if (*event == nullptr) *event = new Clock;
+    *static_cast<Clock*>(*event) = streams.clocks[key_of(stream)];
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    std::lock_guard<std::recursive_mutex> lock(streams.mutex);
+    merge(streams.clocks[key_of(stream)], *static_cast<Clock*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    check_alive();
+    std::lock_guard<std::recursive_mutex> lock(streams.mutex);
+    return is_done(*static_cast<Clock*>(event));
+  }
+  void synchronizeEvent(void* event) const override {
+    waited();
+    std::lock_guard<std::recursive_mutex> lock(streams.mutex);
+    host_waits(*static_cast<Clock*>(event));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Clock*>(event);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    note_recorded(memory.get(), stream);
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -276,13 +375,47 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
+// Queue a copy between pinned memory and a device, if both are plain.
+bool delay(const at::Tensor& source, const at::Tensor& target) {
+  const bool is_plain = source.is_contiguous() && target.is_contiguous() &&
+                        source.sizes() == target.sizes() && source.dtype() == target.dtype();
+  if (!streams.delays || !is_plain) return false;
+  const bool to_device = source.is_cpu();
+  const auto& on_device = to_device ? target : source;
+  const Stream stream = current_of(on_device.device().index());
+  std::lock_guard<std::recursive_mutex> lock(streams.mutex);
+  auto& clock = streams.clocks[stream];
+  ++clock[stream];
+  note_use(on_device);
+  const Stream computing{stream.first, 0};
+  if (to_device && at_of(clock, computing) < at_of(streams.clocks[computing], computing)) {
+    ++streams.overlapping;
+  }
+  streams.pending.push_back({stream, clock, on_device.storage().data(), to_device,
+                             to_device ? source : on_host(source),
+                             to_device ? on_host(target) : target});
+  const int64_t pending = streams.pending.size();
+  streams.most_pending = std::max(streams.most_pending, pending);
+  return true;
+}
+
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   check_alive();
+  const auto& on_device = source.is_cpu() ? target : source;
   if (!in_kernel && source.is_cpu() != target.is_cpu()) {
     const bool waits = !non_blocking || !(source.is_cpu() ? source : target).is_pinned();
     ++(source.is_cpu() ? counters.host_to_device : counters.device_to_host);
     if (source.is_cpu()) counters.blocking_host_to_device += waits;
     else counters.synchronizations += waits;
+    if (!waits && delay(source, target)) return target;
+    begin_kernel(on_device.device().index());
+    host_waits_for(current_of(on_device.device().index()));
+  } else if (!in_kernel) {
+    begin_kernel(on_device.device().index());
+  }
+  if (!in_kernel) {
+    note_use(source);
+    note_use(target);
   }
   on_host(target).copy_(source.is_cpu() ? source : on_host(source));
   return target;
@@ -295,6 +428,10 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
   counters.synchronizations += !in_kernel;
+  if (!in_kernel) {
+    begin_kernel(tensor.device().index());
+    host_waits_for(current_of(tensor.device().index()));
+  }
   return on_host(tensor).item();
 }
 
@@ -317,6 +454,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const at::Tensor& input, const std::optional<at::Tensor>& weight,
     const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
     const std::optional<at::Tensor>& variance, bool training, double momentum, double eps) {
+  begin_kernel(input.device().index());
+  note_use(input);
   auto host = [](const std::optional<at::Tensor>& tensor) {
     return tensor && tensor->defined() ? std::optional(on_host(*tensor)) : std::nullopt;
   };
@@ -348,6 +487,14 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = static_cast<DeviceGenerator*>(value.toGenerator().unsafeGetGeneratorImpl())->inner;
     }
   }
+  if (!in_kernel) {
+    begin_kernel(index);
+    for (auto& value : torch::jit::last(*stack, count)) {
+      if (value.isTensor()) note_use(value.toTensor());
+      if (!value.isTensorList()) continue;
+      for (const at::Tensor& tensor : value.toTensorVector()) note_use(tensor);
+    }
+  }
   ++counters.kernels;
   const bool before = std::exchange(in_kernel, true);
   const bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
@@ -370,8 +517,9 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   restore();
 }
 
-// There is one stream, so that memory is free for others as soon as its last user is queued.
-void record_stream(at::Tensor&, c10::Stream) { ++counters.recorded_streams; }
+void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  note_recorded(tensor.storage().data(), stream);
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", &record_stream);
@@ -436,7 +584,17 @@ int64_t memory_limit(int64_t index) {
 }
 
 // The tensor's memory as a CPU tensor, which a process group communicates.
-at::Tensor host_alias(const at::Tensor& tensor) { return on_host(tensor); }
+at::Tensor host_alias(const at::Tensor& tensor) {
+  begin_kernel(tensor.device().index());
+  note_use(tensor);
+  return on_host(tensor);
+}
+
+std::vector<int64_t> transfers() {
+  std::lock_guard<std::recursive_mutex> lock(streams.mutex);
+  const int64_t pending = streams.pending.size();
+  return {pending, streams.most_pending, streams.overlapping, streams.unsafe_frees};
+}
 
 TORCH_LIBRARY(simulated, m) {
   m.def("rng_state(int index) -> Tensor", &rng_state);
@@ -445,6 +603,8 @@ TORCH_LIBRARY(simulated, m) {
   m.def("counts() -> int[]", &counts);
   m.def("limit_memory(int bytes, int index) -> ()", &limit_memory);
   m.def("memory_limit(int index) -> int", &memory_limit);
+  m.def("delay_copies() -> ()", [] { streams.delays = true; });
+  m.def("transfers() -> int[]", &transfers);
   m.def("lose() -> ()", [] { lost = true; });
   m.def("is_initialized() -> bool", [] { return blocks.initialized.load(); });
   m.def("host_alias(Tensor tensor) -> Tensor", &host_alias);

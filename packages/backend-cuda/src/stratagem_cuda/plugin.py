@@ -4,10 +4,10 @@ from stratagem.discovery import AcceleratorSpec, ComponentSpec, PrecisionSpec, h
 from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
 
 _QUANTIZED = {
-    "nf4": "frozen weights in 4 bits",
-    "nf4-dq": "frozen weights in 4 bits, with quantised scales",
-    "fp4": "frozen weights in 4 bits, of another kind",
-    "fp4-dq": "frozen weights in 4 bits, of another kind, with quantised scales",
+    "nf4": "frozen weights in 4 bits, quantiles of a normal distribution",
+    "nf4-dq": "frozen weights in 4 bits as nf4, with quantised scales",
+    "fp4": "frozen weights in 4 bits, as floating-point numbers",
+    "fp4-dq": "frozen weights in 4 bits as fp4, with quantised scales",
     "int8": "frozen weights in 8 bits",
     "int8-training": "weights in float16 and multiply in 8 bits",
 }
@@ -26,6 +26,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             aliases=("gpu",),
             probe="stratagem_cuda.probe:cuda_availability",
             priority=100,
+            data_parallel_kernels=True,
         ),
         PrecisionSpec(
             name="16-mixed",
@@ -41,6 +42,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="linear layers multiply in float8 (torchao), the rest as bf16-mixed",
             requires=(str(TORCHAO),),
+            objection="stratagem_cuda.precision.objections:float8",
         ),
         *(
             PrecisionSpec(
@@ -51,6 +53,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
                 init_args={"mode": mode},
                 shardable=False,
                 requires=(str(BITSANDBYTES),),
+                objection="stratagem_cuda.precision.objections:bitsandbytes",
             )
             for mode, what in _QUANTIZED.items()
         ),
@@ -63,6 +66,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
                 init_args={"name": name},
                 accelerators=("cuda",),
                 requires=(str(TRANSFORMER_ENGINE),),
+                objection="stratagem_cuda.precision.objections:transformer_engine",
             )
             for name, dtype in _TRANSFORMER_ENGINE.items()
         ),

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.discovery import Availability
-from stratagem.discovery.installed import TorchBuild as TorchBuild
-from stratagem.discovery.installed import torch_build as torch_build
+from stratagem.discovery.installed import TorchBuild, torch_build
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ def availability(
         ask_driver: returns what NVML says, or why it says nothing.
 
     Example:
-        >>> from stratagem_cuda.probe import Driver, GPU, TorchBuild, availability
+        >>> from stratagem.discovery.installed import TorchBuild
+        >>> from stratagem_cuda.probe import Driver, GPU, availability
         >>> two = tuple(GPU(i, f"GPU-{i}", "NVIDIA H100") for i in range(2))
         >>> facts = TorchBuild("2.13.0", "13.0"), Driver("580.65", (13, 0), two)
         >>> found = availability({"CUDA_VISIBLE_DEVICES": "1"}, *(lambda f=f: f for f in facts))

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-import torch
-
 from stratagem.errors import ConfigurationError
-from stratagem.precision import Precision
 from stratagem_cuda import probe
 
 FLOAT8 = (8, 9)
@@ -38,31 +35,28 @@ def visible_capabilities() -> dict[str, tuple[int, int]]:
     return capabilities
 
 
-def check_visible_float8(precision: Precision) -> None:
-    """Refuse float8 where none of the visible GPUs has it; before processes start.
-
-    Raises:
-        ConfigurationError: names the GPUs.
-    """
+def why_no_visible_float8(precision: str) -> str:
+    """Return why none of the visible GPUs computes in float8, with their names, or ""."""
     found = visible_capabilities()
-    if found and max(found.values()) < FLOAT8:
-        raise _refusal(precision, found)
+    return _refusal(precision, found) if found and max(found.values()) < FLOAT8 else ""
 
 
-def check_current_float8(precision: Precision) -> None:
-    """Refuse float8 where this rank's GPU lacks it.
+def check_current_float8(precision: str) -> None:
+    """Refuse a precision that needs float8 where this rank's GPU lacks it.
 
     Raises:
         ConfigurationError: names the GPU.
     """
+    import torch  # here, since a request is resolved without it
+
     found = torch.cuda.get_device_capability()
     if found < FLOAT8:
-        raise _refusal(precision, {torch.cuda.get_device_name(): found})
+        raise ConfigurationError(_refusal(precision, {torch.cuda.get_device_name(): found}))
 
 
-def _refusal(precision: Precision, found: dict[str, tuple[int, int]]) -> ConfigurationError:
+def _refusal(precision: str, found: dict[str, tuple[int, int]]) -> str:
     gpus = ", ".join(f"{name} has {major}.{minor}" for name, (major, minor) in found.items())
-    return ConfigurationError(
-        f"precision={precision.name!r} needs a GPU with float8 arithmetic, of compute capability "
+    return (
+        f"precision={precision!r} needs a GPU with float8 arithmetic, of compute capability "
         f"8.9 or more (Ada, Hopper, Blackwell): {gpus}. Pass precision='bf16-mixed'"
     )

@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.precision import MixedPrecision
-from stratagem_cuda.precision.compute_capability import check_current_float8, check_visible_float8
-from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
+from stratagem_cuda.precision.compute_capability import check_current_float8
+from stratagem_cuda.precision.layers import (
+    FLOAT8_LINEAR,
+    as_names,
+    become,
+    find_float8_linear,
+    warn_unless_converted,
+)
+from stratagem_cuda.precision.objections import why_no_float8
 from stratagem_cuda.precision.requirement import TORCHAO
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-MULTIPLE = 16
-"""What float8 kernels want both sizes of a weight to be a multiple of."""
 
 
 class Float8Precision(MixedPrecision):
@@ -75,22 +80,19 @@ class Float8Precision(MixedPrecision):
 
     def bind(self, accelerator: Accelerator) -> None:
         """Look for torchao, and for float8 in the GPUs that this process sees."""
-        TORCHAO.check(self.name)
-        if not self.emulate:
-            kind = accelerator.device(0).type
-            if kind != "cuda":
-                raise ConfigurationError(
-                    f"precision={self.name!r}: the accelerator {accelerator.name!r} has no float8 "
-                    "kernels: pass precision='bf16-mixed', or "
-                    "plugins=Float8Precision(emulate=True) to try the rounding, slowly"
-                )
-            check_visible_float8(self)
+        if self.emulate:
+            why = TORCHAO.why_not(self.name)
+        else:
+            has_kernels = accelerator.device(0).type == "cuda"
+            why = why_no_float8(self.name, accelerator.name, has_kernels=has_kernels)
+        if why:
+            raise ConfigurationError(why)
         super().bind(accelerator)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Let linear layers compute in float8, in place; parameters stay the same objects."""
         if not self.emulate:
-            check_current_float8(self)
+            check_current_float8(self.name)
         # The import takes seconds, and only ranks need it.
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -100,16 +102,14 @@ class Float8Precision(MixedPrecision):
             # Without it a batch whose size is no multiple of 16 fails, such as an epoch's last one.
             pad_inner_dim=True,
         )
-        for layer in find_layers(module, nn.Linear, self.ignore_modules).values():
-            if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
-                _become(layer, convert_to_float8_training(layer, config=config))
-                if self.emulate:
-                    layer.register_forward_pre_hook(_in_bfloat16)
+        for layer in find_float8_linear(module, self.ignore_modules):
+            # What torchao returns is another module of the same parameters.
+            converted = convert_to_float8_training(layer, config=config)
+            become(layer, type(converted), vars(converted))
+            if self.emulate:
+                layer.register_forward_pre_hook(_in_bfloat16)
         warn_unless_converted(
-            module,
-            self.name,
-            lambda part: hasattr(part, "linear_mm_config"),
-            f"torch.nn.Linear whose two sizes are multiples of {MULTIPLE}",
+            module, self.name, lambda part: hasattr(part, "linear_mm_config"), FLOAT8_LINEAR
         )
         return module
 
@@ -117,14 +117,3 @@ class Float8Precision(MixedPrecision):
 def _in_bfloat16(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Do on any device what torchao does under CUDA's autocast only."""
     return tuple(each.to(torch.bfloat16) for each in inputs)
-
-
-def _become(layer: nn.Linear, converted: nn.Module) -> None:
-    """Make a layer what torchao has made of it, as `fully_shard` does: in place, by its class.
-
-    What torchao returns is another module of the same parameters. Put in the layer's place, it
-    would lose the layer's hooks, and a reference to the layer would be to one that is not used.
-    """
-    for name, value in vars(converted).items():
-        vars(layer).setdefault(name, value)
-    layer.__class__ = type(converted)  # type: ignore[assignment]

@@ -1,15 +1,19 @@
-"""Finding the layers of a model that are to compute in another way."""
+"""Layers of a model that are to compute in another way: found, and made to."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import StepModule
+
+MULTIPLE = 16
+"""What float8 kernels want both sizes of a weight to be a multiple of."""
+FLOAT8_LINEAR = f"torch.nn.Linear whose two sizes are multiples of {MULTIPLE}"
 
 
 def as_names(given: Any) -> frozenset[str]:
@@ -63,6 +67,33 @@ def find_layers(
         for name, part in names.items()
         if type(part) is kind and not _is_within(name, ignore_modules)
     }
+
+
+def find_float8_linear(module: nn.Module, ignore_modules: Collection[str]) -> list[nn.Linear]:
+    """Return a model's linear layers of sizes that float8 kernels take; see `find_layers`."""
+    return [
+        layer
+        for layer in find_layers(module, nn.Linear, ignore_modules).values()
+        if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
+    ]
+
+
+def become(layer: nn.Module, kind: type[Layer], state: Mapping[str, Any] | None = None) -> Layer:
+    """Make a layer one of another class, in place as `fully_shard` does; return it.
+
+    Another module in its place would lack the layer's hooks, and a reference to the layer would be
+    to one that is not used.
+
+    Args:
+        layer: to be changed.
+        kind: its new class.
+        state: attributes of the new class that the layer is given where it has none of that name.
+    """
+    for name, value in (state or {}).items():
+        vars(layer).setdefault(name, value)
+    layer.__class__ = kind
+    assert isinstance(layer, kind)
+    return layer
 
 
 def _is_within(name: str, modules: Collection[str]) -> bool:

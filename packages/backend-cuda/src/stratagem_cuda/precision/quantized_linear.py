@@ -7,6 +7,7 @@ needs no code of its own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from bitsandbytes import functional
 from torch import Tensor, nn
 
+from stratagem_cuda.precision.layers import become
+
 OUTLIERS = 6.0
 """Columns of inputs with larger values are multiplied in float16 ("LLM.int8()", section 3.2)."""
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear, ABC):
     """What `quantize` makes of a torch.nn.Linear.
 
     Attributes:
@@ -48,12 +51,13 @@ class QuantizedLinear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(rows.dtype)
         return self._multiply(rows, bias).reshape(*input.shape[:-1], self.out_features)
 
+    @abstractmethod
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """Multiply rows, of shape (n, in_features), by the quantised weight."""
 
+    @abstractmethod
     def quantize_weight(self) -> None:
         """Put what the weight is quantised to in its place; once."""
-        raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Move the layer; scales keep their dtype whatever the layer is converted to."""
@@ -141,7 +145,7 @@ class _EightBits(QuantizedLinear):
         self._put(scale=scale)
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        state = _state_of(self)
+        state = _state(is_training=self.training)
         state.has_fp16_weights = False
         state.CB = self.weight.view(self.out_features, self.in_features)
         state.SCB = self._take("scale")
@@ -154,21 +158,27 @@ class _EightBitsTrained(QuantizedLinear):
         """Leave the weight as it is: it is quantised in each forward."""
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = bitsandbytes.matmul(rows, self.weight, bias=bias, state=_state_of(self))
+        # For a weight with a gradient, the CPU has kernels where bitsandbytes is told that it
+        # trains; for one without, it has those that multiply in 8 bits, as has a GPU.
+        has_gradient = torch.is_grad_enabled()
+        weight = self.weight if has_gradient else self.weight.detach()
+        state = _state(is_training=has_gradient)
+        product: Tensor = bitsandbytes.matmul(rows, weight, bias=bias, state=state)
         return product
 
 
-_KINDS: dict[str, type[QuantizedLinear]] = {
+KINDS: dict[str, type[QuantizedLinear]] = {
+    **dict.fromkeys(("nf4", "nf4-dq", "fp4", "fp4-dq"), _FourBits),
     "int8": _EightBits,
     "int8-training": _EightBitsTrained,
 }
 
 
-def _state_of(layer: nn.Module) -> Any:
+def _state(*, is_training: bool) -> Any:
     """Return what bitsandbytes keeps from a forward in 8 bits to its backward."""
     state = bitsandbytes.MatmulLtState()
     state.threshold = OUTLIERS
-    state.is_training = layer.training
+    state.is_training = is_training
     return state
 
 
@@ -179,11 +189,6 @@ def quantize(layer: nn.Linear, mode: str) -> None:
         layer: whose weight has its values.
         mode: see `BitsandbytesPrecision`.
     """
-    kinds: dict[str, type[QuantizedLinear]] = {
-        "int8": _EightBits,
-        "int8-training": _EightBitsTrained,
-    }
-    layer.__class__ = kinds.get(mode, _FourBits)
-    assert isinstance(layer, QuantizedLinear)
-    layer.mode = mode
-    layer.quantize_weight()
+    quantized = become(layer, KINDS[mode])
+    quantized.mode = mode
+    quantized.quantize_weight()

@@ -19,7 +19,8 @@ class Requirement:
 
     Example:
         >>> from stratagem_cuda.precision.requirement import Requirement
-        >>> Requirement("packaging", ">=20", "none").check("float8")
+        >>> Requirement("packaging", ">=20", "none").why_not("float8")
+        ''
     """
 
     distribution: str
@@ -35,6 +36,11 @@ class Requirement:
         Raises:
             ConfigurationError: it is not installed, too old or too new; says the command.
         """
+        if why := self.why_not(precision):
+            raise ConfigurationError(why)
+
+    def why_not(self, precision: str) -> str:
+        """Return why a precision of this name cannot use the library, with the command, or ""."""
         # Here, since a listing of names imports this module.
         from importlib import metadata
 
@@ -45,11 +51,12 @@ class Requirement:
         try:
             version = metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
-            raise ConfigurationError(f"{what}, which is not installed: {command}") from None
+            return f"{what}, which is not installed: {command}"
         if not SpecifierSet(self.versions).contains(version, prereleases=True):
-            raise ConfigurationError(
+            return (
                 f"{what}, received {self.distribution} {version}: {command} installs one that fits"
             )
+        return ""
 
 
 TORCHAO = Requirement("torchao", ">=0.13,<1", "float8")

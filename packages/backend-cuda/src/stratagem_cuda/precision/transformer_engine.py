@@ -15,13 +15,21 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import default_dtype
 from stratagem.precision import TruePrecision
-from stratagem_cuda.precision.compute_capability import check_current_float8, check_visible_float8
-from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
+from stratagem_cuda.precision.compute_capability import (
+    check_current_float8,
+    why_no_visible_float8,
+)
+from stratagem_cuda.precision.layers import (
+    FLOAT8_LINEAR,
+    as_names,
+    become,
+    find_float8_linear,
+    find_layers,
+    warn_unless_converted,
+)
 from stratagem_cuda.precision.requirement import TRANSFORMER_ENGINE
 
 DTYPES = {"transformer-engine": "bf16-true", "transformer-engine-float16": "16-true"}
-MULTIPLE = 16
-"""What float8 kernels want both sizes of a weight to be a multiple of."""
 
 
 class TransformerEnginePrecision(TruePrecision):
@@ -86,19 +94,20 @@ class TransformerEnginePrecision(TruePrecision):
                 f"precision={self.name!r} works on 'cuda', received accelerator="
                 f"{accelerator.name!r}: change one of the two"
             )
-        check_visible_float8(self)
+        if why := why_no_visible_float8(self.name):
+            raise ConfigurationError(why)
         super().bind(accelerator)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Exchange layers for those of Transformer Engine, and convert everything else."""
-        check_current_float8(self)
+        check_current_float8(self.name)
         has_own = any(map(_is_engines, module.modules()))
         if self.replace_layers or (self.replace_layers is None and not has_own):
             self._replace_layers(module)
         for part in module.modules():
             if _is_engines(part):
                 kind: Any = type(part)
-                part.__class__ = _without_extra_state(kind)
+                become(part, _without_extra_state(kind))
         if self.recipe is not None and self.recipe.delayed():
             warnings.warn(
                 f"recipe={self.recipe!r} scales by the largest values of earlier steps, which no "
@@ -107,11 +116,7 @@ class TransformerEnginePrecision(TruePrecision):
                 stacklevel=2,
             )
         warn_unless_converted(
-            module,
-            self.name,
-            _is_engines,
-            f"torch.nn.Linear whose two sizes are multiples of {MULTIPLE}, and no torch.nn."
-            "LayerNorm",
+            module, self.name, _is_engines, f"{FLOAT8_LINEAR}, and no torch.nn.LayerNorm"
         )
         return super().convert_module(module)
 
@@ -121,15 +126,14 @@ class TransformerEnginePrecision(TruePrecision):
 
         made: dict[nn.Module, nn.Module] = {}
         # On the meta device, so that nothing is allocated and no random number is drawn.
-        for layer in find_layers(module, nn.Linear, self.ignore_modules).values():
-            if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
-                made[layer] = te.Linear(
-                    layer.in_features,
-                    layer.out_features,
-                    bias=layer.bias is not None,
-                    params_dtype=self.dtype,
-                    device="meta",
-                )
+        for layer in find_float8_linear(module, self.ignore_modules):
+            made[layer] = te.Linear(
+                layer.in_features,
+                layer.out_features,
+                bias=layer.bias is not None,
+                params_dtype=self.dtype,
+                device="meta",
+            )
         for norm in find_layers(module, nn.LayerNorm, self.ignore_modules).values():
             if norm.weight is not None and norm.bias is not None:
                 made[norm] = te.LayerNorm(

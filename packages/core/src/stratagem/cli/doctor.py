@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -138,7 +138,7 @@ def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
     distributions = {report.distribution: report.version for report in registry.reports}
     return Diagnosis(
         versions={
-            "python": platform.python_version(),
+            "python": sys.version.partition(" ")[0],
             CORE: __version__,
             "torch": version_of("torch") or "not installed",
             **{name: version for name, version in distributions.items() if name != CORE},
@@ -172,7 +172,7 @@ def _listed(candidate: Candidate, environ: Mapping[str, str]) -> ListedComponent
     here = ""
     if isinstance(spec, AcceleratorSpec):
         found = probe_accelerator(spec)
-        here = f"available: {found.reason}" if found.count else f"not available: {found.reason}"
+        here = f"available: {found.reason}" if found.free else f"not available: {found.reason}"
     elif isinstance(spec, ClusterEnvironmentSpec):
         here = _detected(spec, environ)
     elif isinstance(spec, PrecisionSpec):

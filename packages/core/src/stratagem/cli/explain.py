@@ -30,9 +30,14 @@ def run(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("--strategy", default="auto", help="a name, or auto")
     add("--accelerator", default="auto", help="a name, or auto")
-    add("--devices", default="auto", help="how many, which ('0,2'), -1 for all, or auto")
+    add(
+        "--devices",
+        type=_number,
+        default="auto",
+        help="how many, which ('0,2'), -1 for all, or auto",
+    )
     add("--num-nodes", type=int, default=1, help="machines that take part")
-    add("--precision", default="32-true", help="a name, or 64, 32, 16, bf16")
+    add("--precision", type=_number, default="32-true", help="a name, or 64, 32, 16, bf16")
     add("--checkpoint-io", help="a name; the default otherwise")
     add("--cluster-environment", help="a name; detected otherwise")
     options = vars(parser.parse_args(arguments))
@@ -50,3 +55,11 @@ def run(arguments: Sequence[str]) -> int:
     else:
         print(plan.explain())
     return 0
+
+
+def _number(text: str) -> int | str:
+    """Return a number as a Trainer would be given it, so that errors quote it alike."""
+    try:
+        return int(text)
+    except ValueError:
+        return text

@@ -10,7 +10,7 @@ from typing import Any
 
 from stratagem.cli.arguments import parser_of
 from stratagem.cli.tables import print_table
-from stratagem.discovery import Availability, StrategySpec
+from stratagem.discovery import Availability, ComponentSpec, StrategySpec
 from stratagem.discovery.registry import Candidate, Registry, get_registry
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.plan.cluster import CLUSTER_VARIABLE
@@ -97,8 +97,11 @@ def listed_strategies(registry: Registry, environ: Mapping[str, str]) -> list[Li
         environ: environment variables.
     """
     probe = _asked_once()
+    # About this machine, not about the cluster job in which this program may run.
+    environ = {**environ, CLUSTER_VARIABLE: "none"}
+    accelerators = [each.spec for each in registry.candidates("accelerator")]
     return [
-        _listed(candidate, candidate.spec, registry, environ, probe)
+        _listed(candidate, candidate.spec, registry, environ, probe, accelerators)
         for candidate in registry.candidates("strategy")
         if isinstance(candidate.spec, StrategySpec)
     ]
@@ -123,6 +126,7 @@ def _listed(
     registry: Registry,
     environ: Mapping[str, str],
     probe: Probe,
+    accelerators: Sequence[ComponentSpec],
 ) -> ListedStrategy:
     return ListedStrategy(
         name=selecting_name(registry, candidate, spec.name),
@@ -131,7 +135,8 @@ def _listed(
         version=candidate.version,
         accelerators=spec.capabilities.accelerators,
         summary=spec.summary,
-        why_not=_why_not(candidate.qualified_name, registry, environ, probe),
+        why_not=_no_accelerator(spec.capabilities.accelerators, accelerators, probe)
+        or _why_not(candidate.qualified_name, registry, environ, probe),
     )
 
 
@@ -144,10 +149,30 @@ def selecting_name(registry: Registry, candidate: Candidate, name: str) -> str:
     return name if found is candidate else f"{candidate.distribution}:{name}"
 
 
+def _no_accelerator(
+    names: tuple[str, ...] | None, accelerators: Sequence[ComponentSpec], probe: Probe
+) -> str:
+    """Return why none of the accelerators that a strategy was made for is here, or "".
+
+    The error of a request says it of all accelerators there are, which is long.
+
+    Args:
+        names: that the strategy runs on; None: any.
+        accelerators: all there are.
+        probe: finds their devices.
+    """
+    reasons = []
+    for spec in accelerators:
+        if names is not None and not {spec.name, *spec.aliases}.isdisjoint(names):
+            found = probe(spec)
+            if found.free:
+                return ""
+            reasons.append(f"{spec.name} ({found.reason})")
+    return "; ".join(reasons)
+
+
 def _why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:
     """Return why no request for a strategy can be met here, or "" if one can."""
-    # About this machine, not about the cluster job in which this program may run.
-    environ = {**environ, CLUSTER_VARIABLE: "none"}
     reasons = []
     for devices in ("auto", 1, 2):
         request = RunRequest(strategy=name, devices=devices, environ=environ, interactive=False)

@@ -17,8 +17,9 @@ def check_spec(spec: ComponentSpec, registry: Registry) -> Iterator[str]:
 
     A target's module is found and parsed, and not executed: it may need an SDK that is not here.
     """
-    if why := why_missing(spec.target):
-        yield why
+    for target in (spec.target, getattr(spec, "objection", None)):
+        if why := why_missing(target):
+            yield why
     if not isinstance(spec, StrategySpec):
         return
     named = [("launcher", name) for name in spec.capabilities.launchers or ()]

@@ -143,6 +143,11 @@ class Registry:
         elif near:
             parts.append(f"Did you mean {near[0]!r}?")
         parts += self.possible_providers(plain)
+        if kind == "accelerator" and not installation_hint(plain):
+            parts.append(
+                "If torch has a device of that name, pass "
+                f"accelerator=DeviceAccelerator({plain!r}) (from stratagem.accelerators)."
+            )
         parts.append(f"Available here: {', '.join(known) or 'none'}.")
         return " ".join(parts)
 

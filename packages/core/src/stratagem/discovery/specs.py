@@ -19,6 +19,11 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 Target = str | Callable[..., Any]
 
+Objection = str | Callable[[Any], str]
+"""`"module:function"` or a function of the `RunPlan`, which returns why a request cannot be met as
+it was planned, or "". It runs while a request is resolved, so it must be quick and import no
+torch."""
+
 _PARTS = ("parameters", "gradients", "optimizer")
 """What training holds of a model."""
 
@@ -104,6 +109,8 @@ class StrategySpec(ComponentSpec):
     from it follows whether a model that is too large for a device would fit."""
     offloads: tuple[str, ...] = ()
     """Of the same, what lies in host memory."""
+    objection: Objection | None = None
+    """Why it cannot be used in a plan that takes it; `bind` of its class says the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,6 +148,17 @@ class Availability:
     indexed: bool = True
     problems: tuple[tuple[int, str], ...] = ()
 
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Indices of the devices that this process can use.
+
+        Example:
+            >>> Availability(3, "3 GPUs", problems=((1, "is taken"),)).free
+            (0, 2)
+        """
+        taken = dict(self.problems)
+        return tuple(index for index in range(self.count) if index not in taken)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec(ComponentSpec):
@@ -157,6 +175,8 @@ class AcceleratorSpec(ComponentSpec):
     own_strategies: bool = False
     """Its devices need calls that only strategies made for them make: one that takes any
     accelerator (`Capabilities.accelerators=None`) does not take this one."""
+    data_parallel_kernels: bool = False
+    """Whether `torch.nn.DataParallel` works on its devices; as in its class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +191,8 @@ class PrecisionSpec(ComponentSpec):
     requires: tuple[str, ...] = ()
     """Distributions that it needs beside its own, such as "torchao>=0.13,<1", for a listing: the
     class itself refuses to be bound without them."""
+    objection: Objection | None = None
+    """Why it cannot be used in a plan that takes it; `bind` of its class says the same."""
 
 
 class CheckpointIOSpec(ComponentSpec):

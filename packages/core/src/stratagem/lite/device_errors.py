@@ -74,12 +74,12 @@ def explain_device_error(
         module: the model; None: there is none yet.
         optimizers: of the model.
     """
-    text = None
     if getattr(error, "_stratagem_explained", False) or not hasattr(strategy, "device"):
         return
     accelerator, ranks = strategy.accelerator, strategy.ranks
     who = f"rank {ranks.global_rank} of {ranks.world_size} ({strategy.device})"
     where = f"{who}, at {line_in_traceback(error)}"
+    text = None
     if accelerator.is_out_of_memory(error):
         memory = accelerator.device_memory(strategy.device)
         text = f"{where}, is out of memory"
@@ -136,7 +136,7 @@ def _report(
 
 
 def _advice(strategy: Strategy, need: MemoryNeed, capacity: int) -> list[str]:
-    ranks = max(strategy.ranks.world_size, strategy.accelerator.availability().count)
+    ranks = max(strategy.ranks.world_size, len(strategy.accelerator.availability().free))
     step = strategy.components.step
     fitting = what_would_fit(
         need,

@@ -32,6 +32,7 @@ from stratagem.lite.prepare import (
     compilation_of_setup,
     prepare,
     prepared_of,
+    warn_of_lost_epsilon,
 )
 from stratagem.lite.request import Devices, Plugin
 from stratagem.lite.state import STRATEGY_STATE, collect, restore
@@ -180,6 +181,7 @@ class Lite(Launched, Observed):
             if optimizer not in prepared.optimizers:
                 optimizer = self.strategy.setup_optimizer(prepared, optimizer)
                 prepared.optimizers.append(optimizer)
+                warn_of_lost_epsilon(self.strategy, optimizer)
             wrapped.append(wrap_optimizer(optimizer, prepared, self.strategy))
         return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 

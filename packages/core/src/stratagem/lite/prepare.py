@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -64,6 +66,8 @@ def prepare(
             "returns: what is to be called instead of the model belongs into its `module`"
         )
     _latest[module] = ref(strategy), ref(prepared)
+    for optimizer in prepared.optimizers:
+        warn_of_lost_epsilon(strategy, optimizer)
     if compilation is None and strategy.components.step is not None:
         compilation = strategy.components.step.compilation
     if compilation and not compilation.whole_step:
@@ -154,6 +158,36 @@ def prepared_of(optimizer: Optimizer, models: Sequence[PreparedModel]) -> Prepar
         "setup_optimizers() received an optimizer without any parameter of a model that was "
         "set up: call setup_module(model) first, and make the optimizer from its parameters"
     )
+
+
+def warn_of_lost_epsilon(strategy: Strategy, optimizer: Optimizer) -> None:
+    """Warn on rank 0 of an optimizer that divides by 0, since its `eps` is 0 in float16.
+
+    torch's optimizers add it to a denominator in the dtype of the parameters, unless they are
+    fused; float16 has no number between 0 and 6e-8 (2**-24), and AdamW's eps is 1e-8.
+
+    Args:
+        strategy: one whose engine implements the precision steps copies in float32.
+        optimizer: as it will be stepped.
+    """
+    engine = strategy.precision.name in strategy.capabilities.engine_precisions
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+    if engine or not is_torchs or not strategy.ranks.is_global_zero:
+        return
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if not isinstance(eps, float) or eps <= 0 or group.get("fused"):
+            continue
+        for dtype in {p.dtype for p in group["params"] if p.is_floating_point()}:
+            if torch.tensor(eps, dtype=dtype) == 0:
+                warnings.warn(
+                    f"{type(optimizer).__name__}(eps={eps:g}) divides by 0 where a gradient is 0 "
+                    f"or small: its parameters are in {dtype}, in which {eps:g} is 0, and weights "
+                    "become infinite or not a number. Pass eps=1e-4, or precision='bf16-true', "
+                    "which has the range of float32",
+                    stacklevel=2,
+                )
+                return
 
 
 def _check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec
 
@@ -56,8 +57,24 @@ def strategies() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="DataParallel, one process for several GPUs; deprecated, use ddp",
             capabilities=DP,
+            objection=_objection_of_dp,
         ),
         *_sharding(),
+    )
+
+
+def _objection_of_dp(plan: Any) -> str:
+    kernels = getattr(plan.accelerator.source, "data_parallel_kernels", False)
+    return why_no_dp(plan.accelerator.name, len(plan.devices), has_kernels=kernels)
+
+
+def why_no_dp(accelerator: str, devices: int, *, has_kernels: bool) -> str:
+    """Return why DataParallel cannot use so many devices of an accelerator, or ""."""
+    if devices == 1 or has_kernels:
+        return ""
+    return (
+        f"strategy='dp' splits a batch over GPUs, received {devices} devices of the accelerator "
+        f"{accelerator!r}: use strategy='ddp', or devices=1"
     )
 
 

@@ -90,10 +90,10 @@ def _best_accelerator(
             refused.append(f"{spec.name} (not for this strategy)")
             continue
         found = question.probe(spec)
-        if found.count:
+        if found.free:
             why = f"the best that is available here ({found.reason})"
             return selection_of(candidate, why), found
-        refused.append(f"{spec.name} ({found.reason})")
+        refused.append(f"{spec.name} ({_why_not(found)})")
     raise ConfigurationError(
         "no accelerator is available for this request: "
         + ("; ".join(refused) or "none is known")
@@ -103,12 +103,17 @@ def _best_accelerator(
 
 def _available(question: Question, selected: Selection) -> Availability:
     found = question.probe(selected.source)
-    if not found.count:
+    if not found.free:
         raise ConfigurationError(
-            f"accelerator={selected.name!r} is not available on this machine: {found.reason}; "
+            f"accelerator={selected.name!r} is not available on this machine: {_why_not(found)}; "
             "pass accelerator='auto' to take what there is"
         )
     return found
+
+
+def _why_not(found: Availability) -> str:
+    """Return why no device of an accelerator can be used."""
+    return "; ".join((found.reason, *(f"device {i} {why}" for i, why in found.problems)))
 
 
 def probe_accelerator(accelerator: Any) -> Availability:

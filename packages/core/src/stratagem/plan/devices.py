@@ -23,7 +23,7 @@ def choose_devices(
     Args:
         question: what is to be resolved.
         accelerator: what was chosen.
-        found: what its probe found on this machine.
+        found: what its probe found on this machine: some device is free.
         wanted: capabilities of the strategy that was named; None: none was.
         cluster: what the environment says.
 
@@ -55,17 +55,17 @@ def _usable(
     Raises:
         ConfigurationError: one that was named cannot be used, or there are too few that can.
     """
-    problems = dict(found.problems)
-    if not problems.keys() & set(indices):
+    taken = {index: why for index, why in found.problems if index in indices}
+    if not taken:
         return indices
-    free = [index for index in range(found.count) if index not in problems]
-    is_number = indices == tuple(range(len(indices))) and not isinstance(asked, (list, tuple))
+    free = found.free
+    is_number = isinstance(asked, int) or (isinstance(asked, str) and "," not in asked)
     if is_number and len(free) >= len(indices) and asked not in (-1, "-1"):
-        return tuple(free[: len(indices)])
-    why = "; ".join(f"device {i} {problems[i]}" for i in sorted(problems.keys() & set(indices)))
-    others = f"pass devices={free}" if free else "wait until it is free"
+        return free[: len(indices)]
+    why = "; ".join(f"device {index} {taken[index]}" for index in sorted(taken))
     raise ConfigurationError(
-        f"devices={asked!r} asks for {len(indices)} {accelerator} device(s), and {why}: {others}"
+        f"devices={asked!r} asks for {len(indices)} {accelerator} device(s), and {why}: pass "
+        f"devices={list(free)}"
     )
 
 
@@ -82,15 +82,10 @@ def _automatic_devices(
         if local is None and (world := cluster.world_size):
             local = world // question.request.num_nodes
     if wanted is not None and not wanted.many_devices:
-        problems = dict(found.problems)
-        first = next((i for i in range(found.count) if i not in problems), 0)
-        return (first,), f"the strategy uses one {accelerator.name} device"
+        return found.free[:1], f"the strategy uses one {accelerator.name} device"
     if local and not (wanted is not None and wanted.one_process):
         return tuple(range(local)), f"as {cluster.name} says"
-    count = found.count if found.auto_count is None else found.auto_count
-    taken = dict(found.problems)
-    free = tuple(index for index in range(count) if index not in taken)
-    return free, f"automatic for {accelerator.name}: {found.reason}"
+    return found.free[: found.auto_count], f"automatic for {accelerator.name}: {found.reason}"
 
 
 def devices_elsewhere(

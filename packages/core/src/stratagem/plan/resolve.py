@@ -12,7 +12,7 @@ from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.registry import Registry
-from stratagem.discovery.specs import Availability, StrategySpec
+from stratagem.discovery.specs import Availability, PrecisionSpec, StrategySpec, load_target
 from stratagem.errors import ConfigurationError
 from stratagem.plan.cluster import CLUSTER_VARIABLE, Cluster, find_cluster
 from stratagem.plan.compilation import check_compiles
@@ -98,6 +98,7 @@ def resolve(
         num_nodes=num_nodes,
         environments_passed_over=cluster.passed_over,
     )
+    _check_objections(plan)
     registry.plugins.hook.stratagem_run_planned(plan=plan)
     return plan
 
@@ -286,3 +287,14 @@ def _check_world(
             f"{world}{cluster.said_by('world_size')}: make the two agree, or leave "
             "devices='auto' and num_nodes=1"
         )
+
+
+def _check_objections(plan: RunPlan) -> None:
+    """Refuse a plan that the strategy or the precision, if selected by name, objects to."""
+    for selection in (plan.strategy, plan.precision):
+        spec = selection.spec
+        if not isinstance(spec, StrategySpec | PrecisionSpec) or spec.objection is None:
+            continue
+        problem = load_target(spec.objection, what=f"objection of {spec.name!r}")(plan)
+        if problem:
+            raise ConfigurationError(problem)

@@ -86,10 +86,14 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
         raise UserCodeError(
             f"{type(model).__name__}.__init__ does not call super().__init__(); call it first"
         )
-    if uncalled := sorted(name for name in _UNCALLED if hasattr(model, name)):
+    if uncalled := [name for name in _UNCALLED if hasattr(model, name)]:
+        of_remedy: dict[str, list[str]] = {}
+        for name in uncalled:
+            of_remedy.setdefault(_UNCALLED[name], []).append(name)
+        remedies = (f"for {', '.join(names)}, {what}" for what, names in of_remedy.items())
         raise UserCodeError(
-            f"{type(model).__name__} defines {' and '.join(uncalled)}, which Stratagem does not "
-            f"call, so training would differ silently: for {uncalled[0]}, {_UNCALLED[uncalled[0]]}"
+            f"{type(model).__name__} defines {', '.join(uncalled)}, which Stratagem does not "
+            f"call, so training would differ silently: {'; '.join(remedies)}"
         )
     missing = [method for method in _NEEDED[stage] if not model.defines(method)]
     if makes_optimizers and "configure_optimizers" in missing:

@@ -45,9 +45,8 @@ def take_over(
     if not set(model.state_dict()) >= set(outcome["weights"]):
         model.configure_model()
     if not set(model.state_dict()) >= set(outcome["weights"]):
-        trainer.strategy.precision.convert_module(
-            model
-        )  # to one that has entries of its own, such as scales
+        # To a model that has entries of its own, such as scales.
+        trainer.strategy.precision.convert_module(model)
     model.load_state_dict(outcome["weights"])
     latest.values = dict(outcome["callback_metrics"])
     latest.of_epochs = dict(outcome["logged_metrics"])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.trainer.divergence import DivergenceCheck
-from stratagem.trainer.graph_step import GraphStep, tracing
 from stratagem.trainer.step import Step, make_step
 
 if TYPE_CHECKING:
@@ -38,12 +37,7 @@ def fit(
         rank_state: where in them this rank begins.
     """
     module, progress, hooks = run.module, run.progress, run.hooks
-    compilation = run.trainer.step_options.compilation
-    step: Step
-    if compilation is not None and compilation.whole_step:
-        step = run.step = GraphStep(run, prepared, compilation)
-    else:
-        step = run.step = make_step(run, prepared)
+    step = run.step = make_step(run, prepared)
     train_steps = _train_steps(run, prepared, step, loader, validation)
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
@@ -51,27 +45,27 @@ def fit(
     hooks.call("on_train_start")
     rank_state.begin_training()
     try:
-        with tracing(compilation):
-            # No batch at all was asked for with limit_train_batches=0.
-            while loader.batches > 0 and not _is_finished(run):
-                epoch = progress.epoch
-                loader.set_epoch(epoch)
-                validates = validation.is_in_epoch(epoch)
-                interval = validation.interval(loader.batches) if validates else 0
-                hooks.call("on_train_epoch_start")
-                run.metrics.in_step = True
-                rank_state.begin_epoch()
-                # What follows sees the epoch as finished, so that a checkpoint saved from here on
-                # resumes with the next one. A stop in the middle leaves it unfinished.
+        # No batch at all was asked for with limit_train_batches=0.
+        while loader.batches > 0 and not _is_finished(run):
+            epoch = progress.epoch
+            loader.set_epoch(epoch)
+            validates = validation.is_in_epoch(epoch)
+            interval = validation.interval(loader.batches) if validates else 0
+            hooks.call("on_train_epoch_start")
+            run.metrics.in_step = True
+            rank_state.begin_epoch()
+            # What follows sees the epoch as finished, so that a checkpoint saved from here on
+            # resumes with the next one. A stop in the middle leaves it unfinished.
+            with step.epoch_context():
                 progress.epoch_is_done, validation_is_due = train_steps(interval)
-                if progress.epoch_is_done:
-                    run.schedulers.step("epoch", epoch + 1)
-                    if validation_is_due:
-                        validation.run(prepared)
-                run.end_train_epoch()
-                if not progress.epoch_is_done:
-                    break
-                progress.next_epoch()
+            if progress.epoch_is_done:
+                run.schedulers.step("epoch", epoch + 1)
+                if validation_is_due:
+                    validation.run(prepared)
+            run.end_train_epoch()
+            if not progress.epoch_is_done:
+                break
+            progress.next_epoch()
     except RuntimeError as error:
         explained = step.explain(error) or run.strategy.explain(prepared, error)
         if explained is None:

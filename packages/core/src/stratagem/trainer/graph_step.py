@@ -96,6 +96,10 @@ class GraphStep(Step):
         compiled_parts.add(run.module)
         watch_recompilations(tells=run.strategy.ranks.is_global_zero)
 
+    def epoch_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which torch.compile takes backward into graphs."""
+        return torch._dynamo.config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]
+
     def takes_step(self) -> Callable[..., None]:
         """Return what takes each step."""
         return self._take
@@ -293,10 +297,3 @@ def _check(run: Run, optimizer: Optimizer, compilation: Compilation) -> None:
             f"{compilation} makes one graph of the step, and {problem}: leave one of the two out, "
             "or pass compile=True, which compiles the model and leaves the step as it is"
         )
-
-
-def tracing(compilation: Compilation | None) -> AbstractContextManager[Any]:
-    """Return the context of a fit in which torch.compile takes backward into graphs."""
-    if compilation is None or not compilation.whole_step:
-        return nullcontext()
-    return torch._dynamo.config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]

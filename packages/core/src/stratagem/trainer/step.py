@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,10 @@ class Step(TrainStep):
         self._batch = None
         if stepped and self._logged.row:
             self._logged.end_step(self._progress.global_step - 1)
+
+    def epoch_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which an epoch's steps are taken."""
+        return nullcontext()
 
     def takes_step(self) -> Callable[..., None]:
         """Return what takes each step: called with the model, this step and its micro-batches."""
@@ -325,7 +329,13 @@ class _WatchedStep(Step):
 
 
 def make_step(run: Run, prepared: PreparedModel) -> Step:
-    """Return the step of a fit, watched in its first optimizer step where that is needed."""
+    """Return the step of a fit: one graph if that was asked for; else watched where needed."""
+    compilation = run.trainer.step_options.compilation
+    if compilation is not None and compilation.whole_step:
+        # It is a Step itself, and only those who ask for it import what makes graphs.
+        from stratagem.trainer.graph_step import GraphStep
+
+        return GraphStep(run, prepared, compilation)
     return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
 from stratagem.native.strategies.single_device import SingleDeviceStrategy
-from stratagem.native.strategy_specs import DP
+from stratagem.native.strategy_specs import DP, why_no_dp
 
 
 class DataParallelStrategy(SingleDeviceStrategy):
@@ -51,12 +51,11 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def bind(self, components: Components) -> None:
         """Take the components of the plan; see `Strategy.bind`."""
         super().bind(components)
-        if len(components.devices) > 1 and not components.accelerator.data_parallel_kernels:
-            raise ConfigurationError(
-                f"strategy='dp' splits a batch over GPUs, received {len(components.devices)} "
-                f"devices of the accelerator {components.accelerator.name!r}: use strategy='ddp', "
-                "or devices=1"
-            )
+        accelerator = components.accelerator
+        kernels = accelerator.data_parallel_kernels
+        why = why_no_dp(accelerator.name, len(components.devices), has_kernels=kernels)
+        if why:
+            raise ConfigurationError(why)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in DataParallel, if there are several devices."""

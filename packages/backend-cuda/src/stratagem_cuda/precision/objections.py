@@ -1,0 +1,45 @@
+"""Why a precision cannot be used here: found without torch, for a request and for `bind`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratagem_cuda.precision.compute_capability import why_no_visible_float8
+from stratagem_cuda.precision.requirement import BITSANDBYTES, TORCHAO, TRANSFORMER_ENGINE
+
+
+def bitsandbytes(plan: Any) -> str:
+    """Return why a precision of bitsandbytes cannot be used in a plan, or ""."""
+    return BITSANDBYTES.why_not(plan.precision.name)
+
+
+def float8(plan: Any) -> str:
+    """Return why float8 by torchao cannot be used in a plan, or ""."""
+    accelerator = plan.accelerator
+    # What device an object of another name has, it says itself, when it is bound.
+    has_kernels = accelerator.name == "cuda" or accelerator.spec is None
+    return why_no_float8(plan.precision.name, accelerator.name, has_kernels=has_kernels)
+
+
+def transformer_engine(plan: Any) -> str:
+    """Return why a precision of Transformer Engine cannot be used in a plan, or ""."""
+    name = plan.precision.name
+    return TRANSFORMER_ENGINE.why_not(name) or why_no_visible_float8(name)
+
+
+def why_no_float8(precision: str, accelerator: str, *, has_kernels: bool) -> str:
+    """Return why torchao has no float8 kernels here, or "".
+
+    Args:
+        precision, accelerator: their names.
+        has_kernels: whether the accelerator is one of NVIDIA's GPUs.
+    """
+    if why := TORCHAO.why_not(precision):
+        return why
+    if not has_kernels:
+        return (
+            f"precision={precision!r}: the accelerator {accelerator!r} has no float8 kernels: pass "
+            "precision='bf16-mixed', or plugins=Float8Precision(emulate=True) to try the rounding, "
+            "slowly"
+        )
+    return why_no_visible_float8(precision)
