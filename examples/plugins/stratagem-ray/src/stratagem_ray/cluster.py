@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from stratagem.errors import ConfigurationError
 
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 before Ray is imported, it makes Ray's own processes listen on loopback only."""
+_PATIENCE = 10.0
+"""Seconds that a cluster has to answer at its address."""
 _REPORTS_USAGE = "RAY_USAGE_STATS_ENABLED"
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
 """What the variables begin with that are set here, or that Ray sets in this process."""
@@ -58,9 +61,13 @@ def _connect(address: str) -> None:
         os.environ[_LOOPBACK_ONLY] = "0"
     import ray
 
+    host, _, port = address.rpartition(":")
     try:
+        if port.isdigit() and "://" not in host:
+            # Ray itself tries for minutes.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
         ray.init(address=address, logging_level="warning")
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConfigurationError(
             f"no Ray cluster can be reached at {address!r} ({type(error).__name__}: {error}): "
             "expected the address of one that runs (`ray start --head` prints it) as "
