@@ -51,7 +51,9 @@ LOW_PRECISIONS = ["bitsandbytes==0.50.2", "torchao==0.18.0"]
 # One file of tests on each of two processes.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 # What CI leaves to sessions of their own.
-IN_CI = "not gpu and not cluster and not ops and not xla and not conformance"
+IN_CI = (
+    "not gpu and not cluster and not ops and not xla and not conformance and not skew and not guide"
+)
 MPI = "mpi4py==4.1.2"
 RAY = "ray==2.60.0"
 DEEPSPEED = "deepspeed==0.19.8"
@@ -218,7 +220,7 @@ def xla(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """The conformance kit on all our strategies; CI has it on ddp, and on planted bugs."""
+    """The kits on all our components, and planted bugs; CI has ddp, and the quick ones."""
     install_everything(session)
     run_pytest(session, "conformance")
 
@@ -235,6 +237,16 @@ def ray(session: nox.Session) -> None:
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     markers = () if root else ("-m", "not cluster")  # two hosts are made by root only
     session.run("pytest", *markers, "examples/plugins/stratagem-ray/tests", *session.posargs)
+
+
+@nox.session
+def skew(session: nox.Session) -> None:
+    """Core with the example plugins of the commit before, or of the one that follows `--`."""
+    session.install(TORCH)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith(("pytest==", "scikit-learn=="))]
+    session.install(*BUILD_TOOLS, *tools)
+    commit = {"STRATAGEM_SKEW_COMMIT": session.posargs[0]} if session.posargs else {}
+    session.run("pytest", "-m", "skew", "tests/test_skew.py", env=commit)
 
 
 @nox.session
@@ -265,6 +277,15 @@ def audit(session: nox.Session) -> None:
     requirements.write_text("\n".join(names))
     # Strict: what could not be looked up is an error.
     session.run("pip-audit", "--strict", "--disable-pip", "--no-deps", "-r", str(requirements))
+
+
+@nox.session
+def guide(session: nox.Session) -> None:
+    """What docs/write-a-strategy.md says, from an empty folder to a wheel on an index."""
+    session.install(TORCH)
+    tools = [tool for tool in TEST_TOOLS if tool.startswith("pytest==")]
+    session.install(*BUILD_TOOLS, *tools)
+    run_pytest(session, "guide", "tests/test_write_a_strategy.py")
 
 
 @nox.session

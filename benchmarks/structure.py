@@ -28,7 +28,8 @@ class Shape:
     """What was counted.
 
     Attributes:
-        files, folders: names at the top of the package.
+        files, folders: names at the top of the package; `__main__.py`, which nobody imports, is
+            no room.
         arrows: pairs of rooms, the importing one first.
         circles: sets of rooms that import one another.
         floors: rooms in the longest chain of arrows.
@@ -57,7 +58,7 @@ def measure(package: Path) -> Shape:
         if room != rooms[path]
     }
     shape = Shape(
-        files=sorted(path.name for path in package.glob("*.py")),
+        files=sorted(path.name for path in package.glob("*.py") if path.stem != "__main__"),
         folders=sorted(path.parent.name for path in package.glob("*/__init__.py")),
         arrows={(a, b) for a, b in arrows if a != "__init__"},
     )

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -92,7 +93,8 @@ def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, Pat
     sources = tmp_path_factory.mktemp("sources")
 
     def build(package: Path, wheels: Path) -> Path:
-        copy = sources / package.name  # so that the source tree stays clean
+        # So that the source tree stays clean, and two commits of one package can be built.
+        copy = Path(tempfile.mkdtemp(dir=sources)) / package.name
         shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "dist"))
         command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
         run(*command, "--outdir", wheels, copy, cwd=sources)

@@ -344,51 +344,197 @@ def test_an_unknown_name_is_told_with_every_plugin_that_is_broken(tmp_path: Path
 
 
 def test_an_entry_point_in_a_group_that_only_looks_like_ours_is_told(tmp_path: Path) -> None:
-    install(tmp_path, "averaging", Plugin(WANTED))
-    (declared,) = tmp_path.glob("*.dist-info/entry_points.txt")
-    declared.write_text(declared.read_text().replace("[stratagem.backends]", "[stratagem.plugins]"))
-    expected = (
-        "stratagem-averaging declares the entry point 'plugin_of_averaging' in the group "
-        "'stratagem.plugins', which nobody reads: expected the group 'stratagem.backends'."
-    )
-    assert expected in run(
-        tmp_path, "-m", "stratagem.cli", "explain", "--strategy", "wanted", expect=2
-    )
-    assert expected in run(tmp_path, "-m", "stratagem.cli", "doctor", expect=1)
+    groups = ("stratagem.plugins", "stratagem.backend", "Stratagem.Backends", "strategem.backends")
+    expected = []
+    for number, group in enumerate(groups):
+        case = f"number_{number}"
+        install(tmp_path, case, Plugin(WANTED))
+        (declared,) = tmp_path.glob(f"*{case}-*.dist-info/entry_points.txt")
+        declared.write_text(declared.read_text().replace("stratagem.backends", group))
+        expected.append(
+            f"stratagem-number-{number} declares the entry point 'plugin_of_{case}' in the group "
+            f"{group!r}, which nobody reads: expected the group 'stratagem.backends'."
+        )
+    wanted = ("-m", "stratagem.cli", "explain", "--strategy", "wanted")
+    unknown = run(tmp_path, *wanted, expect=2)
+    doctor = run(tmp_path, "-m", "stratagem.cli", "doctor", expect=1)
+    for text in expected:
+        assert text in unknown
+        assert text in doctor
 
+
+# What specs promise and is not so: the spec, what its class's module holds, and what doctor says.
+# All in one process, each under a name of its own.
 
 PROMISES = {
     "launcher": (
-        'spec("wanted", capabilities=Capabilities(launchers=("scirpt",), one_process=False))',
+        'capabilities=Capabilities(launchers=("scirpt",), one_process=False)',
         "it names a launcher that cannot be found: unknown launcher 'scirpt'.",
     ),
     "preset_launcher": (
-        'spec("wanted", init_args={"launcher": "spwan"})',
+        'init_args={"launcher": "spwan"}',
         "it names a launcher that cannot be found: unknown launcher 'spwan'.",
     ),
     "checkpoint_io": (
-        'spec("wanted", capabilities=Capabilities(checkpoint_io="one_file"))',
+        'capabilities=Capabilities(checkpoint_io="one_file")',
         "it names a checkpoint io that cannot be found: unknown checkpoint io 'one_file'",
     ),
+    "accelerator": (
+        'capabilities=Capabilities(accelerators=("cdua",))',
+        "it names an accelerator that cannot be found: unknown accelerator 'cdua'",
+    ),
+    "precision": (
+        'capabilities=Capabilities(precisions=("bf16-mixt",))',
+        "it names a precision that cannot be found: unknown precision 'bf16-mixt'",
+    ),
     "module": (
-        'spec("wanted", target="module_of_nothing.strategy:Mine")',
+        'target="module_of_nothing.strategy:Mine"',
         "its target 'module_of_nothing.strategy:Mine' cannot be found: ModuleNotFoundError",
     ),
+    "missing_sdk": (
+        'target="classes_of_missing_sdk:Mine"',
+        "its target's module classes_of_missing_sdk imports vendor_sdk and vendor_tools, which is "
+        "not installed",
+    ),
     "attribute": (
-        'spec("wanted", target="module_of_attribute:Mine")',
+        'target="module_of_attribute:Mine"',
         "its target's module module_of_attribute defines no 'Mine'",
     ),
 }
+CLASSES = {
+    "another": (
+        "Capabilities(one_process=False, many_devices=True, launchers=None)",
+        "class Mine(DDPStrategy):\n    capabilities = Capabilities(many_devices=True)",
+        "the spec's capabilities and those of Mine differ (launchers=None and ('in_process',); "
+        "one_process=False and True): let both hold one object",
+    ),
+    "another_object": (
+        "Capabilities(replicated=False)",
+        "from module_of_another_object import OTHER\n"
+        "class Mine(SingleDeviceStrategy):\n    capabilities = OTHER",
+        "the spec's capabilities and those of Mine differ (replicated=False and True; "
+        "uneven_evaluation=True and False): let both hold one object",
+    ),
+    "inherited": (
+        "Capabilities()",
+        "class Mine(DDPStrategy):\n    rounds = 0",
+        "the spec's capabilities and those of Mine differ (launchers=('in_process',) and None; "
+        "one_process=True and False; many_devices=False and True; multi_node=False and True): let "
+        "both hold one object",
+    ),
+    "none": (
+        "Capabilities()",
+        "class Mine(Strategy):\n    rounds = 0",
+        "Mine has no capabilities: set them in the class, to the object that its spec has",
+    ),
+    "clipping": (
+        "Capabilities(owns_clipping=True)",
+        "class Mine(Strategy):\n    capabilities = Capabilities(owns_clipping=True)",
+        "Mine.capabilities has owns_clipping=True, but the class overrides none of train_step, "
+        "finish_step, optimizer_step, clip_gradients, so that nothing of its own clips: leave "
+        "owns_clipping out, or clip in one of them",
+    ),
+    "backward": (
+        "Capabilities(manual_backward=False)",
+        "class Mine(Strategy):\n    capabilities = Capabilities(manual_backward=False)",
+        "Mine.capabilities has manual_backward=False, but the class overrides none of train_step, "
+        "accumulate_all, accumulate, backward, so that it runs backward as user code does: leave "
+        "manual_backward out, or override one of them",
+    ),
+    "processes": (
+        "Capabilities(many_devices=True)",
+        "class Mine(ParallelStrategy):\n    capabilities = Capabilities(many_devices=True)",
+        "Mine.capabilities has one_process=True and many_devices=True, but a ParallelStrategy has "
+        "a process for each device: set one_process=False",
+    ),
+}
+PROBE = """
+from stratagem.discovery import AcceleratorSpec, hookimpl
+
+@hookimpl
+def stratagem_components():
+    target = "stratagem.native.accelerators.cpu:CPUAccelerator"
+    probe = "module_of_probe:look"
+    return [AcceleratorSpec(name="probe", target=target, probe=probe, api_version=1)]
+"""
+# Nothing is wrong: what another distribution of ours provides need not be installed.
+RIGHT = """\
+class Mine(ParallelStrategy):
+    '''Steps as its engine does.'''
+
+    capabilities = OTHER
+
+    def train_step(self, prepared, step, micro_batches):
+        self.engine.run(step)
+"""
+
+
+def with_class(case: str, can: str) -> str:
+    """A plugin module with one strategy, whose class lies in a module of its own."""
+    other = (
+        "Capabilities(accelerators=('cuda', 'gpu'), precisions=('16-mixed', '32-true'), "
+        "launchers=None, one_process=False, many_devices=True, manual_backward=False)"
+        if case == "right"
+        else "Capabilities(uneven_evaluation=False)"
+    )
+    text = f"from stratagem.discovery import Capabilities\nOTHER = {other}\n"
+    spec = f'spec({case!r}, target="classes_of_{case}:Mine", capabilities={can})'
+    return text + returning(f"[{spec}]")
+
+
+@pytest.fixture(scope="module")
+def promises(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What doctor says where all of these are installed."""
+    folder = tmp_path_factory.mktemp("promises")
+    kinds = {case: (can, kind) for case, (can, kind, _) in CLASSES.items()}
+    kinds["right"] = ("OTHER", "from module_of_right import OTHER\n" + RIGHT)
+    for case, (options, _) in PROMISES.items():
+        source = f"[spec({case!r}, {options})]"
+        install(
+            folder,
+            case,
+            Plugin("from stratagem.discovery import Capabilities\n" + returning(source)),
+        )
+    for case, (can, kind) in kinds.items():
+        install(folder, case, Plugin(with_class(case, can)))
+        (folder / f"classes_of_{case}.py").write_text(
+            "import torch\nfrom stratagem.discovery import Capabilities\nfrom stratagem.strategies "
+            "import (\n    DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy,\n)\n\n"
+            f"{kind}\n\nclass Other:\n    capabilities = None\n"
+        )
+    (folder / "classes_of_missing_sdk.py").write_text(
+        "import os, torch\nimport vendor_sdk.api as api\nfrom vendor_tools import tool\ntry:\n"
+        "    import vendor_extra\nexcept ImportError:\n    vendor_extra = None\n\nclass Mine: ...\n"
+    )
+    install(folder, "probe", Plugin(PROBE))
+    diagnosis = json.loads(run(folder, "-m", "stratagem.cli", "doctor", "--json", expect=1))
+    problems: list[str] = diagnosis["problems"]
+    return problems
 
 
 @pytest.mark.parametrize("mistake", PROMISES)
-def test_doctor_finds_what_a_spec_promises_and_is_not_there(mistake: str, tmp_path: Path) -> None:
-    text, expected = PROMISES[mistake]
-    source = "from stratagem.discovery import Capabilities\n" + returning(f"[{text}]")
-    install(tmp_path, mistake, Plugin(source))
-    diagnosis = json.loads(run(tmp_path, "-m", "stratagem.cli", "doctor", "--json", expect=1))
-    (problem,) = diagnosis["problems"]
-    assert problem.startswith(f"{distribution_of(mistake)}: strategy 'wanted': {expected}")
+def test_doctor_finds_what_a_spec_promises_and_is_not_there(
+    mistake: str, promises: list[str]
+) -> None:
+    who, expected = f"{distribution_of(mistake)}: strategy {mistake!r}: ", PROMISES[mistake][1]
+    (problem,) = (line for line in promises if line.startswith(who))
+    assert problem.startswith(f"{who}{expected}")
+
+
+def test_doctor_finds_a_probe_that_is_not_there(promises: list[str]) -> None:
+    assert (
+        "stratagem-probe: accelerator 'probe': its probe's module module_of_probe defines no 'look'"
+    ) in promises
+
+
+@pytest.mark.parametrize("mistake", CLASSES)
+def test_doctor_finds_a_class_that_contradicts_its_spec(mistake: str, promises: list[str]) -> None:
+    who = f"{distribution_of(mistake)}: strategy {mistake!r}: "
+    assert [line for line in promises if line.startswith(who)] == [who + CLASSES[mistake][2]]
+
+
+def test_doctor_finds_nothing_wrong_with_what_is_right(promises: list[str]) -> None:
+    assert [line for line in promises if "right" in line] == []
 
 
 # -- two distributions, one name

@@ -6,18 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stratagem.testing.components.check import checks_of
+from stratagem.testing.components.component import Component
+from stratagem.testing.components.server import Server
 
 HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.slow]
 
 
-def run(script: str, folder: Path, *arguments: str, fails: bool = False) -> str:
-    """Run a script where the plugin of this folder is installed; return what it prints."""
+def built() -> None:
+    """Build the simulated device, or skip where there is no compiler."""
     pytest.importorskip("torch.utils.cpp_extension")
     sys.path.insert(0, str(HERE))
     from simulated.build import build, compiler
@@ -26,6 +31,11 @@ def run(script: str, folder: Path, *arguments: str, fails: bool = False) -> str:
     if compiler() is None:
         pytest.skip("no C++ compiler for the simulated device; `nox -s tests` runs it with one")
     build()
+
+
+def run(script: str, folder: Path, *arguments: str, fails: bool = False) -> str:
+    """Run a script where the plugin of this folder is installed; return what it prints."""
+    built()
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     done = subprocess.run(
@@ -234,3 +244,22 @@ def test_a_device_that_fails_is_named_and_nobody_waits_for_it(tmp_path: Path) ->
     assert "so that a line before this one may be the cause" in error
     # The first error is the one that is shown.
     assert "During handling of the above exception" not in error
+
+
+# ---------------------------------------------------------------- the kit for accelerators
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    built()
+    made = Server(search_path=(str(HERE),))
+    yield made
+    made.close()
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("check", list(checks_of("accelerator")))
+def test_its_accelerator_passes_the_kit(check: str, server: Server) -> None:
+    options = {"tolerance": 1e-5, "devices": 2}
+    component = Component(kind="accelerator", name="sim", options=options, search_path=(str(HERE),))
+    assert server.failure(component, check) == ""

@@ -28,6 +28,7 @@ from stratagem.strategies import (
     PreparedModel,
     ProcessGroupRanks,
     TrainStep,
+    make_optimizers,
 )
 
 REPLICAS = Capabilities(launchers=None, one_process=False, many_devices=True, multi_node=True)
@@ -688,3 +689,77 @@ class SaysNoClipping(DDPStrategy):
         self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
     ) -> Tensor | None:
         raise NotImplementedError("clipping")
+
+
+# ---------------------------------------------------------------- classes that do not fit
+
+
+class OtherSignature(DDPStrategy):
+    """optimizer_step takes no closure."""
+
+    def optimizer_step(self, prepared: PreparedModel, optimizer: Optimizer) -> Any:  # type: ignore[override]
+        return optimizer.step()
+
+
+class KeepsComponents(DDPStrategy):
+    """Its __init__ does not call that of the base."""
+
+    def __init__(self, **components: Any) -> None:
+        self.components_given = components
+
+
+class ReturnsModule(DDPStrategy):
+    """prepare returns the module."""
+
+    def prepare(self, module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        return super().prepare(module, *arguments, **options).module
+
+
+class WrapsNothing(DDPStrategy):
+    """wrap returns None."""
+
+    def wrap(self, module: nn.Module) -> Any:
+        self.wrapped = super().wrap(module)
+
+
+class NeverWraps(DDPStrategy):
+    """Its prepare leaves out the wrap that it has inherited."""
+
+    def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:
+        return PreparedModel(module, module, make_optimizers(optimizers), module)
+
+
+class SaysOneProcess(ParallelStrategy):
+    """one_process=True of a strategy with a process for each device."""
+
+    capabilities = Capabilities(launchers=None, many_devices=True)
+
+
+class SaysOwnsClipping(ParallelStrategy):
+    """owns_clipping=True, and nothing of its own that clips."""
+
+    capabilities = Capabilities(
+        launchers=None, one_process=False, many_devices=True, owns_clipping=True
+    )
+
+
+class OverridesFinal(DDPStrategy):
+    """A barrier of its own, which is final."""
+
+    def barrier(self, name: str = "") -> None:  # type: ignore[misc]
+        """Waits for nobody."""
+
+
+class NoDataShard(DDPStrategy):
+    """Parts of the data that do not cover it."""
+
+    def data_shard_of(self, rank: int, world_size: int) -> tuple[int, int]:
+        return rank, world_size + 1
+
+
+class TeardownRaises(DDPStrategy):
+    """teardown raises."""
+
+    def teardown(self) -> None:
+        super().teardown()
+        raise ValueError("the engine is gone")

@@ -1,79 +1,20 @@
 """The program's commands that look and list, run as a user runs them, with real plugins beside."""
 
-import json
 import os
 import platform
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
+from program import Program
 
 from stratagem._version import __version__
 from stratagem.cli.system import nvidia_gpus
 from stratagem.cli.tables import aligned, print_table
 
 CORE = "stratagem-core"
-
-
-class Program:
-    """The `stratagem` program in an environment where only chosen plugins are enabled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.plugins = [CORE]
-        self.variables: dict[str, str] = {}
-
-    def install(self, name: str, code: str, *, requires: str = "") -> None:
-        """Install a distribution with one plugin module, as pip would leave it."""
-        module = name.replace("-", "_")
-        self.folder.joinpath(f"{module}.py").write_text(textwrap.dedent(code))
-        info = self.folder / f"{module}-1.5.dist-info"
-        info.mkdir()
-        requirement = f"Requires-Dist: {requires}\n" if requires else ""
-        info.joinpath("METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n{requirement}"
-        )
-        info.joinpath("entry_points.txt").write_text(f"[stratagem.backends]\nplug = {module}\n")
-        self.plugins.append(name)
-
-    def environment(self) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("STRATAGEM_", "TORCHELASTIC_")) and name != "LOCAL_RANK"
-        }
-        return {
-            **kept,
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(self.folder), os.environ.get("PYTHONPATH")])
-            ),
-            "PYTHONWARNINGS": "error",
-            "STRATAGEM_ONLY_PLUGINS": ",".join(self.plugins),
-            **self.variables,
-        }
-
-    def python(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.folder,
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    def __call__(self, *arguments: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
-        done = self.python("-m", "stratagem.cli", *arguments)
-        assert done.returncode == code, (done.stdout, done.stderr)
-        return done
-
-    def json(self, *arguments: str, code: int = 0) -> Any:
-        return json.loads(self(*arguments, "--json", code=code).stdout)
 
 
 @pytest.fixture
@@ -108,14 +49,21 @@ def test_the_installed_script_tells_the_version() -> None:
 
 def test_help_lists_every_command(program: Program) -> None:
     said = program("--help").stdout
-    assert all(f"\n  {name} " in said for name in ("strategies", "explain", "doctor", "run"))
+    assert all(
+        f"\n  {name} " in said for name in ("strategies", "explain", "doctor", "run", "new-backend")
+    )
 
 
 def test_an_unknown_command_is_refused(program: Program) -> None:
     assert "No such command 'trian'" in program("trian", code=2).stderr
 
 
-@pytest.mark.parametrize("command", ["strategies", "explain", "doctor"])
+def test_the_package_runs_as_the_program(program: Program) -> None:
+    said = program.python("-m", "stratagem", "--version")
+    assert (said.returncode, said.stdout) == (0, f"stratagem {__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["strategies", "explain", "doctor", "new-backend"])
 def test_a_commands_own_help_says_what_it_prints(program: Program, command: str) -> None:
     said = program(command, "--help").stdout
     assert said.startswith(f"usage: stratagem {command}")

@@ -30,7 +30,7 @@ from stratagem.checkpoint import (
     SingleFileCheckpointIO,
     consolidate_checkpoint,
 )
-from stratagem.checkpoint.directory import MANIFEST
+from stratagem.checkpoint.directory import MANIFEST, STATE
 from stratagem.errors import (
     CheckpointContentError,
     CheckpointCorruptError,
@@ -420,8 +420,15 @@ def test_a_missing_and_a_truncated_file_are_named(saved: Path) -> None:
     file.unlink()
     assert f"'{file}' is damaged: it is missing" in refusal(saved)
     (saved / MANIFEST).unlink()
+    assert f"'{saved / MANIFEST}' is damaged: it is missing" in refusal(saved)
+    (saved / STATE).unlink()
     # What is left looks like plain DCP, without checksums; its layout tells.
     assert "'__1_0.distcp'" in refusal(saved)
+
+
+def test_a_directory_of_ours_without_its_manifest_is_damaged(saved: Path) -> None:
+    (saved / MANIFEST).unlink()
+    assert f"'{saved / MANIFEST}' is damaged: it is missing" in refusal(saved)
 
 
 def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:

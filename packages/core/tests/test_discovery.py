@@ -367,7 +367,8 @@ def test_core_is_switched_off_only_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["", "my strategy", "-x", "a:b", "ä", 3])
 def test_a_name_that_nobody_could_type_is_refused(name: Any) -> None:
-    with pytest.raises(PluginError, match="expected letters, digits, '_', '-' and") as caught:
+    expected = "expected (letters, digits, '_', '-' and|a string)"
+    with pytest.raises(PluginError, match=expected) as caught:
         strategy(name)
     assert repr(name) in str(caught.value)
     with pytest.raises(PluginError):
@@ -384,6 +385,21 @@ def test_a_target_that_names_nothing_is_refused(target: Any) -> None:
 def test_aliases_are_a_tuple() -> None:
     with pytest.raises(PluginError, match="has aliases='abc'; expected a tuple of names"):
         strategy("mine", aliases="abc")
+
+
+def test_a_description_of_another_type_than_it_has_is_refused() -> None:
+    with pytest.raises(PluginError) as caught:
+        Capabilities(launchers="spawn")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "Capabilities has launchers='spawn'; expected a tuple of names or None; of one it is "
+        "('name',)"
+    )
+    with pytest.raises(PluginError, match="Capabilities has multi_node=1; expected True or False"):
+        Capabilities(multi_node=1)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match="'mine' has api_version='1'; expected a number"):
+        strategy("mine", api_version="1")
+    with pytest.raises(PluginError, match=r"'mine' has summary=None; expected a string"):
+        strategy("mine", summary=None)
 
 
 def test_capabilities_are_of_their_class() -> None:
@@ -468,6 +484,75 @@ def test_hooks_of_a_plugin_that_failed_are_not_called() -> None:
     registry = discover(entry_of(broken), entry_of(other_api, "other"))
     assert [report.status for report in registry.reports] == ["broken", "incompatible"]
     registry.plugins.hook.stratagem_run_planned(plan=None)
+
+
+# -- versions: of the plugin API, and of core
+
+
+def installed_with(
+    site: Site, monkeypatch: pytest.MonkeyPatch, *requirements: str, api_version: int = 1
+) -> PluginReport:
+    """The report on a distribution as pip leaves it behind, and what an unknown name is told."""
+    monkeypatch.setitem(
+        sys.modules, "plugin_module", plugin_of(strategy("mine", api_version=api_version))
+    )
+    site.install("stranger", *requirements)
+    registry = discover(CORE, *site.entries())
+    if registry.reports[-1].status != "loaded":
+        with pytest.raises(UnknownNameError) as caught:
+            registry.find("strategy", "stranger")
+        assert registry.reports[-1].reason in str(caught.value)
+        assert any(registry.reports[-1].reason in line for line in examine(registry, {}).problems())
+    else:
+        assert registry.find("strategy", "mine").distribution == "stranger"
+    return registry.reports[-1]
+
+
+def test_a_plugin_of_a_later_api_says_what_was_expected_and_what_to_install(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = installed_with(site, monkeypatch, api_version=2)
+    assert (report.status, report.stage) == ("incompatible", "specs")
+    assert report.reason == (
+        "its strategy 'mine' was made for plugin API version 2, but stratagem-core "
+        f"{__version__} has version 1: pip install --upgrade stratagem-core, or install a release "
+        "of stranger made for version 1"
+    )
+
+
+def test_a_plugin_of_an_earlier_api_is_told_to_be_newer(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.discovery.loading.PLUGIN_API_VERSION", 2)
+    site.install("stranger")
+    module = plugin_of(strategy("mine"))
+    monkeypatch.setitem(sys.modules, "plugin_module", module)
+    report = discover(*site.entries()).reports[-1]
+    assert report.status == "incompatible"
+    assert report.reason == (
+        "its strategy 'mine' was made for plugin API version 1, but stratagem-core "
+        f"{__version__} has version 2: install a release of stranger made for version 2"
+    )
+
+
+@pytest.mark.parametrize("core", ["0.1.9", "0.2.0", "0.15.3", "1.0.0"])
+def test_a_core_of_any_later_version_takes_a_plugin_of_its_api(
+    core: str, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.discovery.loading.__version__", core)
+    assert installed_with(site, monkeypatch, "stratagem-core>=0.1").status == "loaded"
+
+
+def test_a_core_beyond_what_a_plugin_requires_leaves_it_out_before_its_import(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.discovery.loading.__version__", "0.2.0")
+    report = installed_with(site, monkeypatch, "stratagem-core<0.2,>=0.1")
+    assert (report.status, report.stage) == ("incompatible", "metadata")
+    assert report.reason == (
+        "requires stratagem-core<0.2,>=0.1, but stratagem-core 0.2.0 is installed: pip install "
+        "--upgrade stranger stratagem-core"
+    )
 
 
 def test_a_name_is_claimed_once_by_all_plugins_of_a_distribution() -> None:

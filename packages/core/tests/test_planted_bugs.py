@@ -32,7 +32,7 @@ PLANTED = [
     ("LossScaled", "steps/gradient", "5 times the gradient: the loss is scaled on its way"),
     ("StepsTwice", "steps/gradient", "the step was taken twice"),
     ("NeverSteps", "steps/gradient", "no step was taken"),
-    ("ForgetsZeroGrad", "steps/several", "each step begins without gradients"),
+    ("ForgetsZeroGrad", "steps/several", "Each step begins without gradients"),
     ("NeverCounts", "steps/gradient", "the step was not counted"),
     ("EndsNoMicroBatch", "steps/accumulation", "has ended 0 of 3 micro-batches"),
     ("ClipsBeforeReduction", "steps/clip norm", "gradients that each rank clipped by itself"),
@@ -81,10 +81,20 @@ PLANTED = [
     ("SaysReplicated", "losses/dense", "was not that of the mean gradient over all ranks"),
     ("SaysBackwardInForward", "capabilities/backward in forward", "backward_in_forward=True"),
     ("SaysNoClipping", "steps/clip norm", "it was refused"),
+    ("OtherSignature", "steps/gradient", "OtherSignature.optimizer_step(self, prepared: "),
+    ("KeepsComponents", "steps/gradient", "does not call super().__init__(**components)"),
+    ("ReturnsModule", "steps/gradient", "ReturnsModule.prepare returned a Dist"),
+    ("WrapsNothing", "steps/gradient", "WrapsNothing.wrap(module) returned None"),
+    ("NeverWraps", "steps/gradient", "NeverWraps.prepare has not called wrap"),
+    ("SaysOneProcess", "steps/gradient", "has one_process=True, so that one process was to drive"),
+    ("SaysOwnsClipping", "steps/gradient", "has owns_clipping=True, but the class overrides none"),
+    ("OverridesFinal", "steps/gradient", "OverridesFinal.barrier takes the place of"),
+    ("NoDataShard", "steps/gradient", "data_shard is rank 0: (0, 3), rank 1: (1, 3)"),
 ]
 # Each in ranks of its own, since what is looked at is their end.
 AT_THE_END = [
     ("LeaksProcess", "end/nothing left", "left running: "),
+    ("TeardownRaises", "end/nothing left", "TeardownRaises.teardown() failed after the run"),
     ("KeepsEnvironment", "end/nothing left", "the environment variable MINE_DONE"),
     ("SwallowsException", "end/failing rank", "the exception was swallowed"),
 ]

@@ -706,3 +706,11 @@ def test_directories_that_a_save_makes_are_synced_into_those_above(
     SingleFileCheckpointIO().save_checkpoint({}, tmp_path / "a" / "b" / "model.ckpt")
     assert synced[:2] == [tmp_path, tmp_path / "a"]
     assert synced[-1] == tmp_path / "a" / "b"
+
+
+@pytest.mark.parametrize("value", [b"", b"\0", bytearray()])
+def test_bytes_come_back_also_where_there_are_none(tmp_path: Path, value: Any) -> None:
+    io = SingleFileCheckpointIO()
+    io.save_checkpoint({"deep": [value]}, tmp_path / "model.ckpt")
+    loaded = io.load_checkpoint(tmp_path / "model.ckpt")["deep"][0]
+    assert (type(loaded), loaded) == (type(value), value)

@@ -17,8 +17,14 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
 from stratagem import Callback, Lite, Module, Trainer
-from stratagem.discovery import Capabilities
+from stratagem.accelerators import CPUAccelerator
+from stratagem.checkpoint import CheckpointIO
+from stratagem.discovery import Capabilities, StrategySpec
+from stratagem.discovery.registry import get_registry
+from stratagem.environments import ClusterEnvironment
 from stratagem.errors import ConfigurationError, PluginError
+from stratagem.launch import Launcher
+from stratagem.precision import Precision
 from stratagem.strategies import (
     Components,
     DDPStrategy,
@@ -30,6 +36,7 @@ from stratagem.strategies import (
     StepOptions,
     Strategy,
     TrainStep,
+    make_optimizers,
 )
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -467,6 +474,29 @@ def test_a_prepare_or_wrap_that_returns_something_else_is_named() -> None:
     )
 
 
+def test_a_prepare_that_never_calls_wrap_is_named() -> None:
+    class Wrapping(SingleDeviceStrategy):
+        def wrap(self, module: nn.Module) -> nn.Module:
+            return module
+
+    class Forgets(Wrapping):
+        def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:
+            return PreparedModel(module, module, make_optimizers(optimizers), module)
+
+    class Calls(Forgets):
+        def prepare(self, module: Any, optimizers: Any = (), *, move_to_device: bool = True) -> Any:
+            return super().prepare(self.wrap(module), optimizers)
+
+    assert refused(lambda: fitted(Forgets()), PluginError) == (
+        "Forgets.prepare has not called wrap, so that "
+        "test_a_prepare_that_never_calls_wrap_is_named.<locals>.Wrapping.wrap does nothing: call "
+        "super().prepare(...) or self.wrap(module) there, or override wrap to return the module"
+    )
+    strategy = Calls()
+    assert fitted(strategy).seen
+    assert "wrap" not in vars(strategy)
+
+
 def test_an_init_that_does_not_pass_on_what_it_is_given_is_named() -> None:
     class Forgets(SingleDeviceStrategy):
         def __init__(self, every: int = 4) -> None:
@@ -524,6 +554,103 @@ def test_a_method_with_another_signature_is_refused_when_the_trainer_is_made(
 ) -> None:
     strategy = type("Own", (SingleDeviceStrategy,), {name: method})()
     assert refused(lambda: trainer(strategy=strategy)) == expected
+
+
+def test_a_final_method_is_not_overridden() -> None:
+    strategy = type("Own", (SingleDeviceStrategy,), {"barrier": lambda self, name="": None})()
+    assert refused(lambda: trainer(strategy=strategy)) == (
+        "Own.barrier takes the place of Strategy.barrier, which is final: it is called as it is; "
+        "give yours another name"
+    )
+
+
+def test_methods_of_components_and_ranks_are_compared_with_their_base_too() -> None:
+    class Half(Precision):
+        name = "half"
+
+        def convert_module(self) -> Any:  # type: ignore[override]
+            """Takes no module."""
+
+    class Elsewhere(ClusterEnvironment):
+        def requeue(self, why: str) -> bool:  # type: ignore[override]
+            return False
+
+    class Memory(CheckpointIO):
+        def save_checkpoint(self, checkpoint: Any) -> None:  # type: ignore[override]
+            """Takes no path."""
+
+        def load_checkpoint(self, path: Any) -> dict[str, Any]:
+            return {}
+
+        def remove_checkpoint(self, path: Any) -> None:
+            """Nothing is kept."""
+
+    class Mine(CPUAccelerator):
+        def setup_device(self) -> None:  # type: ignore[override]
+            """Takes no device."""
+
+    class Alone(Ranks):
+        def gather_plain(self) -> Any:  # type: ignore[override]
+            """Takes no data."""
+
+    class Strategist(SingleDeviceStrategy):
+        def make_ranks(self) -> Ranks:
+            return Alone()
+
+    class Starting(Launcher):
+        def launch(self, plan: Any) -> Any:  # type: ignore[override]
+            """Takes no function."""
+
+    expected = "cannot be called as {} is"
+    for options, method in (
+        ({"plugins": Half()}, "Precision.convert_module(self, module: 'nn.Module') -> 'nn.Module'"),
+        ({"plugins": Elsewhere()}, "ClusterEnvironment.requeue(self) -> 'bool'"),
+        ({"plugins": Memory()}, "CheckpointIO.save_checkpoint(self, "),
+        ({"accelerator": Mine()}, "Accelerator.setup_device(self, device: 'torch.device')"),
+        ({"strategy": Strategist()}, "Ranks.gather_plain(self, data: 'Any') -> 'list[Any]'"),
+    ):
+        text = refused(lambda options=options: trainer(**options))  # type: ignore[misc]
+        assert expected.format(method).removesuffix(" is") in text
+    lite = Lite(accelerator="cpu", devices=2, strategy="ddp", plugins=Starting())
+    assert "Starting.launch(self, plan: 'Any') -> 'Any' cannot be called as Launcher.launch(" in (
+        refused(lambda: lite.launch(print))
+    )
+
+
+class Contradicting(SingleDeviceStrategy):
+    """Its spec, below, says something else."""
+
+
+def not_a_strategy() -> object:
+    return object()
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (
+            Contradicting,
+            "the spec's capabilities and those of Contradicting differ (replicated=False and True;",
+        ),
+        (not_a_strategy, "returned a object; expected a subclass of stratagem.strategies.Strategy"),
+    ],
+)
+def test_a_class_that_is_not_what_its_spec_says_is_refused_by_name(
+    target: Any, expected: str
+) -> None:
+    spec = StrategySpec(
+        name="contradicting",
+        target=target,
+        api_version=1,
+        capabilities=Capabilities(replicated=False),
+    )
+    get_registry().add(spec)
+    try:
+        text = refused(lambda: trainer(strategy="contradicting"), PluginError)
+    finally:
+        get_registry().remove("strategy", "contradicting")
+    assert text.startswith("the target of the strategy 'contradicting'")
+    assert expected in text
 
 
 def test_what_is_not_there_yet_says_when_it_will_be() -> None:

@@ -56,6 +56,7 @@ def _strategy(name: str, kind: str, summary: str, *aliases: str) -> StrategySpec
         api_version=1,
         summary=summary,
         capabilities=SINGLE if name == "single_xla" else SPMD,
+        shards=("parameters", "optimizer") if name == "xla_fsdp" else (),
         init_args={"debug": True} if name == "xla_debug" else {},
         aliases=aliases,
     )

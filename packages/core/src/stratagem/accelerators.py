@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
+    from stratagem.discovery.specs import Availability as Availability
     from stratagem.interfaces.accelerator import Accelerator as Accelerator
+    from stratagem.interfaces.accelerator import DeviceMemory as DeviceMemory
     from stratagem.native.accelerators.cpu import CPUAccelerator as CPUAccelerator
     from stratagem.native.accelerators.device import DeviceAccelerator as DeviceAccelerator
 else:
@@ -16,6 +18,8 @@ else:
         "accelerator",
         {
             "Accelerator": "stratagem.interfaces.accelerator",
+            "Availability": "stratagem.discovery.specs",
+            "DeviceMemory": "stratagem.interfaces.accelerator",
             "DeviceAccelerator": "stratagem.native.accelerators.device",
         },
     )

@@ -28,6 +28,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+__all__ = [
+    "AmbiguousNameError",
+    "CheckpointContentError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
+    "CommunicationError",
+    "ConfigurationError",
+    "DivergenceError",
+    "NonFiniteLossError",
+    "PluginError",
+    "RankFailedError",
+    "StratagemError",
+    "UnknownNameError",
+    "UserCodeError",
+]
+
 
 class StratagemError(Exception):
     """Base of every exception that Stratagem raises on purpose."""

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from stratagem.discovery.capabilities import Capabilities as Capabilities
     from stratagem.discovery.strategy_registry import StrategyRegistry as StrategyRegistry
     from stratagem.distributed.activation_checkpointing import (
+        CheckpointChoice as CheckpointChoice,
+    )
+    from stratagem.distributed.activation_checkpointing import (
         apply_activation_checkpointing as apply_activation_checkpointing,
     )
     from stratagem.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
@@ -19,11 +22,14 @@ if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import Optimizers as Optimizers
     from stratagem.interfaces.prepared_model import PreparedModel as PreparedModel
     from stratagem.interfaces.prepared_model import make_optimizers as make_optimizers
+    from stratagem.interfaces.ranks import DataShard as DataShard
     from stratagem.interfaces.ranks import Ranks as Ranks
     from stratagem.interfaces.ranks import ReduceOp as ReduceOp
     from stratagem.interfaces.step_module import StepModule as StepModule
     from stratagem.interfaces.strategy import Strategy as Strategy
     from stratagem.interfaces.train_step import TrainStep as TrainStep
+    from stratagem.native.strategies.communication_hooks import CommHook as CommHook
+    from stratagem.native.strategies.communication_hooks import CommWrapper as CommWrapper
     from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
     from stratagem.native.strategies.ddp_sharded import DDPShardedStrategy as DDPShardedStrategy
     from stratagem.native.strategies.dp import DataParallelStrategy as DataParallelStrategy
@@ -43,9 +49,13 @@ else:
         "strategy",
         {
             "Capabilities": "stratagem.discovery.capabilities",
+            "CheckpointChoice": "stratagem.distributed.activation_checkpointing",
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
+            "CommHook": "stratagem.native.strategies.communication_hooks",
+            "CommWrapper": "stratagem.native.strategies.communication_hooks",
             "Compilation": "stratagem.plan.compilation",
             "Components": "stratagem.interfaces.components",
+            "DataShard": "stratagem.interfaces.ranks",
             "GradientClip": "stratagem.plan.step_options",
             "Optimizers": "stratagem.interfaces.prepared_model",
             "ParallelStrategy": "stratagem.distributed.parallel_strategy",

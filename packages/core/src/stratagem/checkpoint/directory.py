@@ -97,10 +97,14 @@ def read_directory(path: Path) -> Directory:
 
     Raises:
         CheckpointNotFoundError: it is no checkpoint.
-        CheckpointCorruptError: its manifest is damaged, or of a newer format.
+        CheckpointCorruptError: its manifest is damaged, of a newer format, or missing beside files
+            that it had named.
     """
     file = path / MANIFEST
     if not os.path.lexists(file):
+        if os.path.lexists(path / STATE):
+            # One of ours, of which a copy was interrupted: torch's own have no such file.
+            raise _damaged(file, "it is missing")
         if os.path.lexists(path / LAYOUT):
             return Directory(path, None, None, {})
         there = sorted(p.name for p in path.glob("*.ckpt"))

@@ -6,12 +6,18 @@ import importlib
 import io
 import os
 import sys
+from types import ModuleType
 
 from stratagem.launch.streams import open_standard_streams
 
-AT_ONCE = ("run", "strategies", "explain", "doctor")
+AT_ONCE = ("run", "strategies", "explain", "doctor", "new-backend")
 """Commands whose modules read their own arguments, without typer, which costs more than they do.
 Ranks wait for the first; the others are asked often, by people and by programs."""
+
+
+def module_of(command: str) -> ModuleType:
+    """Return the module that answers one of the commands in `AT_ONCE`."""
+    return importlib.import_module(f"stratagem.cli.{command.replace('-', '_')}")
 
 
 def main() -> int:
@@ -26,7 +32,7 @@ def main() -> int:
 
         return run_app()
     try:
-        code: int = importlib.import_module(f"stratagem.cli.{command}").run(arguments)
+        code: int = module_of(command).run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever reads the output has enough, as `head` has; nothing more must be written to it.

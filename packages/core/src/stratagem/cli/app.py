@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 
 from stratagem._version import __version__
-from stratagem.cli import AT_ONCE
+from stratagem.cli import AT_ONCE, module_of
 from stratagem.cli.checkpoint import checkpoint_app
 from stratagem.cli.plugins import add_commands
 from stratagem.discovery.registry import get_registry
@@ -40,7 +39,7 @@ def core_app() -> typer.Typer:
     app.callback()(_program)
     # `main` answers these before typer is imported; here they are listed.
     for name in AT_ONCE:
-        module = importlib.import_module(f"stratagem.cli.{name}")
+        module = module_of(name)
         app.command(
             name,
             help=f"{module.SUMMARY} `stratagem {name} --help` says more.",

@@ -21,6 +21,7 @@ from stratagem.discovery.hints import names_by_distribution
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import RUN_TIME, Candidate, Registry, get_registry
+from stratagem.errors import UnknownNameError
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
 
@@ -33,13 +34,17 @@ it is read from metadata, files and drivers; neither torch nor an SDK is importe
 
 The exit code is 1 if a plugin is broken or incompatible, a name is ambiguous or a check failed.
 A disabled plugin is not an error.
+
+With the name of a distribution, or of its entry point, that one alone is examined, as its author
+needs it: its metadata, what importing its plugin module costs, and each class, which is imported
+with torch and compared with its spec. The exit code is 1 if something of it cannot work.
 """
 
 SLOW_IMPORT = 0.2
 """Seconds above which a plugin module's import counts as slow: every program that uses Stratagem
 pays it."""
 
-_KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher")
+KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher")
 """All but strategies, which have a command of their own."""
 
 
@@ -117,7 +122,10 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--verbose", action="store_true", help="show the tracebacks of broken plugins"
     )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a distribution or plugin")
     options = parser.parse_args(arguments)
+    if options.name is not None:
+        return _examine_one(options.name, as_json=options.json, verbose=options.verbose)
     diagnosis = examine(get_registry(), os.environ)
     if options.json:
         import json
@@ -126,6 +134,24 @@ def run(arguments: Sequence[str]) -> int:
     else:
         print_diagnosis(diagnosis, verbose=options.verbose)
     return int(bool(diagnosis.problems()))
+
+
+def _examine_one(name: str, *, as_json: bool, verbose: bool) -> int:
+    # Not above: what it needs takes longer to import than the rest of doctor.
+    from stratagem.cli import distribution
+
+    try:
+        examination = distribution.examine_distribution(name, get_registry())
+    except UnknownNameError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if as_json:
+        import json
+
+        print(json.dumps(distribution.as_data(examination), indent=2))
+    else:
+        distribution.print_examination(examination, verbose=verbose)
+    return int(bool(examination.problems()))
 
 
 def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
@@ -150,8 +176,8 @@ def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
             for key, holders in registry.ambiguous().items()
         },
         components=tuple(
-            _listed(candidate, environ)
-            for kind in _KINDS
+            listed_component(candidate, environ)
+            for kind in KINDS
             for candidate in registry.candidates(kind)
         ),
         missing={
@@ -162,12 +188,13 @@ def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
         checks=(
             *failed_commands(registry),
             *_specs_checks(registry),
-            *_plugins_checks(registry),
+            *plugins_checks(registry),
         ),
     )
 
 
-def _listed(candidate: Candidate, environ: Mapping[str, str]) -> ListedComponent:
+def listed_component(candidate: Candidate, environ: Mapping[str, str]) -> ListedComponent:
+    """Return a component that is no strategy, with what was found of it on this machine."""
     spec = candidate.spec
     here = ""
     if isinstance(spec, AcceleratorSpec):
@@ -213,7 +240,7 @@ def _specs_checks(registry: Registry) -> list[tuple[str, Check]]:
     """Return what specs promise that is not there, and entry points that nobody reads."""
     checks = [
         (candidate.distribution, Check(f"{kind} {candidate.spec.name!r}", "error", problem))
-        for kind in ("strategy", *_KINDS)
+        for kind in ("strategy", *KINDS)
         for candidate in registry.candidates(kind)
         if candidate.distribution not in (CORE, RUN_TIME)
         for problem in check_spec(candidate.spec, registry)
@@ -222,7 +249,8 @@ def _specs_checks(registry: Registry) -> list[tuple[str, Check]]:
     return checks
 
 
-def _plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
+def plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
+    """Return what plugins say of themselves, by plugin."""
     checks: list[tuple[str, Check]] = []
     for implementation in registry.plugins.hook.stratagem_doctor.get_hookimpls():
         plugin = implementation.plugin_name

@@ -136,7 +136,7 @@ def _listed(
         accelerators=spec.capabilities.accelerators,
         summary=spec.summary,
         why_not=_no_accelerator(spec.capabilities.accelerators, accelerators, probe)
-        or _why_not(candidate.qualified_name, registry, environ, probe),
+        or why_not(candidate.qualified_name, registry, environ, probe),
     )
 
 
@@ -171,8 +171,15 @@ def _no_accelerator(
     return "; ".join(reasons)
 
 
-def _why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:
-    """Return why no request for a strategy can be met here, or "" if one can."""
+def why_not(name: str, registry: Registry, environ: Mapping[str, str], probe: Probe) -> str:
+    """Return why no request for a strategy can be met here, or "" if one can.
+
+    Args:
+        name: of the strategy, qualified.
+        registry: what there is.
+        environ: environment variables.
+        probe: asks an accelerator what it finds.
+    """
     reasons = []
     for devices in ("auto", 1, 2):
         request = RunRequest(strategy=name, devices=devices, environ=environ, interactive=False)

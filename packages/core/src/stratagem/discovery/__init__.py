@@ -12,6 +12,7 @@ from stratagem.discovery.specs import (
     LauncherSpec,
     PrecisionSpec,
     StrategySpec,
+    Target,
 )
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "LauncherSpec",
     "PrecisionSpec",
     "StrategySpec",
+    "Target",
     "hookimpl",
 ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, final
+
+from stratagem.errors import PluginError
 
 START_METHODS = {"popen": "script", "script": "script", "spawn": "spawn", "fork": "fork"}
 """What `start_method` may be, and the launcher that each stands for."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What a strategy takes and which parts of a training step it does itself.
@@ -49,6 +54,9 @@ class Capabilities:
         compiles: what `compile=...` may take: "model" (the forward of a model and its parts),
             "step" (a whole step as one graph).
 
+    Raises:
+        PluginError: a field is of another type, such as a string in the place of a tuple of names.
+
     Example:
         >>> from stratagem.strategies import Capabilities
         >>> Capabilities(one_process=False, many_devices=True, launchers=None).replicated
@@ -72,3 +80,41 @@ class Capabilities:
     checkpoint_io: str = "single_file"
     uneven_evaluation: bool = True
     compiles: tuple[str, ...] = ("model",)
+
+    def __post_init__(self) -> None:
+        """Refuse what would be misread: `("spawn")` is no tuple, and each letter a name."""
+        check_fields(self, "Capabilities")
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "tuple[str, ...]": (_are_names, "a tuple of names; of one it is ('name',)"),
+    "tuple[str, ...] | None": (
+        lambda value: value is None or _are_names(value),
+        "a tuple of names or None; of one it is ('name',)",
+    ),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "int": (lambda value: isinstance(value, int), "a number"),
+    "str": (lambda value: isinstance(value, str), "a string"),
+}
+"""What a field's annotation demands, and how that is said."""
+
+
+def check_fields(described: Any, what: str) -> None:
+    """Refuse a description with a field of another type than its annotation says.
+
+    Args:
+        described: a dataclass instance, whose annotations are strings.
+        what: how the error names it.
+
+    Raises:
+        PluginError: names the field, what it has and what was expected.
+    """
+    for field in fields(described):
+        holds, expected = _KINDS.get(str(field.type), (None, ""))
+        value = getattr(described, field.name)
+        if holds is not None and not holds(value):
+            raise PluginError(f"{what} has {field.name}={value!r}; expected {expected}")

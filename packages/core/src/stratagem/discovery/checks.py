@@ -1,45 +1,70 @@
-"""What a spec promises that is not there: found without importing what it describes."""
+"""What a spec promises that is not so: found without importing what it describes."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from stratagem.discovery.class_source import check_source, find_module
+from stratagem.discovery.hints import installation_hint
 from stratagem.discovery.registry import Registry
-from stratagem.discovery.specs import ComponentSpec, StrategySpec
+from stratagem.discovery.specs import ComponentSpec, PrecisionSpec, StrategySpec
 from stratagem.errors import ConfigurationError
 
 
 def check_spec(spec: ComponentSpec, registry: Registry) -> Iterator[str]:
-    """Yield what is wrong with a spec: its target, the launchers and formats that it names.
+    """Yield what is wrong with a spec: what it names that is not there, what its class contradicts.
 
     A target's module is found and parsed, and not executed: it may need an SDK that is not here.
     """
-    for target in (spec.target, getattr(spec, "objection", None)):
-        if why := why_missing(target):
-            yield why
+    why = why_missing(spec.target)
+    if why:
+        yield why
+    for field in ("probe", "objection", "local_world_size"):
+        if missing := why_missing(getattr(spec, field, None), what=field):
+            yield missing
+    if isinstance(spec, PrecisionSpec):
+        yield from _unknown(spec.accelerators or (), "accelerator", registry)
     if not isinstance(spec, StrategySpec):
         return
-    named = [("launcher", name) for name in spec.capabilities.launchers or ()]
-    named.append(("checkpoint_io", spec.capabilities.checkpoint_io))
-    named += [
-        (kind, name)
-        for kind in ("launcher", "checkpoint_io")
-        if isinstance(name := spec.init_args.get(kind), str)
-    ]
-    for kind, name in dict.fromkeys(named):
+    can = spec.capabilities
+    yield from _unknown(can.launchers or (), "launcher", registry)
+    yield from _unknown((can.checkpoint_io,), "checkpoint_io", registry)
+    yield from _unknown(can.accelerators or (), "accelerator", registry)
+    own = {name.casefold() for name in can.engine_precisions}
+    wanted = [name for name in can.precisions or () if name.casefold() not in own]
+    yield from _unknown(wanted, "precision", registry)
+    for kind in ("launcher", "checkpoint_io"):
+        if isinstance(name := spec.init_args.get(kind), str) and name not in (
+            *(can.launchers or ()),
+            can.checkpoint_io,
+        ):
+            yield from _unknown((name,), kind, registry)
+    if not why:
+        yield from check_source(spec, registry)
+
+
+def _unknown(names: Iterable[str], kind: str, registry: Registry) -> Iterator[str]:
+    """Yield which names mean nothing here, unless a distribution that is known provides them."""
+    for name in dict.fromkeys(names):
         try:
             registry.find(kind, name)
         except ConfigurationError as error:
-            yield f"it names a {kind.replace('_', ' ')} that cannot be found: {error}"
+            if not installation_hint(name):
+                what = kind.replace("_", " ")
+                article = "an" if what[0] in "aeiou" else "a"
+                yield f"it names {article} {what} that cannot be found: {error}"
 
 
-def why_missing(target: object) -> str:
+def why_missing(target: object, *, what: str = "target") -> str:
     """Return why a target `"package.module:Class"` is not there, as far as its source shows.
 
     "": it is there, or only an import would show.
+
+    Args:
+        target: what a spec has; what is no string is there.
+        what: which field of the spec it is.
 
     Example:
         >>> from stratagem.discovery.checks import why_missing
@@ -49,29 +74,37 @@ def why_missing(target: object) -> str:
     if not isinstance(target, str):
         return ""
     module, _, attribute = target.partition(":")
-    try:
-        found = importlib.util.find_spec(module)
-    # A package above it may raise whatever a vendor's SDK raises.
-    except (Exception, SystemExit) as error:
-        return f"its target {target!r} cannot be found: {type(error).__name__}: {error}"
-    if found is None:
-        return f"its target {target!r} cannot be found: there is no module {module}"
+    found = find_module(module)
+    if isinstance(found, str):
+        return f"its {what} {target!r} cannot be found: {found}"
     if found.origin is None or not found.origin.endswith(".py"):
         return ""
     name = attribute.partition(".")[0]
     try:
         with open(found.origin, "rb") as file:  # noqa: PTH123 - pathlib is slow to import
             source = file.read()
+        if missing := _missing_imports(source):
+            return (
+                f"its {what}'s module {module} imports {' and '.join(missing)}, which is not "
+                "installed"
+            )
         # Where it mostly is; parsing a module takes longer than the rest of doctor together.
         if re.search(rf"^(class|def) {re.escape(name)}\b".encode(), source, re.MULTILINE):
             return ""
         names = set(_defined(ast.parse(source)))
     except (OSError, SyntaxError, ValueError) as error:
-        return f"its target's module {module} cannot be read: {type(error).__name__}: {error}"
+        return f"its {what}'s module {module} cannot be read: {type(error).__name__}: {error}"
     # What these define, only an import would show.
     if {"*", "__getattr__", name} & names:
         return ""
-    return f"its target's module {module} defines no {name!r}"
+    return f"its {what}'s module {module} defines no {name!r}"
+
+
+def _missing_imports(source: bytes) -> list[str]:
+    """Return the packages that a module imports in any case, at its top, and that are not there."""
+    found = re.findall(rb"^(?:import|from) (\w+)", source, re.MULTILINE)
+    names = [name.decode() for name in dict.fromkeys(found)]
+    return [name for name in names if isinstance(find_module(name), str)]
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:

@@ -15,7 +15,6 @@ from stratagem._version import __version__
 
 GROUP = "stratagem.backends"
 CORE = "stratagem-core"
-_LOOKS_LIKE_OURS = "stratagem"
 # Name and value of core's own entry, as its pyproject.toml has it.
 _OWN = ("native", "stratagem.native.plugin")
 DISABLE_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
@@ -90,21 +89,27 @@ def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
     found = []
     seen: set[str] = set()
     for place in sys.path if path is None else path:
-        for name, version, _, declared in _distributions(
-            place or ".", seen, marker=_LOOKS_LIKE_OURS
-        ):
+        for name, version, _, declared in _distributions(place or ".", seen, marker="["):
             if name == CORE and version != __version__:
                 found.append(
                     f"{CORE} {version} lies in {place or '.'!r}, but {__version__} runs: remove it "
                     f"there, or reinstall {CORE}."
                 )
             for group, entry, _ in _entries(declared):
-                if _LOOKS_LIKE_OURS in group.casefold() and group != GROUP:
+                if group != GROUP and _looks_like_ours(group):
                     found.append(
                         f"{name} declares the entry point {entry!r} in the group {group!r}, which "
                         f"nobody reads: expected the group {GROUP!r}."
                     )
     return found
+
+
+def _looks_like_ours(group: str) -> bool:
+    """Whether a group was meant for this one: it has our name, or nearly all of it."""
+    import difflib  # which a listing of names does without
+
+    ours, name = GROUP.partition(".")[0], group.casefold()
+    return ours in name or bool(difflib.get_close_matches(name, (ours, GROUP), cutoff=0.8))
 
 
 def why_disabled(entry: PluginEntry, environ: Mapping[str, str]) -> str | None:

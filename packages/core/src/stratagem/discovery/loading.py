@@ -164,10 +164,12 @@ def _why_other_api(specs: Iterable[ComponentSpec], distribution: str) -> str:
     """Return which spec was made for another version of the plugin API; "": none."""
     for spec in specs:
         if spec.api_version != PLUGIN_API_VERSION:
+            remedy = f"install a release of {distribution} made for version {PLUGIN_API_VERSION}"
+            if spec.api_version > PLUGIN_API_VERSION:
+                remedy = f"pip install --upgrade {CORE}, or {remedy}"
             return (
                 f"its {spec.kind} {spec.name!r} was made for plugin API version "
                 f"{spec.api_version}, but {CORE} {__version__} has version "
-                f"{PLUGIN_API_VERSION}: install a release of {distribution} made "
-                "for it"
+                f"{PLUGIN_API_VERSION}: {remedy}"
             )
     return ""

@@ -6,9 +6,9 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
-from stratagem.discovery.capabilities import Capabilities
+from stratagem.discovery.capabilities import Capabilities, check_fields
 from stratagem.errors import PluginError
 
 PLUGIN_API_VERSION = 1
@@ -59,11 +59,7 @@ class ComponentSpec:
     """Further names."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.aliases, tuple):
-            raise PluginError(
-                f"the {self.kind} spec {self.name!r} has aliases={self.aliases!r}; expected a "
-                "tuple of names"
-            )
+        check_fields(self, f"the {self.kind} spec {self.name!r}")
         for name in (self.name, *self.aliases):
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise PluginError(
@@ -98,12 +94,14 @@ class ComponentSpec:
         return self.load()(**{**self.init_args, **arguments})
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec(ComponentSpec):
     """Describes a strategy."""
 
     kind: ClassVar[str] = "strategy"
     capabilities: Capabilities = field(default_factory=Capabilities)
+    """What it can do; the object that its class has too."""
     shards: tuple[str, ...] = ()
     """Of "parameters", "gradients" and "optimizer" (its state), what each rank has a part of only;
     from it follows whether a model that is too large for a device would fit."""
@@ -128,6 +126,7 @@ class StrategySpec(ComponentSpec):
             )
 
 
+@final
 @dataclass(frozen=True)
 class Availability:
     """What an accelerator's probe found.
@@ -140,6 +139,11 @@ class Availability:
             number of processes may share what there is.
         problems: indices of devices that are counted and that this process cannot use, each with
             what completes "device 0 ..." ("is in exclusive use by the process 7").
+
+    Example:
+        >>> from stratagem.accelerators import Availability, CPUAccelerator
+        >>> isinstance(CPUAccelerator().availability(), Availability)
+        True
     """
 
     count: int
@@ -160,16 +164,15 @@ class Availability:
         return tuple(index for index in range(self.count) if index not in taken)
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec(ComponentSpec):
-    """Describes an accelerator.
-
-    `probe` is `"module:function"` or a function without arguments that returns an `Availability`.
-    It runs while a request is resolved, so it must be quick and should not import an SDK.
-    """
+    """Describes an accelerator."""
 
     kind: ClassVar[str] = "accelerator"
     probe: str | Callable[[], Availability]
+    """`"module:function"` or a function without arguments that returns an `Availability`. It runs
+    while a request is resolved, so it must be quick and should not import an SDK."""
     priority: int = 0
     """`accelerator="auto"` takes the available one with the highest priority (CPU has 0)."""
     own_strategies: bool = False
@@ -179,6 +182,7 @@ class AcceleratorSpec(ComponentSpec):
     """Whether `torch.nn.DataParallel` works on its devices; as in its class."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec(ComponentSpec):
     """Describes a precision."""
@@ -195,6 +199,7 @@ class PrecisionSpec(ComponentSpec):
     """Why it cannot be used in a plan that takes it; `bind` of its class says the same."""
 
 
+@final
 class CheckpointIOSpec(ComponentSpec):
     """Describes a checkpoint format."""
 
@@ -202,6 +207,7 @@ class CheckpointIOSpec(ComponentSpec):
     kind: ClassVar[str] = "checkpoint_io"
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class ClusterEnvironmentSpec(ComponentSpec):
     """Describes a cluster environment: where ranks, world size and main address come from."""
@@ -252,6 +258,7 @@ class ClusterEnvironmentSpec(ComponentSpec):
         return objection
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec(ComponentSpec):
     """Describes a launcher: what starts the ranks.

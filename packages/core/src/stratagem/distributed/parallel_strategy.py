@@ -26,6 +26,10 @@ class ParallelStrategy(Strategy):
     Holds what such strategies share: the process group, ranks and collectives. A subclass says how
     a model is prepared.
 
+    What it adds to the call sequence of `Strategy`: `bind` reads `communication_backend`;
+    `make_ranks` calls `data_shard_of(rank, world_size)` for each rank, in every process;
+    `setup_environment` ends in `join_ranks()`, on every rank.
+
     Args:
         process_group_backend: "gloo", "nccl", ..., or one for each kind of device as in
             "cpu:gloo,cuda:nccl"; None takes the accelerator's.

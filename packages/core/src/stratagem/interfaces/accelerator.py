@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from stratagem.data.pytree import move_to_device
 from stratagem.discovery.specs import Availability
 
 
+@final
 @dataclass(frozen=True)
 class DeviceMemory:
     """Who holds a device's memory, in bytes.
@@ -26,6 +27,11 @@ class DeviceMemory:
         peak: the same, the most there was.
         reserved: what torch's allocator of this process has taken from the device.
         others: what other processes hold, by a text that names each.
+
+    Example:
+        >>> from stratagem.accelerators import DeviceMemory
+        >>> DeviceMemory(total=16, allocated=3, peak=4, reserved=8).others
+        ()
     """
 
     total: int | None
@@ -47,6 +53,8 @@ class Accelerator(ABC):
            `setup_device(device)`.
         4. On every rank, with each checkpoint: `rng_state(device)`; upon resuming
            `set_rng_state(device, state)`. Where logged values go to the loggers: `start_reading`.
+           Between steps, where a DeviceStatsMonitor asks: `device_stats(device)`. By users who
+           measure: `synchronize(device)`.
         5. On every rank, by the front ends: `batch_mover(device)`, once for each loop; by the
            Trainer around each stage: `configure_kernels`. By the Trainer on rank 0 at the start of
            a fit: `hints`.

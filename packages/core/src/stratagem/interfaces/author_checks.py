@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from functools import cache
 from types import FunctionType
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.errors import ConfigurationError
+from stratagem.discovery.class_source import (
+    OWN_BACKWARD,
+    OWN_CLIPPING,
+    contradictions,
+    difference,
+)
+from stratagem.discovery.specs import ComponentSpec, StrategySpec
+from stratagem.errors import ConfigurationError, PluginError
+
+_checked: set[tuple[type, type]] = set()
 
 
-@cache
 def check_overrides(kind: type, base: type) -> None:
     """Refuse a class whose methods do not take what those of `base` take; once for each class.
 
+    What only looks like one of `base` is none of its subclasses, and is left alone.
+
     Raises:
-        ConfigurationError: names the method, and shows both signatures.
+        ConfigurationError: names the method, and shows both signatures; or the method is final.
     """
+    if (kind, base) in _checked or not issubclass(kind, base):
+        return
     for name, expected, own in _overridden(kind, base):
+        if getattr(expected, "__final__", False):
+            raise ConfigurationError(
+                f"{kind.__name__}.{name} takes the place of {base.__name__}.{name}, which is "
+                "final: it is called as it is; give yours another name"
+            )
         if not callable(own):
             raise ConfigurationError(
                 f"{kind.__name__}.{name} is a {type(own).__name__}; expected a method, "
@@ -34,6 +50,7 @@ def check_overrides(kind: type, base: type) -> None:
                 f"{base.__name__}.{name}{inspect.signature(expected)} is ({error}): give it the "
                 "same parameters"
             ) from None
+    _checked.add((kind, base))
 
 
 def _overridden(kind: type, base: type) -> Iterator[tuple[str, FunctionType, Any]]:
@@ -93,29 +110,40 @@ def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationE
     )
 
 
-_OWN_CLIPPING = ("train_step", "finish_step", "optimizer_step", "clip_gradients")
-_OWN_BACKWARD = ("train_step", "accumulate_all", "accumulate", "backward")
-
-
 def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
     """Refuse a class whose capabilities say that it does what it leaves to the base class.
 
     Raises:
         ConfigurationError: names the capability.
     """
-    if can.owns_clipping and not _overrides(kind, base, _OWN_CLIPPING):
-        raise ConfigurationError(
-            f"{kind.__name__}.capabilities has owns_clipping=True, but the class overrides none of "
-            f"{', '.join(_OWN_CLIPPING)}, so that nothing of its own clips: leave owns_clipping "
-            "out, or clip in one of them"
-        )
-    if not can.manual_backward and not _overrides(kind, base, _OWN_BACKWARD):
-        raise ConfigurationError(
-            f"{kind.__name__}.capabilities has manual_backward=False, but the class overrides none "
-            f"of {', '.join(_OWN_BACKWARD)}, so that it runs backward as user code does: leave "
-            "manual_backward out, or override one of them"
-        )
+    overridden = [
+        name
+        for name in {*OWN_CLIPPING, *OWN_BACKWARD}
+        if getattr(kind, name) is not getattr(base, name)
+    ]
+    for text in contradictions(kind.__name__, can, overridden):
+        raise ConfigurationError(text)
 
 
-def _overrides(kind: type, base: type, names: tuple[str, ...]) -> bool:
-    return any(getattr(kind, name) is not getattr(base, name) for name in names)
+def check_strategy(strategy: object, spec: ComponentSpec | None, base: type) -> None:
+    """Refuse what a spec has built that is no strategy, or not the one that its spec describes.
+
+    Args:
+        strategy: what is to be bound.
+        spec: its spec; None: it was given as an object, whose own capabilities were read.
+        base: Strategy.
+
+    Raises:
+        PluginError: names the class and what differs.
+    """
+    if not isinstance(spec, StrategySpec):
+        return
+    who = f"the target of the strategy {spec.name!r}"
+    if not isinstance(strategy, base):
+        raise PluginError(
+            f"{who} returned a {type(strategy).__name__}; expected a subclass of "
+            "stratagem.strategies.Strategy"
+        )
+    own = getattr(strategy, "capabilities", None)
+    if text := difference(type(strategy).__name__, spec.capabilities, own):
+        raise PluginError(f"{who}: {text}")

@@ -21,12 +21,15 @@ class CheckpointIO(ABC):
         1. `bind` in the process that the user started, then `setup` on every rank, once the ranks
            can communicate.
         2. `save_checkpoint` on rank 0 only, after the strategy has gathered the state; the other
-           ranks wait until it returns. Where `takes_shards`, on every rank.
+           ranks wait until it returns. Where `takes_shards`, on every rank. With
+           `async_save=True` `prepare_save` in its place, and what that returns in a thread.
         3. `load_checkpoint` on every rank; `open_checkpoint` in its place, by a strategy that needs
            only parts of it.
-        4. `verify_checkpoint`, `remove_checkpoint` and `link_checkpoint` on rank 0 only.
+        4. `verify_checkpoint`, `remove_checkpoint`, `link_checkpoint` and `when_durable` on rank 0
+           only.
         5. Where `asynchronous`: `raise_errors` on every rank, before a training step; `wait` on
-           every rank, at the end of a run; `wait_at_error`, if it ends with an error.
+           every rank, at the end of a run; `wait_at_error`, if it ends with an error;
+           `rank_was_lost` on the ranks that are left, if another one is gone.
         6. `teardown` on every rank, at the end.
 
     Paths are local, or URLs that fsspec knows ("s3://bucket/run/last.ckpt"), as `str` or `Path`.

@@ -16,10 +16,14 @@ class ClusterEnvironment:
     its cluster says otherwise.
 
     Who calls, and when:
-        1. The launcher reads `node_rank` before it starts processes.
-        2. `Strategy.bind` and `Strategy.setup_environment` read the ranks, on every rank.
-        3. A strategy that joins a process group reads `main_address` and `main_port`, on every
-           rank, and rank 0 calls `take_listener`. Either may wait for other ranks.
+        1. Of one that is given as an object, resolving reads `creates_processes_externally`. The
+           launcher reads `node_rank` before it starts processes.
+        2. `Strategy.bind` and `Strategy.setup_environment` read the ranks, on every rank:
+           `global_rank`, `local_rank` and `node_rank`; `world_size` and `local_world_size` are what
+           the defaults make of these.
+        3. A strategy that joins a process group reads `main_address`, `main_port` and
+           `holds_store`, on every rank, and rank 0 calls `take_listener`. Either may wait for
+           other ranks.
         4. The Trainer reads `run_id`, `restart_count` and `agent_id` when `fit` begins, on every
            rank, and installs handlers for `preemption_signals`.
         5. After the checkpoint that a signal asks for, rank 0 calls `requeues_upon`, and `requeue`

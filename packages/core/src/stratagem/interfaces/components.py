@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
@@ -11,6 +12,7 @@ from stratagem.interfaces.precision import Precision
 from stratagem.plan.step_options import StepOptions
 
 
+@final
 @dataclass(frozen=True)
 class Components:
     """What a strategy is composed of: the plan's choices, built. Handed over by `Strategy.bind`.

@@ -22,7 +22,8 @@ class Precision(ABC):
         1. `bind(accelerator)`, by `Strategy.bind`, in the process that the user started.
         2. `init_context()` around the code that builds the model.
         3. `convert_module(module)` in `Strategy.prepare`, before the optimizers are made.
-        4. `input_converter()` and `forward_context()` once; what they return is used at each step.
+        4. `input_converter()` and `forward_context()` once, and under Lite `output_converter()`;
+           what they return is used at each step.
         5. At each step: `scale_loss` before backward, `unscale_gradients` before clipping,
            `optimizer_step` in place of `optimizer.step()`.
         6. `state_dict` and `load_state_dict` with each checkpoint.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -80,6 +80,7 @@ class Ranks:
         """
         return self.data_shards[self.global_rank]
 
+    @final
     def by_data_group(self, gathered: Sequence[T]) -> list[list[T]]:
         """Return what was gathered from every rank, ordered by the part of the data they share.
 

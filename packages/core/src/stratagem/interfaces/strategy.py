@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -55,14 +55,18 @@ class Strategy(Stepping, ABC):
         5. `model_context()` around the code that builds a model.
         6. `take_batch_size` before a fit; then for each model `synchronize_batch_norm(module)`,
            where `sync_batchnorm` is set, and `prepare(module, optimizers)`: converts and moves it,
-           calls `wrap(module)`, then makes the optimizers. `PreparedModel.compile`
+           calls `wrap(module)`, then makes the optimizers (without any, where `makes_optimizers`);
+           `setup_optimizer` for one that a loop of the user's makes later. `PreparedModel.compile`
            follows, where `compile=...` asks for it. A module may be prepared again (validate and
            then fit, a second Trainer): `release` of what was prepared of it comes first.
+           `input_converter()` before each loop, whose batches it converts.
         7. Under the Trainer, each optimizer step: `train_step(prepared, step, micro_batches)`, made
            of `accumulate_all` (with `no_sync`, `accumulate`, `backward`) and `finish_step` (with
            `clip_gradients`, `optimizer_step`). In a loop under Lite, `no_sync`, `backward`,
            `clip_gradients` and `optimizer_step` by themselves. An engine that does some of these
-           itself overrides them; one that runs the whole step overrides `train_step`.
+           itself overrides them; one that runs the whole step overrides `train_step`. Manual
+           optimization runs in `backward_in_forward(prepared)`. Where a step has failed,
+           `explain(prepared, error)`, on the rank that it failed on.
         8. Each evaluation: in the context `evaluation(prepared)`. After the last step of a fit:
            `end_training(prepared)`.
         9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`; a load
@@ -170,11 +174,15 @@ class Strategy(Stepping, ABC):
         """Take the components of the plan; once before each launch.
 
         Raises:
-            ConfigurationError: a method does not take what front ends call it with, or the class
-                contradicts its capabilities.
+            ConfigurationError: a method of it, or of a component, does not take what it is called
+                with, or the class contradicts its capabilities.
         """
         check_overrides(type(self), Strategy)
         check_capabilities(type(self), Strategy, self.capabilities)
+        check_overrides(type(components.accelerator), Accelerator)
+        check_overrides(type(components.precision), Precision)
+        check_overrides(type(components.checkpoint_io), CheckpointIO)
+        check_overrides(type(components.cluster_environment), ClusterEnvironment)
         self.components = components
         self.accelerator = components.accelerator
         self.precision = self.precision_plugin = components.precision
@@ -185,6 +193,7 @@ class Strategy(Stepping, ABC):
         self.precision.bind(components.accelerator)
         self.checkpoint_io.bind(components.accelerator)
         self.ranks = self.make_ranks()
+        check_overrides(type(self.ranks), Ranks)
 
     @property
     def sync_batchnorm(self) -> bool:
@@ -227,6 +236,7 @@ class Strategy(Stepping, ABC):
         """Whether `prepare` makes the optimizer by the engine's config where it is given none."""
         return False
 
+    @final
     def barrier(self, name: str = "") -> None:
         """Wait until every rank is here; users' spelling of `ranks.barrier`."""
         self.ranks.barrier(name)

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from stratagem.launch.packed import run_packed as run_packed
     from stratagem.launch.watch import run_as_rank as run_as_rank
     from stratagem.plan.plan import RunPlan as RunPlan
+    from stratagem.plan.plan import RunRequest as RunRequest
+    from stratagem.plan.selection import Selection as Selection
     from stratagem.state.results import pack_result as pack_result
     from stratagem.state.results import unpack_result as unpack_result
 else:
@@ -56,6 +58,8 @@ else:
     _HOMES = {
         "Launcher": "stratagem.interfaces.launcher",
         "RunPlan": "stratagem.plan.plan",
+        "RunRequest": "stratagem.plan.plan",
+        "Selection": "stratagem.plan.selection",
         "free_port": "stratagem.launch.network",
         "pack": "stratagem.launch.packed",
         "pack_result": "stratagem.state.results",
@@ -75,6 +79,8 @@ else:
 __all__ = [
     "Launcher",
     "RunPlan",
+    "RunRequest",
+    "Selection",
     "free_port",
     "pack",
     "pack_result",

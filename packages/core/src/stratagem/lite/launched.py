@@ -16,7 +16,9 @@ from stratagem.distributed.checkpoint_writer import CheckpointWriter
 from stratagem.distributed.leave_group import fail_at_end
 from stratagem.errors import ConfigurationError, PluginError
 from stratagem.interfaces.accelerator import Accelerator
+from stratagem.interfaces.author_checks import check_overrides, check_strategy
 from stratagem.interfaces.components import Components
+from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.interfaces.strategy import Strategy
@@ -94,6 +96,7 @@ class Launched(Ranked):
         )
         plan = self.plan
         self.strategy: Strategy = plan.strategy.build()
+        check_strategy(self.strategy, plan.strategy.spec, Strategy)
         self.strategy.bind(
             Components(
                 accelerator=plan.accelerator.build(),
@@ -130,6 +133,7 @@ class Launched(Ranked):
             # This process is a rank already: of a launch that this call is a part of.
             return run_as_rank(self._run_on_rank, function, self, *args, **kwargs)
         launcher = self.plan.launcher.build()
+        check_overrides(type(launcher), Launcher)
         if function is None:
             if self.plan.runs_elsewhere:
                 raise ConfigurationError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ def prepare(
 
     Raises:
         ConfigurationError: an optimizer that exists holds none of the module's parameters.
-        PluginError: the strategy has returned something else.
+        PluginError: the strategy has returned something else, or its `wrap` is never called.
     """
     if not callable(optimizers):
         _check_parameters(module, optimizers)
@@ -58,7 +59,8 @@ def prepare(
     step_module = StepModule(module)
     if strategy.sync_batchnorm:
         strategy.synchronize_batch_norm(step_module)
-    prepared: Any = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
+    with _wrap_is_called(strategy):
+        prepared: Any = strategy.prepare(step_module, optimizers, move_to_device=move_to_device)
     if not isinstance(prepared, PreparedModel):
         raise PluginError(
             f"{type(strategy).__name__}.prepare returned a {type(prepared).__name__}; expected a "
@@ -74,6 +76,41 @@ def prepare(
         prepared.compile(compilation)
         watch_recompilations(tells=strategy.ranks.is_global_zero)
     return prepared
+
+
+_calls_wrap: WeakSet[type[Strategy]] = WeakSet()
+"""The classes with a `prepare` and a `wrap` that was called, once for each."""
+
+
+@contextmanager
+def _wrap_is_called(strategy: Strategy) -> Iterator[None]:
+    """Refuse a class whose `prepare` leaves out its own or an inherited `wrap`.
+
+    Raises:
+        PluginError: training would run without what `wrap` does, such as averaging gradients.
+    """
+    kind = type(strategy)
+    own = kind.prepare is not Strategy.prepare and kind.wrap is not Strategy.wrap
+    if not own or kind in _calls_wrap:
+        yield
+        return
+    wrap = strategy.wrap
+
+    def noted(module: nn.Module) -> nn.Module:
+        _calls_wrap.add(kind)
+        return wrap(module)
+
+    strategy.wrap = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del strategy.wrap
+    if kind not in _calls_wrap:
+        raise PluginError(
+            f"{kind.__name__}.prepare has not called wrap, so that {kind.wrap.__qualname__} does "
+            "nothing: call super().prepare(...) or self.wrap(module) there, or override wrap to "
+            "return the module"
+        )
 
 
 def release(module: nn.Module) -> None:

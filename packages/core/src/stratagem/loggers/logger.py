@@ -12,6 +12,7 @@ class Logger(ABC):
     """Receives values, on rank 0.
 
     Call sequence:
+        0. `save_dir` before processes start, `log_dir` when a run begins.
         1. `log_hyperparams`, once, if the Module has hyperparameters.
         2. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, and at
            the end of each epoch. By default it calls `log_metrics` for each of them, in the order

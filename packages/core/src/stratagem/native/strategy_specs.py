@@ -115,6 +115,7 @@ def _sharding() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="Tensor parallelism by a function of yours, sharded over the other ranks",
             capabilities=MODEL_PARALLEL,
+            shards=whole,
         ),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.errors import ConfigurationError
@@ -14,6 +14,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 _KNOWN = ("backend", "dynamic", "fullgraph", "mode", "options", "step")
 
 
+@final
 @dataclass(frozen=True)
 class Compilation:
     """How torch.compile is used on a model.

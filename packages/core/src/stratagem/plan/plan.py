@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.plan.selection import Selection
@@ -18,6 +18,7 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
     """What the user typed. Each component is a discovered name or an object.
@@ -55,6 +56,7 @@ class RunRequest:
     interactive: bool = field(default_factory=is_interactive)
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """What will run, and why. Made by `resolve`; nothing changes it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from stratagem.discovery.capabilities import START_METHODS, Capabilities
 from stratagem.discovery.registry import Candidate, Registry
@@ -22,6 +22,7 @@ GIVEN = "given as an object"
 """Stands for the provider of an object that the user passed."""
 
 
+@final
 @dataclass(frozen=True)
 class Selection:
     """A component of a plan: what it is, who provides it, and why it was chosen."""

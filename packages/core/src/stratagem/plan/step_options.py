@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, final
 
 from stratagem.errors import ConfigurationError
 from stratagem.plan.compilation import Compilation
 
 
+@final
 @dataclass(frozen=True)
 class GradientClip:
     """How gradients are clipped before an optimizer step.
@@ -46,6 +47,7 @@ class GradientClip:
             )
 
 
+@final
 @dataclass(frozen=True)
 class StepOptions:
     """How a front end takes its optimizer steps; `Strategy.bind` finds it in the components.

@@ -323,6 +323,7 @@ _VALUES: Mapping[str, Any] = {
 
 _MAKERS: Mapping[str, Callable[..., Any]] = {
     "builtins.bytearray": _bytearray,
+    "builtins.bytes": _of(bytes),  # as protocol 2 writes the empty ones
     "builtins.complex": complex,
     "builtins.set": _set,
     "_codecs.encode": _encode,

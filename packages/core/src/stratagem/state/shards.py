@@ -6,12 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class Shards:
     """The chunks of a tensor that this rank holds: what a strategy gives to be saved in parallel.

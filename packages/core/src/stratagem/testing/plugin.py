@@ -1,9 +1,12 @@
-"""The pytest plugin of the conformance kit: `pytest_plugins = ["stratagem.testing.plugin"]`."""
+"""The pytest plugin of the conformance kits: `pytest_plugins = ["stratagem.testing.plugin"]`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from stratagem.testing.components.server import Server
 from stratagem.testing.strategies.session import Outcome, Reference, run_checks
 
 
@@ -11,6 +14,14 @@ from stratagem.testing.strategies.session import Outcome, Reference, run_checks
 def stratagem_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Return what single_device comes to: once for all strategies that are compared with it."""
     return Reference(tmp_path_factory.mktemp("stratagem_reference"))
+
+
+@pytest.fixture(scope="session")
+def stratagem_server() -> Iterator[Server]:
+    """Return what runs the checks of components: one process has imported torch for all."""
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="class")

@@ -14,9 +14,9 @@ from stratagem.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-Hook = Callable[[Any, Any], Any]
+CommHook = Callable[[Any, Any], Any]
 """Takes its state and a torch.distributed.GradBucket."""
-Wrapper = Callable[[Hook], Hook]
+CommWrapper = Callable[[CommHook], CommHook]
 
 _BF16 = ("bf16_compress_hook", "bf16_compress_wrapper")
 _BF16_BACKENDS = ("nccl", "xccl")
@@ -36,9 +36,9 @@ class CommunicationHook:
         ConfigurationError: the parts do not fit together.
     """
 
-    hook: Hook | None = None
+    hook: CommHook | None = None
     state: Any = None
-    wrapper: Wrapper | None = None
+    wrapper: CommWrapper | None = None
     averaging_period: int | None = None
 
     def __post_init__(self) -> None:

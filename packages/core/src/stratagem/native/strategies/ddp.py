@@ -16,7 +16,7 @@ from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.prepared_model import PreparedModel
-from stratagem.native.strategies.communication_hooks import CommunicationHook, Hook, Wrapper
+from stratagem.native.strategies.communication_hooks import CommHook, CommunicationHook, CommWrapper
 from stratagem.native.strategies.ddp_errors import explain
 from stratagem.native.strategies.unfrozen import reduce_unfrozen
 from stratagem.native.strategy_specs import DDP
@@ -80,9 +80,9 @@ class DDPStrategy(ParallelStrategy):
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool = True,
         init_sync: bool = True,
-        ddp_comm_hook: Hook | None = None,
+        ddp_comm_hook: CommHook | None = None,
         ddp_comm_state: Any = None,
-        ddp_comm_wrapper: Wrapper | None = None,
+        ddp_comm_wrapper: CommWrapper | None = None,
         model_averaging_period: int | None = None,
         **components: Any,
     ) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stratagem.checkpoint import CheckpointIO
 from stratagem.errors import CheckpointNotFoundError
-from stratagem.testing.durability.child import Report
+from stratagem.testing.child import Report
 from stratagem.testing.durability.saver import NAME, Model, Subject
 
 

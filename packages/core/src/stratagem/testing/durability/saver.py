@@ -15,9 +15,11 @@ from torch import Tensor
 from stratagem import Lite
 from stratagem.checkpoint import CheckpointIO, Shards
 from stratagem.discovery.registry import get_registry
+from stratagem.discovery.specs import ComponentSpec
 from stratagem.errors import CheckpointError
-from stratagem.testing.durability.child import Report
+from stratagem.testing.child import Report
 from stratagem.testing.durability.faults import Break
+from stratagem.testing.places import find, is_place
 
 NAME = "model.ckpt"
 
@@ -27,7 +29,7 @@ class Subject:
     """What is tested.
 
     Attributes:
-        format: name of a checkpoint format.
+        format: name of a checkpoint format, or the place of a class or function that makes one.
         asynchronous: whether it writes in the background.
         megabytes: size of a checkpoint.
     """
@@ -38,12 +40,30 @@ class Subject:
 
     def make(self) -> CheckpointIO:
         """Build it, as a Trainer would."""
-        registry = get_registry()
-        if self.asynchronous:
-            io: CheckpointIO = registry.find("checkpoint_io", "async").spec.build(inner=self.format)
-        else:
-            io = registry.find("checkpoint_io", self.format).spec.build()
+        io = self._own()
+        if self.asynchronous and not io.asynchronous:
+            io = self._find("async").build(inner=io)
         return io
+
+    def _own(self) -> CheckpointIO:
+        io: CheckpointIO = (
+            find(self.format)() if is_place(self.format) else self._find(self.format).build()
+        )
+        return io
+
+    @property
+    def needs_async(self) -> bool:
+        """Whether a front end is to let it write in the background, which it does not by itself."""
+        return self.asynchronous and not self._own().asynchronous
+
+    @property
+    def given(self) -> Any:
+        """What a front end takes: the name, or a new format."""
+        return find(self.format)() if is_place(self.format) else self.format
+
+    @staticmethod
+    def _find(name: str) -> ComponentSpec:
+        return get_registry().find("checkpoint_io", name).spec
 
 
 class Model:
@@ -120,8 +140,8 @@ def save_on_two_ranks(subject: Subject, folder: Path, report: Report) -> None:
         accelerator="cpu",
         strategy="ddp_fork",
         devices=2,
-        plugins=subject.format,
-        async_save=subject.asynchronous,
+        plugins=subject.given,
+        async_save=subject.needs_async,
     )
     lite.launch(_save_on_rank, subject, folder, report)
 

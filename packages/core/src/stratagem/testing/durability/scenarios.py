@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stratagem.testing.child import Child, Report, StuckError
 from stratagem.testing.durability import faults
-from stratagem.testing.durability.child import Child, Report, StuckError
 from stratagem.testing.durability.judge import judge
 from stratagem.testing.durability.saver import Subject, save_for_ever, save_on_two_ranks, save_twice
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.discovery.capabilities import Capabilities
+from stratagem.testing.reports import sentence_of
 from stratagem.testing.strategies.target import Target
 
 if TYPE_CHECKING:
@@ -96,25 +97,46 @@ CHECKS: dict[str, Check] = {}
 
 def check(
     name: str,
-    about: str,
-    judge: Judge,
+    judge: Judge | None = None,
     *,
+    about: str = "",
     reference: bool = False,
     after: Run | None = None,
     alone: bool = False,
-) -> Callable[[Run], Run]:
-    """Register the decorated function as a check; see `Check`."""
+) -> Callable[[Run], Check]:
+    """Make the decorated function a check; see `Check`.
 
-    def register(run: Run) -> Run:
-        CHECKS[name] = Check(
+    Args:
+        name: "group/what".
+        judge: None: what `judge_of` decorates.
+        about: what it means when it fails; "": the function's docstring.
+        reference, after, alone: as `Check` has them.
+    """
+
+    def register(run: Run) -> Check:
+        made = CHECKS[name] = Check(
             name=name,
-            about=about,
+            about=about or sentence_of(run),
             run=run,
-            judge=judge,
+            judge=judge or _unjudged,
             reference=reference,
             after=after,
             alone=alone,
         )
-        return run
+        return made
 
     return register
+
+
+def judge_of(judged: Check) -> Callable[[Judge], Judge]:
+    """Let the decorated function judge a check."""
+
+    def register(judge: Judge) -> Judge:
+        CHECKS[judged.name] = replace(judged, judge=judge)
+        return judge
+
+    return register
+
+
+def _unjudged(found: Found) -> None:
+    raise NotImplementedError("a check that nobody judges")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import pytest
-
+from stratagem.testing.conformance import Conformance
+from stratagem.testing.places import place_of
 from stratagem.testing.strategies.check import CHECKS
 from stratagem.testing.strategies.checks import load_checks
 from stratagem.testing.strategies.session import Outcome
-from stratagem.testing.strategies.target import Target, place_of
+from stratagem.testing.strategies.target import Target
 
 load_checks()
 
 
-class StrategyConformance:
+class StrategyConformance(Conformance):
     """Tests of one strategy, in processes that its own launcher starts.
 
     In a module with `pytest_plugins = ["stratagem.testing.plugin"]`, a subclass whose name begins
@@ -53,12 +53,11 @@ class StrategyConformance:
     tolerance: ClassVar[float] = 1e-5
     models: ClassVar[Sequence[str | Callable[[], Any]]] = ()
     equal_to_single_device: ClassVar[bool | None] = None
-    deadline: ClassVar[float] = 60.0
 
     @classmethod
     def target(cls) -> Target:
         """Return what is tested, by the attributes of this class."""
-        strategy = _place(cls.strategy)
+        strategy = place_of(cls.strategy)
         # Devices and the like follow from what it can do.
         capabilities = Target(strategy=strategy, accelerator=cls.accelerator).capabilities()
         one = capabilities.one_process
@@ -70,19 +69,15 @@ class StrategyConformance:
             devices=devices,
             parts=((1 if one else devices) if cls.parts is None else cls.parts),
             tolerance=cls.tolerance,
-            models=tuple(_place(model) for model in cls.models),
+            models=tuple(map(place_of, cls.models)),
             equal=capabilities.replicated if equal is None else equal,
         )
 
-    @pytest.mark.parametrize("check", list(CHECKS))
+    @classmethod
+    def checks(cls) -> Sequence[str]:
+        """Return the names of all checks."""
+        return list(CHECKS)
+
     def test_conforms(self, check: str, stratagem_outcomes: dict[str, Outcome]) -> None:
         """Judge what the ranks have found; the check's name says what."""
-        try:
-            stratagem_outcomes[check].judge(check)
-        except AssertionError as error:
-            # Without the traceback, which is the kit's.
-            pytest.fail(str(error), pytrace=False)
-
-
-def _place(told: str | Callable[..., Any]) -> str:
-    return told if isinstance(told, str) else place_of(told)
+        self.judge(lambda: stratagem_outcomes[check].judge(check))

@@ -93,6 +93,48 @@ def judge_replicas(found: Found, tolerance: float = 1e-6) -> None:
             )
 
 
+def judge_refusal(what: str, capability: str, said: Any, *names: str) -> None:
+    """Judge how one thing that the capabilities exclude was refused.
+
+    Args:
+        what: what was asked for.
+        capability: what excludes it, as in the capabilities.
+        said: class and text of the error; None: there was none.
+        names: the refusal has to name one of these.
+
+    Raises:
+        AssertionError: it was not refused, or the refusal does not say why.
+    """
+    assert said is not None, f"{capability} in the capabilities, and {what} was not refused"
+    assert said["kind"] == "ConfigurationError", (
+        f"{capability} in the capabilities, and {what} ended in {said['kind']} where a "
+        f"ConfigurationError was expected: {said['text']}"
+    )
+    assert any(name in said["text"] for name in names), (
+        f"the refusal of {what} names none of {', '.join(names)}: {said['text']}"
+    )
+
+
+def judge_refused(found: Found, what: str, capability: str, *names: str) -> None:
+    """Judge what every rank was to refuse in `probe.attempt`; as `judge_refusal`."""
+    for told in found.ranks:
+        judge_refusal(what, capability, told["refused"], *names)
+
+
+def judge_accepted(found: Found, what: str) -> None:
+    """Judge that no rank has refused what was tried in `probe.attempt`.
+
+    Raises:
+        AssertionError: one has; shows its error.
+    """
+    for rank, told in enumerate(found.ranks):
+        said = told["refused"]
+        assert said is None, (
+            f"the capabilities take {what}, and it was refused on rank {rank}: "
+            f"{said['kind']}: {said['text']}"
+        )
+
+
 def close(own: Flat, expected: Flat, tolerance: float) -> bool:
     """Whether two lists have the same numbers, up to a tolerance relative to the largest."""
     scale = max(1.0, max(map(abs, expected), default=1.0))

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.module import Module
-from stratagem.testing.strategies.target import find
+from stratagem.testing.places import find
 
 FEATURES = 6
 GLOBAL_BATCH = 8

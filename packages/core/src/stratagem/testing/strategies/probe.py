@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.errors import ConfigurationError
 from stratagem.lite import Lite
 from stratagem.testing.strategies import models
 from stratagem.testing.strategies.target import Target
@@ -104,6 +106,19 @@ class Probe:
             return {}
         prepared = trainer.run.require_prepared()
         return flat(dict(prepared.original.named_parameters()))
+
+    def attempt(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what an action returns, with `refused`: the error that it ends with, or None.
+
+        Class and text; of an error that nobody raises as a refusal, the traceback too.
+        """
+        try:
+            return {"refused": None, **action()}
+        except ConfigurationError as error:
+            return {"refused": {"kind": type(error).__name__, "text": str(error)}}
+        except Exception as error:
+            text = f"{error}\n{traceback.format_exc()}"
+            return {"refused": {"kind": type(error).__name__, "text": text}}
 
     def said(self, action: Callable[[], Any]) -> dict[str, str] | None:
         """Return class and text of the error that an action ends with; None: with none."""

@@ -17,11 +17,28 @@ from stratagem.lite import Lite
 from stratagem.testing.strategies.check import CHECKS
 from stratagem.testing.strategies.checks import load_checks
 from stratagem.testing.strategies.probe import Probe
-from stratagem.testing.strategies.surroundings import Surroundings
 from stratagem.testing.strategies.target import Target
+from stratagem.testing.surroundings import Surroundings
 
 BROKEN = 71
 """The exit code of a rank that a check has left without the others."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A check of a target, as ranks do it.
+
+    Attributes:
+        target: what is tested.
+        check: a name.
+        folder: where ranks may leave files.
+        reference: the same of `single_device`, which has run before.
+    """
+
+    target: Target
+    check: str
+    folder: str
+    reference: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +47,14 @@ class Session:
 
     Attributes:
         folder: of this session.
-        reference: of the session of `single_device` before, with the same layout.
-        targets: what is tested; the first one's launcher starts the ranks.
-        items: (index of a target, name of a check), in order.
+        work: in this order; the first target's launcher starts the ranks.
         after: whether to call the checks' `after` in the place of their `run`.
-        begin: the first item to do.
-        deadline: seconds that an item may take.
+        begin: the first work to do.
+        deadline: seconds that a check may take.
     """
 
     folder: str
-    reference: str
-    targets: tuple[Target, ...]
-    items: tuple[tuple[int, str], ...]
+    work: tuple[Work, ...]
     after: bool = False
     begin: int = 0
     deadline: float = 60.0
@@ -50,28 +63,12 @@ class Session:
     def read(cls, path: str) -> Session:
         """Return what stands in a file."""
         told = json.loads(Path(path).read_text())
-        targets = tuple(
-            Target(**{**t, "models": tuple(t["models"]), "search_path": tuple(t["search_path"])})
-            for t in told.pop("targets")
-        )
-        items = tuple((index, name) for index, name in told.pop("items"))
-        return cls(**told, targets=targets, items=items)
+        work = tuple(Work(**{**w, "target": Target.read(w["target"])}) for w in told.pop("work"))
+        return cls(**told, work=work)
 
-    def folder_of(self, item: int, root: str = "", *, index: int | None = None) -> Path:
-        """Return the folder of an item, which depends on the check and the target only.
-
-        Args:
-            item: which.
-            root: of another session; "": of this one.
-            index: of the target there; None: as here.
-        """
-        own, name = self.items[item]
-        place = own if index is None else index
-        return Path(root or self.folder) / f"{place}.{name.replace('/', '.').replace(' ', '_')}"
-
-    def result(self, item: int, rank: int) -> Path:
+    def result(self, position: int, rank: int) -> Path:
         """Return where a rank writes what it has found."""
-        return Path(self.folder) / f"result.{item}.{rank}.json"
+        return Path(self.folder) / f"result.{position}.{rank}.json"
 
 
 def main(path: str) -> None:
@@ -79,7 +76,7 @@ def main(path: str) -> None:
     session = Session.read(path)
     before = Surroundings.now()
     load_checks()
-    first = session.targets[0]
+    first = session.work[0].target
     # Only their number counts: each check makes its own front end.
     lite = Lite(
         accelerator=first.accelerator,
@@ -100,28 +97,26 @@ def _run(lite: Lite, path: str, before: Surroundings | None) -> None:
         # What is called at the end is called from the last to the first: this comes after all else.
         this_rank.at_end.insert(0, lambda: _note_what_is_left(session, rank, before))
     faulthandler.enable(sys.stderr)
-    for item in range(session.begin, len(session.items)):
-        index, name = session.items[item]
-        folder = session.folder_of(item)
+    for position in range(session.begin, len(session.work)):
+        work = session.work[position]
+        folder = Path(work.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        probe = Probe(
-            session.targets[index],
-            rank,
-            world_size,
-            folder,
-            session.folder_of(item, session.reference, index=0),
-        )
-        check = CHECKS[name]
+        probe = Probe(work.target, rank, world_size, folder, Path(work.reference))
+        check = CHECKS[work.check]
         run = check.after if session.after else check.run
         assert run is not None
-        (Path(session.folder) / f"at.{rank}").write_text(str(item))
+        (Path(session.folder) / f"at.{rank}").write_text(str(position))
         faulthandler.dump_traceback_later(session.deadline, file=sys.stderr)
         found = _found(run, probe, raises=check.alone)
-        _write(session.result(item, rank), found)
+        _write(session.result(position, rank), found)
         try:
             probe.meet("ended")
         except TimeoutError:
-            print(f"rank {rank} ends: others have not ended {name!r}", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank} ends: others have not ended {work.check!r}",
+                file=sys.stderr,
+                flush=True,
+            )
             faulthandler.dump_traceback(sys.stderr)
             os._exit(BROKEN)
         faulthandler.cancel_dump_traceback_later()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stratagem.testing.processes import clean_environment, end_session
+from stratagem.testing.reports import failure_of
 from stratagem.testing.strategies.check import CHECKS, Ended, Found
 from stratagem.testing.strategies.checks import load_checks
-from stratagem.testing.strategies.rank import Session
+from stratagem.testing.strategies.rank import Session, Work
 from stratagem.testing.strategies.target import REFERENCE, Target
 
 SCRIPT = """\
@@ -28,13 +28,14 @@ if __name__ == "__main__":
 """
 _RESTARTS = 3
 """How often ranks are started again to go on behind a check that has ended them."""
-_DROPPED = ("MASTER_", "STRATAGEM_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "LSB_", "JSM_")
-_DROPPED_NAMES = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+_ENDED = "the ranks ended"
+"""What a failure begins with behind which new ranks have to go on."""
 
 Item = tuple[Target, str]
 """A target and the name of a check."""
 
 
+@dataclass(frozen=True)
 class Outcome:
     """What came of a check: what each rank returned, or why there is nothing.
 
@@ -43,9 +44,8 @@ class Outcome:
         failure: why; "" where none failed.
     """
 
-    def __init__(self, found: Found | None = None, failure: str = "") -> None:
-        self.found = found
-        self.failure = failure
+    found: Found | None = None
+    failure: str = ""
 
     def judge(self, name: str) -> None:
         """Judge a check.
@@ -55,11 +55,11 @@ class Outcome:
         """
         about = CHECKS[name].about
         if self.found is None:
-            raise AssertionError(f"{name}: {self.failure}\n({about})")
+            raise AssertionError(failure_of(name, self.failure, about))
         try:
             CHECKS[name].judge(self.found)
         except AssertionError as error:
-            raise AssertionError(f"{name}: {error}\n({about})") from None
+            raise AssertionError(failure_of(name, str(error), about)) from None
 
 
 class Reference:
@@ -84,7 +84,8 @@ class Reference:
         if missing:
             # All at once: what takes time is the start of a process.
             missing = [n for n, c in CHECKS.items() if c.reference and (plain, n) not in self._ran]
-            self._ran.update(_run([(plain, name) for name in missing], own, own, self.deadline))
+            work = {(plain, name): _work((plain, name), own, own) for name in missing}
+            self._ran.update(_run(work, own, self.deadline))
         return own, {name: self._ran[plain, name] for name in names}
 
 
@@ -115,9 +116,18 @@ def run_checks(
     groups = [together, *([item] for item in items if CHECKS[item[1]].alone)]
     for number, group in enumerate(group for group in groups if group):
         own = folder / f"ranks{number}"
-        ran = _run(group, own, reference_folder, deadline)
-        follow = [item for item in group if CHECKS[item[1]].after and not ran[item].failure]
-        after = _follow(follow, group, own, reference_folder, deadline) if follow else {}
+        targets = list(dict.fromkeys(target for target, _ in group))
+        work = {
+            item: _work(item, own / f"target{targets.index(item[0])}", reference_folder)
+            for item in group
+        }
+        ran = _run(work, own, deadline)
+        follow = {
+            item: replace(work[item], target=_plain(item[0]))
+            for item in group
+            if CHECKS[item[1]].after and not ran[item].failure
+        }
+        after = _run(follow, own / "after", deadline, after=True) if follow else {}
         for item in group:
             outcomes[item] = _outcome(item, ran[item], references, after.get(item))
     return outcomes
@@ -140,11 +150,26 @@ def failures(target: Target, folder: Path) -> dict[str, str]:
     return said
 
 
+@dataclass(frozen=True)
 class _Ran:
     """What the ranks of a session have written of one item."""
 
-    def __init__(self, folder: Path, ranks: list[Any], failure: str, ended: Ended) -> None:
-        self.folder, self.ranks, self.failure, self.ended = folder, ranks, failure, ended
+    folder: Path
+    ranks: list[Any]
+    failure: str
+    ended: Ended
+
+
+def _plain(target: Target) -> Target:
+    """Return the target of which the numbers are right."""
+    return replace(target, strategy=REFERENCE, devices=1, parts=1)
+
+
+def _work(item: Item, folder: Path, reference: Path) -> Work:
+    """Return what ranks do of an item, in a folder of its own."""
+    target, check = item
+    name = check.replace("/", ".").replace(" ", "_")
+    return Work(target, check, str(folder / name), str(reference / name))
 
 
 def _outcome(item: Item, ran: _Ran, references: Mapping[str, _Ran], after: _Ran | None) -> Outcome:
@@ -169,51 +194,21 @@ def _outcome(item: Item, ran: _Ran, references: Mapping[str, _Ran], after: _Ran 
     )
 
 
-def _follow(
-    follow: Sequence[Item], group: Sequence[Item], own: Path, reference: Path, deadline: float
-) -> dict[Item, _Ran]:
-    """Call `after` of checks in the folders that the ranks have left."""
-    targets = list(dict.fromkeys(target for target, _ in group))
-    plain = [replace(t, strategy=REFERENCE, devices=1, parts=1) for t in targets]
-    items = [(plain[targets.index(target)], name) for target, name in follow]
-    indices = [targets.index(target) for target, _ in follow]
-    ran = _run(items, own, reference, deadline, after=True, indices=indices)
-    return dict(zip(follow, (ran[item] for item in items), strict=True))
-
-
 def _run(
-    items: Sequence[Item],
-    folder: Path,
-    reference: Path,
-    deadline: float,
-    *,
-    after: bool = False,
-    indices: Sequence[int] | None = None,
+    work: Mapping[Item, Work], folder: Path, deadline: float, *, after: bool = False
 ) -> dict[Item, _Ran]:
-    """Start ranks and let them run all items; start them again behind one that ended them."""
+    """Start ranks and let them do all the work; start them again behind what has ended them."""
     folder.mkdir(parents=True, exist_ok=True)
-    targets = list(dict.fromkeys(target for target, _ in items))
-    session = Session(
-        folder=str(folder),
-        reference=str(reference),
-        targets=tuple(targets),
-        items=tuple((targets.index(target), name) for target, name in items),
-        after=after,
-        deadline=deadline,
-    )
-    if indices is not None:
-        # The folders are those of the ranks, whose targets have these numbers.
-        most = max(indices) + 1
-        places = [items[indices.index(i)][0] if i in indices else targets[0] for i in range(most)]
-        numbered = tuple((i, name) for i, (_, name) in zip(indices, items, strict=True))
-        session = replace(session, targets=tuple(places), items=numbered)
+    items = list(work)
+    session = Session(folder=str(folder), work=tuple(work.values()), after=after, deadline=deadline)
     ran: dict[Item, _Ran] = {}
     for _ in range(_RESTARTS + 1):
-        ended = _start(session, targets[0])
+        ended = _start(session)
         done = session.begin
         for position in range(session.begin, len(items)):
-            ranks, failure = _collect(session, position, targets[0], ended)
-            ran[items[position]] = _Ran(session.folder_of(position), ranks, failure, ended)
+            ranks, failure = _collect(session, position, ended)
+            own = Path(session.work[position].folder)
+            ran[items[position]] = _Ran(own, ranks, failure, ended)
             done = position + 1
             if failure.startswith(_ENDED):
                 break
@@ -226,15 +221,10 @@ def _run(
     return ran
 
 
-_ENDED = "the ranks ended"
-
-
-def _collect(
-    session: Session, position: int, target: Target, ended: Ended
-) -> tuple[list[Any], str]:
+def _collect(session: Session, position: int, ended: Ended) -> tuple[list[Any], str]:
     """Return what the ranks have written of an item, and why there is nothing."""
     values, errors, missing = [], {}, []
-    world_size = 1 if target.capabilities().one_process else target.devices
+    world_size = session.work[0].target.world_size
     for rank in range(world_size):
         path = session.result(position, rank)
         if not path.exists():
@@ -244,8 +234,7 @@ def _collect(
         values.append(told.get("value"))
         if "error" in told:
             errors[rank] = told
-    name = session.items[position][1]
-    if CHECKS[name].alone:
+    if CHECKS[session.work[position].check].alone:
         return values, ""
     where = "".join(
         f"\nrank {rank} raised {told['error']}\n{told['traceback']}"
@@ -268,7 +257,7 @@ def _collect(
     return values, ""
 
 
-def _start(session: Session, target: Target) -> Ended:
+def _start(session: Session) -> Ended:
     """Run a session's script until it ends or a check takes too long; leave no process."""
     folder = Path(session.folder)
     (folder / "session.json").write_text(json.dumps(asdict(session)))
@@ -278,7 +267,7 @@ def _start(session: Session, target: Target) -> Ended:
         process = subprocess.Popen(
             [sys.executable, str(folder / "ranks.py"), str(folder / "session.json")],
             cwd=folder,
-            env=_environment(target),
+            env=clean_environment(session.work[0].target.search_path),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -287,7 +276,8 @@ def _start(session: Session, target: Target) -> Ended:
         try:
             exit_code = _wait(process, folder, session.deadline)
         finally:
-            processes = _end_all(process)
+            processes = end_session(process.pid, 2.0 if process.poll() is not None else 0.0)
+            process.wait()
     left = {
         int(path.name.split(".")[1]): json.loads(path.read_text())["left"]
         for path in folder.glob("left.*.json")
@@ -316,46 +306,3 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, deadline: float) -> in
             progress, since = now, time.monotonic()
         if time.monotonic() - since > patience:
             return None
-
-
-def _end_all(process: subprocess.Popen[bytes]) -> tuple[str, ...]:
-    """Kill what is left of a session; return what was still there after a second."""
-    group = process.pid
-    until = time.monotonic() + (2.0 if process.poll() is not None else 0.0)
-    left = _members(group)
-    while left and time.monotonic() < until:
-        time.sleep(0.02)
-        left = _members(group)
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-    return left
-
-
-def _members(session: int) -> tuple[str, ...]:
-    """Return the command lines of the processes of a session of the operating system."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] != "Z":
-                line = stat.with_name("cmdline").read_bytes()
-                found.append(line.replace(b"\0", b" ").decode(errors="replace").strip())
-        except OSError:
-            continue
-    return tuple(found)
-
-
-def _environment(target: Target) -> dict[str, str]:
-    """Return this process's variables without those of a launch, for a rank on a busy machine."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_DROPPED) and name not in _DROPPED_NAMES
-    }
-    path = [*target.search_path, *filter(None, [kept.get("PYTHONPATH")])]
-    if path:
-        kept["PYTHONPATH"] = os.pathsep.join(path)
-    return {**kept, "OMP_NUM_THREADS": "1"}

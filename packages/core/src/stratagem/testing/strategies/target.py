@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
-import inspect
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.registry import get_registry
 from stratagem.discovery.specs import StrategySpec
 from stratagem.errors import ConfigurationError
+from stratagem.testing.places import find, is_place
 
 REFERENCE = "single_device"
 """The strategy whose numbers are the right ones."""
@@ -50,10 +44,18 @@ class Target:
     equal: bool = True
     search_path: tuple[str, ...] = field(default=(), repr=False)
 
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Target:
+        """Return a target that went through JSON, which knows no tuples."""
+        fields: dict[str, Any] = dict(told)
+        for name in ("models", "search_path"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
     @property
     def is_place(self) -> bool:
         """Whether it is the place of a class or function, and not a name."""
-        return ":" in self.strategy and "." in self.strategy
+        return is_place(self.strategy)
 
     def make(self) -> Any:
         """Return what a front end takes for `strategy=`: the name, or a new strategy."""
@@ -73,54 +75,11 @@ class Target:
         assert isinstance(spec, StrategySpec)
         return spec.capabilities
 
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return 1 if self.capabilities().one_process else self.devices
+
     def tolerance_of(self, precision: str) -> float:
         """Return how far losses may be off under a precision."""
         return self.tolerance * FACTOR.get(precision, 1.0)
-
-
-def find(place: str) -> Callable[..., Any]:
-    """Return what stands at "package.module:name" or "/path/of/file.py:name"."""
-    module, _, name = place.rpartition(":")
-    found: Any = _load(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    result: Callable[..., Any] = found
-    return result
-
-
-def place_of(thing: Callable[..., Any]) -> str:
-    """Return where a rank finds a class or function of this process.
-
-    Raises:
-        ConfigurationError: it was made in a function, where no other process can find it.
-    """
-    file, name = inspect.getfile(thing), thing.__qualname__
-    if "<" in name:
-        raise ConfigurationError(
-            f"strategy={thing!r}: ranks are other processes, which cannot find it there; expected "
-            "a name, or a class or function at the top of a module"
-        )
-    try:
-        found = importlib.util.find_spec(thing.__module__)
-    except (ImportError, ValueError):
-        found = None
-    # A test's module is often loaded from its file, under a name that nobody can import.
-    return f"{thing.__module__ if found and _is_installed(found.name) else file}:{name}"
-
-
-def _is_installed(module: str) -> bool:
-    top = module.partition(".")[0]
-    return top in importlib.metadata.packages_distributions()
-
-
-def _load(file: Path) -> ModuleType:
-    name = f"_stratagem_conformance_{file.stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # before it runs: what it defines is pickled by this name
-        sys.path.insert(0, str(file.parent))
-        spec.loader.exec_module(module)
-    return sys.modules[name]

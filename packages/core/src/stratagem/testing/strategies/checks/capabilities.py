@@ -9,32 +9,24 @@ from torch.nn.functional import mse_loss
 
 from stratagem.discovery.registry import get_registry
 from stratagem.discovery.specs import StrategySpec
-from stratagem.testing.strategies.check import Found, check
-from stratagem.testing.strategies.judging import judge_losses
+from stratagem.testing.strategies.check import Found, check, judge_of
+from stratagem.testing.strategies.judging import (
+    judge_accepted,
+    judge_losses,
+    judge_refusal,
+    judge_refused,
+)
 from stratagem.testing.strategies.models import OPTIMIZERS, Learner, build
 from stratagem.testing.strategies.probe import Probe
 
 
-def refused(what: str, capability: str, said: Any, *names: str) -> None:
-    """Check one refusal.
-
-    Raises:
-        AssertionError: there was none, or it does not name what it is about.
-    """
-    assert said is not None, f"{capability} in the capabilities, and {what} was not refused"
-    assert said["kind"] == "ConfigurationError", f"{what} ended in {said['kind']}: {said['text']}"
-    assert any(name in said["text"] for name in names), (
-        f"the refusal of {what} names none of {', '.join(names)}: {said['text']}"
-    )
-
-
-@check(
-    "capabilities/refusals",
-    "devices, nodes, launchers, accelerators, clipping and divergence checks that the capabilities "
-    "exclude are refused before a process starts",
-    lambda found: _judge_refusals(found),
-)
+@check("capabilities/refusals")
 def _refusals(probe: Probe) -> dict[str, Any]:
+    """What the capabilities exclude is refused before a process starts.
+
+    Devices, nodes, launchers, clipping and divergence checks.
+    """
+
     def made(**options: Any) -> Any:
         return probe.said(lambda: probe.trainer(**options))
 
@@ -53,21 +45,24 @@ def _refusals(probe: Probe) -> dict[str, Any]:
     }
 
 
+@judge_of(_refusals)
 def _judge_refusals(found: Found) -> None:
     can, told = found.capabilities, found.ranks[0]
     if not can.many_devices:
-        refused("devices=4", "many_devices=False", told["several devices"], "device", "strategy")
+        judge_refusal(
+            "devices=4", "many_devices=False", told["several devices"], "device", "strategy"
+        )
     if not can.multi_node:
-        refused("num_nodes=2", "multi_node=False", told["several nodes"], "node")
+        judge_refusal("num_nodes=2", "multi_node=False", told["several nodes"], "node")
     if not can.gradient_clipping:
-        refused("gradient_clip_val=0.5", "gradient_clipping=False", told["clipping"], "clip")
+        judge_refusal("gradient_clip_val=0.5", "gradient_clipping=False", told["clipping"], "clip")
     else:
         assert told["clipping"] is None, (
             "gradient_clipping=True in the capabilities, and gradient_clip_val was refused: "
             f"{told['clipping']['text']}"
         )
     if not can.replicated:
-        refused(
+        judge_refusal(
             "detect_divergence",
             "replicated=False",
             told["divergence"],
@@ -76,33 +71,38 @@ def _judge_refusals(found: Found) -> None:
     if can.launchers is not None:
         for name, said in told["launchers"].items():
             if name not in can.launchers and found.target.devices > 1:
-                refused(f"the launcher {name!r}", "launchers", said, name, "launcher")
+                judge_refusal(f"the launcher {name!r}", "launchers", said, name, "launcher")
 
 
-@check(
-    "capabilities/of the spec and the class",
-    "the spec and the class hold the same capabilities, and the spec's target is the class",
-    lambda found: _judge_spec(found),
-)
+@check("capabilities/of the spec and the class")
 def _spec(probe: Probe) -> dict[str, Any]:
-    strategy = probe.trainer().strategy
-    own = type(strategy).capabilities
+    """The spec and the class hold the same capabilities, and the spec's target is the class."""
     if probe.target.is_place:
-        return {"spec": None, "class": str(own)}
+        return {}  # it is not published
+    own = type(probe.trainer().strategy)
     spec = get_registry().find("strategy", probe.target.strategy).spec
     assert isinstance(spec, StrategySpec)
-    return {"spec": str(spec.capabilities), "class": str(own), "summary": spec.summary}
+    return {
+        "spec": str(spec.capabilities),
+        "class": str(own.capabilities),
+        "target": f"{spec.target}",
+        "is target": own is spec.load(),
+    }
 
 
+@judge_of(_spec)
 def _judge_spec(found: Found) -> None:
     told = found.ranks[0]
-    if told["spec"] is None:
+    if not told:
         return
+    assert told["is target"], (
+        f"the spec's target {told['target']} is not the class of the strategy that is made: name "
+        "the class, and preset its arguments by init_args"
+    )
     assert told["spec"] == told["class"], (
         f"the spec's capabilities are {told['spec']}, and those of the class {told['class']}: let "
         "both hold one object"
     )
-    assert told["summary"], "the spec has no summary, which `stratagem strategies` shows"
 
 
 class _Manual(Learner):
@@ -120,62 +120,44 @@ class _Manual(Learner):
         return loss
 
 
-@check(
-    "capabilities/backward in forward",
-    "manual optimization trains as automatic does, or is refused where backward_in_forward=False",
-    lambda found: _judge_manual(found),
-    reference=True,
-)
+@check("capabilities/backward in forward", reference=True)
 def _manual(probe: Probe) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    """Manual optimization trains as automatic does; backward_in_forward=False refuses it."""
 
-    def train() -> None:
+    def train() -> dict[str, Any]:
         learner = _Manual("dense", "momentum")
-        trainer = probe.fit(learner, max_epochs=2)
-        told.update(probe.told(learner, trainer))
+        return probe.told(learner, probe.fit(learner, max_epochs=2))
 
-    return {"refused": probe.said(train), **told}
+    return probe.attempt(train)
 
 
+@judge_of(_manual)
 def _judge_manual(found: Found) -> None:
     can = found.capabilities
-    for told in found.ranks:
-        said = told["refused"]
-        if not (can.manual_backward and can.backward_in_forward):
-            refused(
-                "a Module with automatic_optimization = False",
-                "backward_in_forward=False" if can.manual_backward else "manual_backward=False",
-                said,
-                "automatic_optimization",
-            )
-        else:
-            assert said is None, (
-                "backward_in_forward=True in the capabilities, and manual optimization ended in "
-                f"{said['kind']}: {said['text']}"
-            )
-    if can.manual_backward and can.backward_in_forward:
-        try:
-            judge_losses(found)
-        except AssertionError as error:
-            raise AssertionError(
-                "backward_in_forward=True in the capabilities, and manual optimization does not "
-                f"train as automatic does\n{error}"
-            ) from None
+    what = "a Module with automatic_optimization = False"
+    if not (can.manual_backward and can.backward_in_forward):
+        capability = "backward_in_forward" if can.manual_backward else "manual_backward"
+        judge_refused(found, what, f"{capability}=False", "automatic_optimization")
+        return
+    judge_accepted(found, f"{what} (backward_in_forward=True in the capabilities)")
+    try:
+        judge_losses(found)
+    except AssertionError as error:
+        raise AssertionError(
+            "backward_in_forward=True in the capabilities, and manual optimization does not "
+            f"train as automatic does\n{error}"
+        ) from None
 
 
-@check(
-    "capabilities/rebinds optimizers",
-    "Lite.setup(model, optimizer) trains with an optimizer made before, or refuses it",
-    lambda found: _judge_rebinds(found),
-)
+@check("capabilities/rebinds optimizers")
 def _rebinds(probe: Probe) -> dict[str, Any]:
+    """Lite.setup(model, optimizer) trains with an optimizer made before, or refuses it."""
     if not probe.target.capabilities().manual_backward:
         return {}
     lite = probe.lite()
     net = build("dense")
-    told: dict[str, Any] = {"changed": None}
 
-    def train() -> None:
+    def train() -> dict[str, Any]:
         model, optimizer = lite.setup(net, OPTIMIZERS["sgd"](net.parameters()))
         losses = []
         batch = next(iter(probe.loader(8)))
@@ -185,27 +167,23 @@ def _rebinds(probe: Probe) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-        told["changed"] = losses[0] != losses[1]
+        return {"changed": losses[0] != losses[1]}
 
-    return {"refused": probe.said(train), **told}
+    return probe.attempt(train)
 
 
+@judge_of(_rebinds)
 def _judge_rebinds(found: Found) -> None:
-    for rank, told in enumerate(found.ranks):
-        if not told:
-            continue
-        if not found.capabilities.rebinds_optimizers:
-            refused(
-                "Lite.setup(model, optimizer)",
-                "rebinds_optimizers=False",
-                told["refused"],
-                "optimizer",
-            )
-            continue
-        assert told["refused"] is None, (
-            "rebinds_optimizers=True in the capabilities, and Lite.setup(model, optimizer) ended "
-            f"in {told['refused']['kind']}: {told['refused']['text']}"
+    can = found.capabilities
+    if not can.manual_backward:
+        return
+    if not can.rebinds_optimizers:
+        judge_refused(
+            found, "Lite.setup(model, optimizer)", "rebinds_optimizers=False", "optimizer"
         )
+        return
+    judge_accepted(found, "Lite.setup(model, optimizer) (rebinds_optimizers=True)")
+    for rank, told in enumerate(found.ranks):
         assert told["changed"], (
             f"rank {rank}: an optimizer that was made before Lite.setup(model, optimizer) does not "
             "train the model: rebind it to the parameters that the model has then"

@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from stratagem.testing.strategies.check import Found, check
+from stratagem.testing.strategies.check import Found, check, judge_of
 from stratagem.testing.strategies.judging import ratio
 from stratagem.testing.strategies.models import Learner
 from stratagem.testing.strategies.probe import Probe
@@ -26,12 +27,9 @@ def _of(rank: int) -> list[float]:
     return [float((3 * rank + 1) % 5 + 1), float(-2 * rank), float(10 + rank)]
 
 
-@check(
-    "collectives/all_reduce",
-    "ranks.all_reduce returns mean, sum, max and min over all ranks, and leaves its argument",
-    lambda found: _judge_reductions(found),
-)
+@check("collectives/all_reduce")
 def _all_reduce(probe: Probe) -> dict[str, Any]:
+    """all_reduce returns mean, sum, max and min over all ranks, and leaves its argument."""
     ranks = probe.lite().ranks
     told: dict[str, Any] = {}
     for op in REDUCTIONS:
@@ -46,6 +44,7 @@ def _all_reduce(probe: Probe) -> dict[str, Any]:
     return told
 
 
+@judge_of(_all_reduce)
 def _judge_reductions(found: Found) -> None:
     columns = list(zip(*(_of(rank) for rank in range(len(found.ranks))), strict=True))
     for rank, told in enumerate(found.ranks):
@@ -60,12 +59,9 @@ def _judge_reductions(found: Found) -> None:
             )
 
 
-@check(
-    "collectives/all_gather",
-    "ranks.all_gather stacks what every rank has, in the order of ranks, with gradients if asked",
-    lambda found: _judge_all_gather(found),
-)
+@check("collectives/all_gather")
 def _all_gather(probe: Probe) -> dict[str, Any]:
+    """all_gather stacks what every rank has, in the order of ranks, with gradients if asked."""
     ranks = probe.lite().ranks
     own = torch.tensor([_of(probe.rank)])
     with_gradient = torch.tensor(_of(probe.rank), requires_grad=True)
@@ -78,6 +74,7 @@ def _all_gather(probe: Probe) -> dict[str, Any]:
     }
 
 
+@judge_of(_all_gather)
 def _judge_all_gather(found: Found) -> None:
     count = len(found.ranks)
     expected = [[_of(rank)] for rank in range(count)]
@@ -94,12 +91,9 @@ def _judge_all_gather(found: Found) -> None:
         )
 
 
-@check(
-    "collectives/broadcast",
-    "ranks.broadcast returns the data of rank src on every rank, whichever rank that is",
-    lambda found: _judge_broadcast(found),
-)
+@check("collectives/broadcast")
 def _broadcast(probe: Probe) -> list[Any]:
+    """Broadcast returns the data of rank src on every rank, whichever rank that is."""
     ranks = probe.lite().ranks
     received = []
     for src in range(probe.world_size):
@@ -113,6 +107,7 @@ def _broadcast(probe: Probe) -> list[Any]:
     return received
 
 
+@judge_of(_broadcast)
 def _judge_broadcast(found: Found) -> None:
     expected = [[src, _of(src), [src] * 3] for src in range(len(found.ranks))]
     for rank, received in enumerate(found.ranks):
@@ -124,12 +119,9 @@ def _judge_broadcast(found: Found) -> None:
             )
 
 
-@check(
-    "collectives/gather",
-    "ranks.gather_plain returns every rank's data in the order of ranks, of whatever size",
-    lambda found: _judge_gather(found),
-)
+@check("collectives/gather")
 def _gather(probe: Probe) -> dict[str, Any]:
+    """gather_plain returns every rank's data in the order of ranks, of whatever size."""
     ranks = probe.lite().ranks
     uneven = torch.arange(float(2 * probe.rank + 1)) + probe.rank
     gathered = ranks.gather_plain({"rank": probe.rank, "uneven": uneven, "none": None})
@@ -143,6 +135,7 @@ def _gather(probe: Probe) -> dict[str, Any]:
     }
 
 
+@judge_of(_gather)
 def _judge_gather(found: Found) -> None:
     count = len(found.ranks)
     expected = [[r, [float(r + i) for i in range(2 * r + 1)]] for r in range(count)]
@@ -160,12 +153,9 @@ def _judge_gather(found: Found) -> None:
         )
 
 
-@check(
-    "collectives/barrier",
-    "ranks.barrier and strategy.barrier wait until every rank is there",
-    lambda found: _judge_barrier(found),
-)
+@check("collectives/barrier")
 def _barrier(probe: Probe) -> dict[str, list[bool]]:
+    """Barrier and strategy.barrier wait until every rank is there."""
     lite = probe.lite()
     waited: dict[str, list[bool]] = {"ranks.barrier": [], "strategy.barrier": []}
     for number, (name, found) in enumerate(waited.items()):
@@ -181,6 +171,7 @@ def _barrier(probe: Probe) -> dict[str, list[bool]]:
     return waited
 
 
+@judge_of(_barrier)
 def _judge_barrier(found: Found) -> None:
     for rank, told in enumerate(found.ranks):
         for name, waited in told.items():
@@ -190,14 +181,9 @@ def _judge_barrier(found: Found) -> None:
             )
 
 
-@check(
-    "collectives/no_sync",
-    "a backward pass in no_sync(prepared) communicates no gradients",
-    lambda found: _judge_no_sync(found),
-)
+@check("collectives/no_sync")
 def _no_sync(probe: Probe) -> dict[str, Any]:
-    from torch.profiler import ProfilerActivity, profile
-
+    """A backward pass in no_sync(prepared) communicates no gradients."""
     learner = Learner("dense", "sgd")
     trainer = probe.fit(learner, 8)
     strategy, prepared = trainer.strategy, trainer.run.require_prepared()
@@ -207,22 +193,11 @@ def _no_sync(probe: Probe) -> dict[str, Any]:
     # As the accumulation of the Trainer does it: forward and backward in the context.
     batch = next(iter(probe.loader(8)))
     inputs = batch[1]
-    found: dict[str, Any] = {}
-    for name, held in (("held", context), ("free", None)):
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            if held is None:
-                _backward(strategy, prepared, inputs)
-            else:
-                with held:
-                    _backward(strategy, prepared, inputs)
-        found[name] = sorted({event.name for event in seen.events() or () if _reduces(event.name)})
+    with profile(activities=[ProfilerActivity.CPU]) as seen, context:
+        output = prepared.module("predict_step", (None, inputs), 0)
+        strategy.backward(prepared, output.square().mean())
     prepared.clear_gradients[0]()
-    return found
-
-
-def _backward(strategy: Any, prepared: Any, inputs: Any) -> None:
-    output = prepared.module("predict_step", (None, inputs), 0)
-    strategy.backward(prepared, output.square().mean())
+    return {"held": sorted({event.name for event in seen.events() or () if _reduces(event.name)})}
 
 
 def _reduces(name: str) -> bool:
@@ -230,6 +205,7 @@ def _reduces(name: str) -> bool:
     return name.startswith("c10d::") and ("allreduce" in name or "reduce_scatter" in name)
 
 
+@judge_of(_no_sync)
 def _judge_no_sync(found: Found) -> None:
     for rank, told in enumerate(found.ranks):
         assert not told["held"], (

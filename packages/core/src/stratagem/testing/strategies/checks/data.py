@@ -6,18 +6,15 @@ import math
 from typing import Any
 
 from stratagem.callbacks import Callback
-from stratagem.testing.strategies.check import Found, check
+from stratagem.testing.strategies.check import Found, check, judge_of
 from stratagem.testing.strategies.judging import by_part, close
-from stratagem.testing.strategies.models import Learner
+from stratagem.testing.strategies.models import Learner, Numbered
 from stratagem.testing.strategies.probe import Probe
 
 
-@check(
-    "data/sampler",
-    "the parts of the data are disjoint and complete, and ranks of one part read the same batches",
-    lambda found: _judge_sampler(found),
-)
+@check("data/sampler")
 def _sampler(probe: Probe) -> dict[str, Any]:
+    """Parts of the data are disjoint and complete; ranks of one part read the same batches."""
     learner = Learner()
     trainer = probe.fit(learner, 36)
     ranks = trainer.ranks
@@ -30,6 +27,7 @@ def _sampler(probe: Probe) -> dict[str, Any]:
     }
 
 
+@judge_of(_sampler)
 def _judge_sampler(found: Found) -> None:
     world = len(found.ranks)
     for rank, told in enumerate(found.ranks):
@@ -107,19 +105,16 @@ for _name in HOOKS:
     setattr(_Events, _name, _noting(_name))
 
 
-@check(
-    "data/hooks",
-    "hooks are called as under single_device: once for each micro-batch, in order",
-    lambda found: _judge_hooks(found),
-    reference=True,
-)
+@check("data/hooks", reference=True)
 def _hooks(probe: Probe) -> list[str]:
+    """Hooks are called as under single_device: once for each micro-batch, in order."""
     events = _Events()
     trainer = probe.trainer(callbacks=events, max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(Learner(), probe.loader(24), probe.loader(8))
     return events.called
 
 
+@judge_of(_hooks)
 def _judge_hooks(found: Found) -> None:
     expected = found.reference
     for rank, called in enumerate(found.ranks):
@@ -137,13 +132,9 @@ def _judge_hooks(found: Found) -> None:
         raise AssertionError(f"hooks are called otherwise on rank {rank}: {said}")
 
 
-@check(
-    "data/logging",
-    "logged values are reduced over all ranks, and known to all",
-    lambda found: _judge_logging(found),
-    reference=True,
-)
+@check("data/logging", reference=True)
 def _logging(probe: Probe) -> dict[str, Any]:
+    """Logged values are reduced over all ranks, and known to all."""
     learner = Learner()
     trainer = probe.fit(learner)
     return {
@@ -153,6 +144,7 @@ def _logging(probe: Probe) -> dict[str, Any]:
     }
 
 
+@judge_of(_logging)
 def _judge_logging(found: Found) -> None:
     parts = by_part(found.ranks, "losses")
     expected = dict(found.reference["metrics"])
@@ -168,13 +160,9 @@ def _judge_logging(found: Found) -> None:
             )
 
 
-@check(
-    "evaluation/uneven ranks",
-    "validation counts each sample once, although ranks have different numbers of batches",
-    lambda found: _judge_evaluation(found),
-    reference=True,
-)
+@check("evaluation/uneven ranks", reference=True)
 def _uneven(probe: Probe) -> dict[str, Any]:
+    """Validation counts each sample once, although ranks have different numbers of batches."""
     # 9 samples: parts of 5 and 4, in batches of 4 over two ranks: 2 batches and 1.
     learner = Learner()
     trainer = probe.trainer()
@@ -189,6 +177,7 @@ def _uneven(probe: Probe) -> dict[str, Any]:
     }
 
 
+@judge_of(_uneven)
 def _judge_evaluation(found: Found) -> None:
     parts = by_part(found.ranks, "evaluated")
     numbers = sorted(number for part in parts for batch, _ in part for number in batch)
@@ -226,20 +215,17 @@ class _Watching(Learner):
         self.evaluation_modes: list[bool] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        from stratagem.testing.strategies.models import Numbered
-
         inputs = Numbered(8).inputs.to(batch[1].device)
         self.outputs.append(self.net(inputs).flatten().tolist())
         self.evaluation_modes.append(self.net.training)
 
 
-@check(
-    "evaluation/one model",
-    "all ranks evaluate the same model, buffers included, in evaluation mode; training goes on in "
-    "training mode",
-    lambda found: _judge_one_model(found),
-)
+@check("evaluation/one model")
 def _one_model(probe: Probe) -> dict[str, Any]:
+    """All ranks evaluate the same model, buffers included, in evaluation mode.
+
+    Training goes on in training mode.
+    """
     learner = _Watching()
     trainer = probe.trainer(max_epochs=1, val_check_interval=2)
     trainer.fit(learner, probe.loader(32), probe.loader(8))
@@ -250,6 +236,7 @@ def _one_model(probe: Probe) -> dict[str, Any]:
     }
 
 
+@judge_of(_one_model)
 def _judge_one_model(found: Found) -> None:
     for rank, told in enumerate(found.ranks):
         assert not any(told["evaluation"]), f"rank {rank} evaluates a model in training mode"

@@ -6,26 +6,26 @@ from typing import Any
 
 from torch import Tensor
 
-from stratagem.testing.strategies.check import Found, check
+from stratagem.testing.strategies.check import Found, check, judge_of
 from stratagem.testing.strategies.models import Learner
 from stratagem.testing.strategies.probe import Probe
 
 PLANTED = "planted by the conformance kit"
 
 
-@check(
-    "end/nothing left",
-    "after the end of a rank there is no process, thread, variable, process group or patched "
-    "function of the strategy's, and the exit code is 0",
-    lambda found: _judge_end(found),
-)
+@check("end/nothing left")
 def _end(probe: Probe) -> dict[str, Any]:
+    """Nothing is left after the end of a rank, and the exit code is 0.
+
+    No process, thread, variable, process group or patched function of the strategy's.
+    """
     learner = Learner()
     trainer = probe.trainer(max_epochs=1)
     trainer.fit(learner, probe.loader(16), probe.loader(8))
     return {"steps": trainer.global_step}
 
 
+@judge_of(_end)
 def _judge_end(found: Found) -> None:
     ended = found.ended
     assert ended.exit_code is not None, (
@@ -59,16 +59,13 @@ class _Failing(Learner):
         return super().training_step(batch, batch_idx)
 
 
-@check(
-    "end/failing rank",
-    "an exception on one rank ends all of them, soon, with its traceback and an exit code",
-    lambda found: _judge_failure(found),
-    alone=True,
-)
+@check("end/failing rank", alone=True)
 def _fail(probe: Probe) -> None:
+    """An exception on one rank ends all of them, soon, with its traceback and an exit code."""
     probe.fit(_Failing(probe.rank == probe.world_size - 1))
 
 
+@judge_of(_fail)
 def _judge_failure(found: Found) -> None:
     ended = found.ended
     rank = found.target.devices - 1

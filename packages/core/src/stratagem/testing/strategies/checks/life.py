@@ -7,42 +7,37 @@ import inspect
 from typing import Any
 
 from stratagem.interfaces.strategy import Strategy
-from stratagem.testing.strategies.check import Found, check
+from stratagem.testing.strategies.check import Found, check, judge_of
 from stratagem.testing.strategies.judging import close
 from stratagem.testing.strategies.models import Learner
 from stratagem.testing.strategies.probe import Probe
-from stratagem.testing.strategies.surroundings import Surroundings
+from stratagem.testing.surroundings import Surroundings
 
-ORDER = ("bind", "setup_environment", "setup", "prepare", "train_step", "end_training", "teardown")
-"""Calls of which each comes after the one before it."""
+ORDER = ("setup_environment", "setup", "prepare", "train_step", "end_training")
+"""Calls of which each comes after the one before it; `bind` came before, with the Trainer."""
 
 
-@check(
-    "life/order",
-    "one strategy is bound, set up, and trains, evaluates and predicts, in the order of the calls "
-    "in the docstring of Strategy",
-    lambda found: _judge_order(found),
-)
+@check("life/order")
 def _order(probe: Probe) -> dict[str, Any]:
+    """One strategy trains, evaluates and predicts, called as the docstring of Strategy says.
+
+    In the order of its numbers, on as many ranks as it says.
+    """
     calls: list[str] = []
     trainer = probe.trainer(max_epochs=1)
     strategy = trainer.strategy
-    calls.append("bind")  # by the Trainer's __init__
-    for name in ORDER[1:-1]:
+    for name in ORDER:
         setattr(strategy, name, _noted(getattr(strategy, name), name, calls))
     learner = Learner()
     trainer.fit(learner, probe.loader(16), probe.loader(8))
     trainer.validate(learner, probe.loader(8), verbose=False)
     trainer.test(learner, probe.loader(8), verbose=False)
     predicted = trainer.predict(learner, probe.loader(8))
-    for name in ORDER[1:-1]:
+    for name in ORDER:
         delattr(strategy, name)
-    device = str(strategy.device)
     return {
         "calls": calls,
         "predicted": len(predicted),
-        "device": device,
-        "on": sorted({str(p.device) for p in learner.parameters()}),
         "is_strategy": isinstance(strategy, Strategy),
         "ranks": [trainer.ranks.global_rank, trainer.ranks.world_size],
         "rank": [probe.rank, probe.world_size],
@@ -59,6 +54,7 @@ def _noted(method: Any, name: str, calls: list[str]) -> Any:
     return noted
 
 
+@judge_of(_order)
 def _judge_order(found: Found) -> None:
     for rank, told in enumerate(found.ranks):
         assert told["is_strategy"], "it is no stratagem.strategies.Strategy"
@@ -72,18 +68,14 @@ def _judge_order(found: Found) -> None:
         assert positions == sorted(positions), (
             f"rank {rank}: the strategy was called in the order {calls}, expected {first}"
         )
-        missing = [name for name in ORDER[:-1] if name not in calls]
+        missing = [name for name in ORDER if name not in calls]
         assert not missing, f"rank {rank}: {', '.join(missing)} was never called: {calls}"
         assert told["predicted"] == 1, f"rank {rank} predicted {told['predicted']} batches of 1"
 
 
-@check(
-    "life/twice",
-    "a model is trained twice in one process, by new strategies, as if each were the first",
-    lambda found: _judge_twice(found),
-    reference=True,
-)
+@check("life/twice", reference=True)
 def _twice(probe: Probe) -> dict[str, Any]:
+    """A model is trained twice in one process, by new strategies, as if each were the first."""
     told: dict[str, Any] = {"fits": []}
     learner = Learner("dense", "momentum")
     for number in range(3):
@@ -97,6 +89,7 @@ def _twice(probe: Probe) -> dict[str, Any]:
     return told
 
 
+@judge_of(_twice)
 def _judge_twice(found: Found) -> None:
     if not found.target.equal:
         return
@@ -110,12 +103,9 @@ def _judge_twice(found: Found) -> None:
         )
 
 
-@check(
-    "life/nothing left between runs",
-    "a run that has ended leaves no process group, thread, variable, setting or patched function",
-    lambda found: _judge_left(found),
-)
+@check("life/nothing left between runs")
 def _left(probe: Probe) -> dict[str, Any]:
+    """A run leaves no process group, thread, variable, setting or patched function behind."""
     learner = Learner()
     probe.fit(learner)
     # The first run of a process may set up what stays: modules, the group of all ranks.
@@ -130,6 +120,7 @@ def _left(probe: Probe) -> dict[str, Any]:
     return {"left": left}
 
 
+@judge_of(_left)
 def _judge_left(found: Found) -> None:
     for rank, told in enumerate(found.ranks):
         first, second = told["left"]
@@ -140,12 +131,9 @@ def _judge_left(found: Found) -> None:
         )
 
 
-@check(
-    "life/bound again",
-    "teardown may be called, also twice, and a new strategy of the class works afterwards",
-    lambda found: _judge_bound_again(found),
-)
+@check("life/bound again")
 def _bound_again(probe: Probe) -> dict[str, Any]:
+    """A model may be released twice, and a new strategy of the class works afterwards."""
     trainer = probe.fit(Learner())
     prepared = trainer.run.require_prepared()
     trainer.strategy.release(prepared)
@@ -155,6 +143,7 @@ def _bound_again(probe: Probe) -> dict[str, Any]:
     return {"losses": len(learner.losses), "steps": again.global_step}
 
 
+@judge_of(_bound_again)
 def _judge_bound_again(found: Found) -> None:
     for rank, told in enumerate(found.ranks):
         assert told == {"losses": 2, "steps": 2}, (

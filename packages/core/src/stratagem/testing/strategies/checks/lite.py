@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from stratagem.testing.strategies.check import Found, check
-from stratagem.testing.strategies.judging import judge_losses
+from stratagem.testing.strategies.check import Found, check, judge_of
+from stratagem.testing.strategies.judging import judge_accepted, judge_losses, judge_refused
 from stratagem.testing.strategies.models import OPTIMIZERS, build
 from stratagem.testing.strategies.probe import Probe
 
@@ -57,57 +56,31 @@ def _loop(
 
 def _register(name: str, about: str, **options: Any) -> None:
     def judge(found: Found) -> None:
-        refusals = [told["refused"] for told in found.ranks]
         if not found.capabilities.manual_backward:
-            for said in refusals:
-                assert said is not None, (
-                    "manual_backward=False in the capabilities, and a loop under Lite was not "
-                    "refused"
-                )
-                assert REFUSAL in said["text"], f"the refusal does not name it: {said['text']}"
+            judge_refused(found, "a loop under Lite", "manual_backward=False", REFUSAL)
             return
-        assert not any(refusals), (
-            f"a loop under Lite was refused, although manual_backward=True: {refusals[0]}"
-        )
+        judge_accepted(found, "a loop under Lite")
         judge_losses(found)
 
-    @check(f"lite/{name}", about, judge, reference=True)
+    @check(f"lite/{name}", judge, about=about, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        told: dict[str, Any] = {}
-        clip = options.get("clip")
-        given = dict(options)
-        if clip is not None and not probe.target.capabilities().gradient_clipping:
-            given.pop("clip")
-        refused = _said_by_front_end(probe, lambda: told.update(_loop(probe, **given)))
-        return {**told, "refused": refused}
+        return probe.attempt(lambda: _loop(probe, **options))
 
 
-def _said_by_front_end(probe: Probe, action: Callable[[], Any]) -> dict[str, str] | None:
-    """Return a refusal; what else goes wrong is an error of the check."""
-    said = probe.said(action)
-    if said is not None and said["kind"] != "ConfigurationError":
-        raise AssertionError(f"{said['kind']}: {said['text']}")
-    return said
-
-
-_register("loop", "a loop of the user's own trains as the Trainer does")
+_register("loop", "A loop of the user's own trains as the Trainer does.")
 _register(
-    "optimizer afterwards", "an optimizer may be made once the model is set up", afterwards=True
+    "optimizer afterwards", "An optimizer may be made once the model is set up.", afterwards=True
 )
 _register(
     "accumulation",
-    "no_backward_sync around all but the last micro-batch gives the gradient of all of them",
+    "no_backward_sync around all but the last micro-batch gives the gradient of all of them.",
     accumulate=2,
 )
 
 
-@check(
-    "lite/clip",
-    "Lite.clip_gradients clips by the norm over all ranks; an engine that clips refuses it",
-    lambda found: _judge_clip(found),
-    reference=True,
-)
+@check("lite/clip", reference=True)
 def _clip(probe: Probe) -> dict[str, Any]:
+    """Lite.clip_gradients clips by the norm over all ranks; an engine that clips refuses it."""
     capabilities = probe.target.capabilities()
     if not capabilities.manual_backward:
         return {}
@@ -119,26 +92,19 @@ def _clip(probe: Probe) -> dict[str, Any]:
     return {"refused": refused}
 
 
+@judge_of(_clip)
 def _judge_clip(found: Found) -> None:
     if not found.capabilities.manual_backward:
         return
     if not found.capabilities.owns_clipping:
         judge_losses(found)
         return
-    for told in found.ranks:
-        said = told["refused"]
-        assert said is not None, (
-            "owns_clipping=True in the capabilities, and Lite.clip_gradients was not refused"
-        )
-        assert "clips gradients itself" in said["text"], f"the refusal does not say why: {said}"
+    judge_refused(found, "Lite.clip_gradients", "owns_clipping=True", "clips gradients itself")
 
 
-@check(
-    "lite/state",
-    "Lite.save and Lite.load go on with model and optimizer as they were",
-    lambda found: _judge_state(found),
-)
+@check("lite/state")
 def _state(probe: Probe) -> dict[str, Any]:
+    """Lite.save and Lite.load go on with model and optimizer as they were."""
     if not probe.target.capabilities().manual_backward:
         return {}
     path = probe.folder / "lite.ckpt"
@@ -171,6 +137,7 @@ def _state(probe: Probe) -> dict[str, Any]:
     }
 
 
+@judge_of(_state)
 def _judge_state(found: Found) -> None:
     for rank, told in enumerate(found.ranks):
         if not told:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from stratagem.testing.strategies.check import Found, check
-from stratagem.testing.strategies.judging import judge_losses
+from stratagem.testing.strategies.check import Found, check, judge_of
+from stratagem.testing.strategies.judging import judge_accepted, judge_losses, judge_refused
 from stratagem.testing.strategies.models import MODELS, Learner
 from stratagem.testing.strategies.probe import Probe
 
@@ -25,28 +26,22 @@ def _register_model(model: str) -> None:
     # Statistics of batch norm over all ranks are what one process has.
     options: dict[str, Any] = {"sync_batchnorm": True} if model == "batch_norm" else {}
 
-    @check(
-        f"losses/{model}",
-        "the loss of each step is that of single_device on the same samples",
-        (lambda found: _judge_or_refusal(found, REFUSABLE[model]))
-        if model in REFUSABLE
-        else judge_losses,
-        reference=True,
-    )
+    def judge(found: Found) -> None:
+        if model in REFUSABLE and any(told["refused"] for told in found.ranks):
+            _judge_refusal_of_model(found, REFUSABLE[model])
+        else:
+            judge_accepted(found, f"the model {model!r}")
+            judge_losses(found)
+
+    @check(f"losses/{model}", judge, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        if model not in REFUSABLE:
-            return _train(probe, model, **options)
-        told: dict[str, Any] = {}
-        refused = probe.said(lambda: told.update(_train(probe, model, **options)))
-        return {**told, "refused": refused}
+        """The loss of each step is that of single_device on the same samples."""
+        return probe.attempt(lambda: _train(probe, model, **options))
 
 
-def _judge_or_refusal(found: Found, parameter: str) -> None:
-    """Judge a model that trains as under single_device, or is refused by a parameter's name."""
+def _judge_refusal_of_model(found: Found, parameter: str) -> None:
+    """Judge the refusal of a model, which has to name one of its parameters."""
     refusals = [told["refused"] for told in found.ranks]
-    if not any(refusals):
-        judge_losses(found)
-        return
     assert all(refusals), f"only some ranks refused the model: {refusals}"
     for said in refusals:
         assert parameter in said["text"], (
@@ -56,31 +51,19 @@ def _judge_or_refusal(found: Found, parameter: str) -> None:
 
 
 def _register_optimizer(optimizer: str) -> None:
-    @check(
-        f"optimizers/{optimizer}",
-        "the optimizer steps the model's parameters once in each step, with its own state",
-        judge_losses,
-        reference=True,
-    )
+    @check(f"optimizers/{optimizer}", judge_losses, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
+        """The optimizer steps the model's parameters once in each step, with its own state."""
         return _train(probe, "dense", optimizer)
 
 
 def _register_precision(precision: str) -> None:
     def judge(found: Found) -> None:
         accepted = found.capabilities.precisions
-        refusals = [told["refused"] for told in found.ranks]
         if accepted is not None and precision not in accepted:
-            for said in refusals:
-                assert said is not None, (
-                    f"precision={precision!r} is not in the capabilities' precisions, and training "
-                    "with it was not refused"
-                )
-                assert precision in said["text"], f"the refusal names no precision: {said}"
+            judge_refused(found, f"precision={precision!r}", "precisions", precision)
             return
-        assert not any(refusals), (
-            f"precision={precision!r} is taken by the capabilities, and refused: {refusals[0]}"
-        )
+        judge_accepted(found, f"precision={precision!r}")
         for told in found.ranks:
             assert told["dtype"] == found.reference["dtype"], (
                 f"the model computes in {told['dtype']} under precision={precision!r}, and in "
@@ -88,21 +71,16 @@ def _register_precision(precision: str) -> None:
             )
         judge_losses(found, precision)
 
-    @check(
-        f"precisions/{precision}",
-        "a precision that the capabilities take is applied, and any other one is refused",
-        judge,
-        reference=True,
-    )
+    @check(f"precisions/{precision}", judge, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        """A precision that the capabilities take is applied, and any other one is refused."""
 
-        def train() -> None:
+        def train() -> dict[str, Any]:
             learner = _Seeing()
             trainer = probe.fit(learner, max_epochs=2, precision=precision)
-            told.update(probe.told(learner, trainer), dtype=learner.dtype_of_outputs, own={})
+            return {**probe.told(learner, trainer), "dtype": learner.dtype_of_outputs, "own": {}}
 
-        return {"refused": probe.said(train), **told}
+        return probe.attempt(train)
 
 
 class _Seeing(Learner):
@@ -126,43 +104,31 @@ for _precision in PRECISIONS:
     _register_precision(_precision)
 
 
-@check(
-    "losses/own models",
-    "the author's models train as on single_device",
-    lambda found: _judge_own(found),
-    reference=True,
-)
+@check("losses/own models", reference=True)
 def _own(probe: Probe) -> dict[str, Any]:
+    """The author's models train as on single_device."""
     return {model: _train(probe, model) for model in probe.target.models if ":" in model}
 
 
+@judge_of(_own)
 def _judge_own(found: Found) -> None:
     for model in found.reference:
         ranks = [told[model] for told in found.ranks]
-        one = Found(
-            target=found.target,
-            capabilities=found.capabilities,
-            ranks=ranks,
-            reference=found.reference[model],
-        )
         try:
-            judge_losses(one)
+            judge_losses(replace(found, ranks=ranks, reference=found.reference[model]))
         except AssertionError as error:
             raise AssertionError(f"{model}: {error}") from None
 
 
-@check(
-    "losses/initial weights",
-    "every rank trains from rank 0's weights, whatever it was seeded with",
-    lambda found: _judge_initial(found),
-    reference=True,
-)
+@check("losses/initial weights", reference=True)
 def _initial(probe: Probe) -> dict[str, Any]:
+    """Every rank trains from rank 0's weights, whatever it was seeded with."""
     learner = Learner("dense", "sgd", seed=probe.rank)
     trainer = probe.fit(learner)
     return probe.told(learner, trainer)
 
 
+@judge_of(_initial)
 def _judge_initial(found: Found) -> None:
     try:
         judge_losses(found)

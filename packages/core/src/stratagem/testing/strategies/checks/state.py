@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stratagem.state.shards import read_whole
-from stratagem.testing.strategies.check import Found, check
+from stratagem.testing.strategies.check import Found, check, judge_of
 from stratagem.testing.strategies.judging import close, mean_losses, shown
 from stratagem.testing.strategies.models import Learner
 from stratagem.testing.strategies.probe import Probe, flat, initial
@@ -40,13 +40,12 @@ def _whole(probe: Probe, model: str = "dense", *, shuffle: bool = False) -> Any:
     return probe.told(learner, trainer)
 
 
-@check(
-    "state/exact resume",
-    "a run that is resumed within an epoch goes on with the losses of one without interruption: "
-    "weights, optimizer, order of samples, random numbers",
-    lambda found: _judge_resume(found),
-)
+@check("state/exact resume")
 def _resume(probe: Probe) -> dict[str, Any]:
+    """A run that is resumed within an epoch has the losses of one without interruption.
+
+    Weights, optimizer, order of samples and random numbers are restored.
+    """
     torch.manual_seed(7)
     whole = _whole(probe, "dropout", shuffle=True)
     torch.manual_seed(7)
@@ -56,6 +55,7 @@ def _resume(probe: Probe) -> dict[str, Any]:
                                               shuffle=True)}  # fmt: skip
 
 
+@judge_of(_resume)
 def _judge_resume(found: Found) -> None:
     whole = [told["whole"] for told in found.ranks]
     expected = mean_losses(whole)[SAVED_AT:]
@@ -98,13 +98,9 @@ def _on_single_device(probe: Probe) -> dict[str, Any]:
     }
 
 
-@check(
-    "state/into single_device",
-    "a checkpoint holds the whole model under its own names, and single_device goes on from it",
-    lambda found: _judge_into(found),
-    after=_on_single_device,
-)
+@check("state/into single_device", after=_on_single_device)
 def _into(probe: Probe) -> dict[str, Any]:
+    """A checkpoint holds the whole model under its own names, and single_device goes on from it."""
     whole = _whole(probe)
     learner, _ = _train_and_save(probe)
     module = Learner()
@@ -115,6 +111,7 @@ def _into(probe: Probe) -> dict[str, Any]:
     }
 
 
+@judge_of(_into)
 def _judge_into(found: Found) -> None:
     names, expected = found.after["names"], found.ranks[0]["names"]
     assert names == expected, (
@@ -132,13 +129,9 @@ def _judge_into(found: Found) -> None:
         )
 
 
-@check(
-    "state/out of single_device",
-    "training goes on from a checkpoint of single_device, with its optimizer's state",
-    lambda found: _judge_out(found),
-    reference=True,
-)
+@check("state/out of single_device", reference=True)
 def _out(probe: Probe) -> dict[str, Any]:
+    """Training goes on from a checkpoint of single_device, with its optimizer's state."""
     if probe.target.strategy == "single_device" and probe.folder == probe.reference:
         whole = _whole(probe)
         _train_and_save(probe)
@@ -146,6 +139,7 @@ def _out(probe: Probe) -> dict[str, Any]:
     return {"resumed": _go_on(probe, probe.reference / "saved.ckpt")}
 
 
+@judge_of(_out)
 def _judge_out(found: Found) -> None:
     expected = mean_losses([found.reference["whole"]])[SAVED_AT:]
     own = mean_losses([told["resumed"] for told in found.ranks])
@@ -154,12 +148,9 @@ def _judge_out(found: Found) -> None:
     _same_losses(own, expected, 10 * found.target.tolerance, "single_device's run")
 
 
-@check(
-    "state/round trip",
-    "model, optimizer and the strategy's own state are after a load what they were at the save",
-    lambda found: _judge_round_trip(found),
-)
+@check("state/round trip")
 def _round_trip(probe: Probe) -> dict[str, Any]:
+    """Model, optimizer and the strategy's own state are after a load what they were at the save."""
     _, trainer = _train_and_save(probe, "batch_norm")
     saved = _state(trainer)
     learner = Learner("batch_norm", "adam", seed=5)
@@ -190,6 +181,7 @@ def _plain(data: Any) -> Any:
     return data if isinstance(data, (int, float, str, bool, type(None))) else repr(type(data))
 
 
+@judge_of(_round_trip)
 def _judge_round_trip(found: Found) -> None:
     what_it_is = {
         "model": "load_model_state does not restore what model_state returned",

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stratagem.testing.processes import is_of_a_launch
+
 PATCHABLE: tuple[Any, ...] = (
     torch,
     torch.Tensor,
@@ -36,13 +38,8 @@ PATCHABLE: tuple[Any, ...] = (
 )
 """Where a function that is replaced would change what everybody else's code does."""
 
-_OF_A_LAUNCH = (
-    *("STRATAGEM_", "TORCHELASTIC_", "MASTER_", "OMP_NUM_THREADS"),
-    # What torch reads: when it allocates, when it makes a group, and where it compiles to.
-    *("THP_MEM_ALLOC_ENABLE", "GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_"),
-)
-_OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-"""Variables that a launch or torch sets."""
+_OF_TORCH = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_")
+"""What torch reads: when it computes, allocates, makes a group, and where it compiles to."""
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = "stratagem-"
 """What names of the launch's own threads begin with."""
@@ -73,7 +70,7 @@ class Surroundings:
         """Look around."""
         gc.collect()
         return cls(
-            variables={k: v for k, v in os.environ.items() if not _is_of_a_launch(k)},
+            variables={k: v for k, v in os.environ.items() if not _is_set_by_others(k)},
             threads={
                 thread.ident or 0: f"{thread.name} ({type(thread).__name__})"
                 for thread in threading.enumerate()
@@ -130,8 +127,8 @@ class Surroundings:
         return changed
 
 
-def _is_of_a_launch(name: str) -> bool:
-    return name.startswith(_OF_A_LAUNCH) or name in _OF_A_RANK
+def _is_set_by_others(variable: str) -> bool:
+    return is_of_a_launch(variable) or variable.startswith(_OF_TORCH)
 
 
 def _is_of_torch(now: Surroundings, place: str) -> bool:

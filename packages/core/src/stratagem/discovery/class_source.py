@@ -1,0 +1,230 @@
+"""What a strategy's class says in its source, compared with its spec; nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.machinery import ModuleSpec
+
+from stratagem.discovery.capabilities import Capabilities
+from stratagem.discovery.entry_points import CORE
+from stratagem.discovery.registry import Registry
+from stratagem.discovery.specs import StrategySpec
+from stratagem.errors import PluginError
+
+OWN_CLIPPING = ("train_step", "finish_step", "optimizer_step", "clip_gradients")
+"""The methods of which an engine that clips overrides one."""
+OWN_BACKWARD = ("train_step", "accumulate_all", "accumulate", "backward")
+"""The methods of which an engine that runs backward overrides one."""
+
+_BASES = {"Strategy": True, "ParallelStrategy": False, "SingleDeviceStrategy": True}
+"""Bases that leave every part of a step as it is, and whether they are one process."""
+
+
+def contradictions(name: str, can: Capabilities, overrides: Collection[str]) -> Iterator[str]:
+    """Yield what a class says of itself that it leaves to a base class which does not do it.
+
+    Args:
+        name: of the class.
+        can: its capabilities.
+        overrides: the methods that it overrides.
+    """
+    if can.owns_clipping and not set(OWN_CLIPPING) & set(overrides):
+        yield (
+            f"{name}.capabilities has owns_clipping=True, but the class overrides none of "
+            f"{', '.join(OWN_CLIPPING)}, so that nothing of its own clips: leave owns_clipping "
+            "out, or clip in one of them"
+        )
+    if not can.manual_backward and not set(OWN_BACKWARD) & set(overrides):
+        yield (
+            f"{name}.capabilities has manual_backward=False, but the class overrides none "
+            f"of {', '.join(OWN_BACKWARD)}, so that it runs backward as user code does: leave "
+            "manual_backward out, or override one of them"
+        )
+
+
+def difference(name: str, of_spec: Capabilities, of_class: Capabilities | None) -> str:
+    """Return how the capabilities of a strategy's spec and of its class differ; "": they do not.
+
+    Args:
+        name: of the class.
+        of_spec: those of the spec.
+        of_class: those of the class; None: it has none.
+
+    Example:
+        >>> from stratagem.discovery.class_source import difference
+        >>> difference("Mine", Capabilities(), Capabilities(multi_node=True))[:58]
+        "the spec's capabilities and those of Mine differ (multi_no"
+    """
+    if of_class is None:
+        return f"{name} has no capabilities: set them in the class, to the object that its spec has"
+    theirs = asdict(of_class)
+    differing = [
+        f"{field}={value!r} and {theirs[field]!r}"
+        for field, value in asdict(of_spec).items()
+        if value != theirs[field]
+    ]
+    if not differing:
+        return ""
+    return (
+        f"the spec's capabilities and those of {name} differ ({'; '.join(differing)}): let both "
+        "hold one object"
+    )
+
+
+def check_source(spec: StrategySpec, registry: Registry) -> Iterator[str]:
+    """Yield where a strategy's class contradicts its spec, as far as its source shows.
+
+    Args:
+        spec: whose target's module is there.
+        registry: what the base classes of core are looked up in.
+    """
+    source = _source_of(spec.target) if isinstance(spec.target, str) else None
+    if source is None:
+        return
+    own, bases = source.capabilities, source.bases
+    if source.assigns_capabilities:
+        if own is not None and (text := difference(source.name, spec.capabilities, own)):
+            yield text
+    elif len(bases) == 1 and all(bases):
+        inherited = _capabilities_of_core(bases[0], registry)
+        is_known = inherited is not None or bases[0] in ("Strategy", "ParallelStrategy")
+        if is_known and (text := difference(source.name, spec.capabilities, inherited)):
+            yield text
+    if bases and set(bases) <= set(_BASES):
+        yield from contradictions(source.name, spec.capabilities, source.methods)
+        can = spec.capabilities
+        if can.one_process and can.many_devices and not any(map(_BASES.__getitem__, bases)):
+            yield (
+                f"{source.name}.capabilities has one_process=True and many_devices=True, but a "
+                "ParallelStrategy has a process for each device: set one_process=False"
+            )
+
+
+def _capabilities_of_core(class_name: str, registry: Registry) -> Capabilities | None:
+    for candidate in registry.candidates("strategy"):
+        spec = candidate.spec
+        if (
+            candidate.distribution == CORE
+            and spec.class_name == class_name
+            and isinstance(spec, StrategySpec)
+        ):
+            return spec.capabilities
+    return None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A class in the text of its module.
+
+    Attributes:
+        name: of the class.
+        module: the text of its module.
+        tree: the class.
+    """
+
+    name: str
+    module: str
+    tree: ast.ClassDef
+
+    @cached_property
+    def imported(self) -> dict[str, tuple[str, str]]:
+        """The names that `from module import name` lines bind, each with (module, name)."""
+        found = {}
+        for line in re.findall(
+            r"^from [\w.]+ import (?:\([^)]*\)|[^(\n]+)$", self.module, re.MULTILINE
+        ):
+            for node in ast.parse(line).body:
+                if isinstance(node, ast.ImportFrom):
+                    for alias in node.names:
+                        found[alias.asname or alias.name] = (node.module or "", alias.name)
+        return found
+
+    @property
+    def bases(self) -> list[str]:
+        """The base classes by their names in stratagem.strategies; "": it is not from there."""
+        return [
+            name if module == "stratagem.strategies" else ""
+            for base in self.tree.bases
+            for module, name in [
+                self.imported.get(base.id, ("", "")) if isinstance(base, ast.Name) else ("", "")
+            ]
+        ]
+
+    @property
+    def methods(self) -> set[str]:
+        """The names of the functions in its body."""
+        return {node.name for node in self.tree.body if isinstance(node, ast.FunctionDef)}
+
+    @property
+    def _assigned(self) -> ast.expr | None:
+        for node in self.tree.body:
+            targets: Iterable[ast.expr] = ()
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AnnAssign):
+                targets = [node.target]
+            if any(isinstance(each, ast.Name) and each.id == "capabilities" for each in targets):
+                assert isinstance(node, (ast.Assign, ast.AnnAssign))
+                return node.value
+        return None
+
+    @property
+    def assigns_capabilities(self) -> bool:
+        """Whether the body says what the class can do."""
+        return self._assigned is not None or "capabilities" in self.methods
+
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """What the body says that it can do; None: only an import would show."""
+        value = self._assigned
+        if isinstance(value, ast.Name):
+            module, name = self.imported.get(value.id, ("", ""))
+            # The plugin module, which is imported already, mostly has them.
+            found = getattr(sys.modules.get(module), name, None) if module else None
+            return found if isinstance(found, Capabilities) else None
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and not value.args:
+            if self.imported.get(value.func.id, ("", ""))[1] != "Capabilities":
+                return None
+            try:
+                arguments = {str(k.arg): ast.literal_eval(k.value) for k in value.keywords}
+                return Capabilities(**arguments)
+            except (ValueError, TypeError, PluginError):
+                return None
+        return None
+
+
+def find_module(module: str) -> ModuleSpec | str:
+    """Return where a module lies, or why it cannot be found; it is not executed."""
+    try:
+        found = importlib.util.find_spec(module)
+    # A package above it may raise whatever a vendor's SDK raises.
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"there is no module {module}" if found is None else found
+
+
+def _source_of(target: str) -> _Source | None:
+    """Return the class that a target names, where it lies in a file of its own module."""
+    module, _, name = target.partition(":")
+    place = find_module(module)
+    if isinstance(place, str) or not (place.origin or "").endswith(".py"):
+        return None
+    with open(str(place.origin), encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib is slow to import
+        text = file.read()
+    # The class alone: parsing a whole module takes longer.
+    found = re.search(
+        rf"^class {re.escape(name)}\b.*?(?=^[^\s#)]|\Z)", text, re.MULTILINE | re.DOTALL
+    )
+    if found is None:
+        return None
+    try:
+        (tree,) = ast.parse(found[0]).body
+    except (SyntaxError, ValueError):
+        return None
+    return _Source(name, text, tree) if isinstance(tree, ast.ClassDef) else None

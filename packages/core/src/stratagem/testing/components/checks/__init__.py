@@ -1,0 +1,1 @@
+"""The checks, by the kind of component that they look at."""

@@ -1,0 +1,523 @@
+"""Components that are wrong on purpose, each in one way; test_planted_components.py says which.
+
+Each class's docstring is the mistake. Other processes load this file by its path.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import pickle
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.accelerators import CPUAccelerator
+from stratagem.checkpoint import CheckpointIO, SingleFileCheckpointIO
+from stratagem.discovery import Availability
+from stratagem.environments import PlainEnvironment
+from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
+from stratagem.launch import Launcher, RunPlan
+from stratagem.loggers import CSVLogger, Logger
+from stratagem.precision import Precision, TruePrecision
+
+# ---------------------------------------------------------------- accelerators
+
+
+class NoReason(CPUAccelerator):
+    """Says how many devices there are, and not why."""
+
+    def availability(self) -> Availability:
+        return Availability(0, "")
+
+
+class OneDeviceForAll(CPUAccelerator):
+    """Every index is the same device, and devices have indices."""
+
+    def availability(self) -> Availability:
+        return Availability(4, "four")
+
+
+class UnknownBackend(CPUAccelerator):
+    """Nobody knows its process group's backend."""
+
+    process_group_backend = "mine"
+
+
+class LosesBatch(CPUAccelerator):
+    """Moves the tensors of a dict, and drops what is nested."""
+
+    def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
+        return lambda batch: {k: v.to(device) for k, v in batch.items() if isinstance(v, Tensor)}
+
+
+class RoundsBatch(CPUAccelerator):
+    """Makes every tensor of a batch a float32 one."""
+
+    def batch_mover(self, device: torch.device) -> Callable[[Any], Any]:
+        move = super().batch_mover(device)
+        from stratagem.data.pytree import convert_floats
+
+        return lambda batch: convert_floats(move(batch), torch.float32)
+
+
+class LeaksVariable(CPUAccelerator):
+    """Sets a variable at each setup, and leaves it."""
+
+    def setup(self) -> None:
+        os.environ["MINE_SETUPS"] = os.environ.get("MINE_SETUPS", "") + "1"
+
+
+class EverythingIsMemory(CPUAccelerator):
+    """Every RuntimeError is one of memory."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError)
+
+
+class AlwaysLost(CPUAccelerator):
+    """Every error has lost the device."""
+
+    def explain_lost_device(self, error: BaseException) -> str | None:
+        return "replace the device"
+
+
+class FloatBytes(CPUAccelerator):
+    """Bytes in MB."""
+
+    def device_stats(self, device: torch.device) -> dict[str, Any]:
+        return {"resident_bytes": 1.5}
+
+
+class KeepsKernels(CPUAccelerator):
+    """Restores no setting of kernels."""
+
+    def configure_kernels(self, *, benchmark: bool, deterministic: bool) -> Callable[[], None]:
+        torch.backends.cudnn.benchmark = benchmark
+        return lambda: None
+
+
+# ---------------------------------------------------------------- precisions
+
+
+class KeepsDefaultDtype(TruePrecision):
+    """Leaves the default dtype behind."""
+
+    def __init__(self) -> None:
+        super().__init__("64-true")
+
+    def init_context(self) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return nullcontext()
+
+
+class LiesAboutDtype(Precision):
+    """Says bfloat16, and computes in float32."""
+
+    name = "lies"
+    dtype = torch.bfloat16
+
+
+class RoundsLabels(Precision):
+    """Converts integers too."""
+
+    name = "rounds"
+
+    def input_converter(self) -> Callable[[Any], Any]:
+        from stratagem.data.pytree import map_tensors
+
+        return lambda batch: map_tensors(lambda tensor: tensor.float(), batch)
+
+
+class Scaled(Precision):
+    """Nothing is wrong: losses are scaled by 8."""
+
+    name = "scaled"
+    scales_loss = True
+    scale = 8.0
+
+    def __init__(self) -> None:
+        self.unscaled: set[int] = set()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.scale
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(self.scale)
+        self.unscaled.add(id(optimizer))
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self.unscaled:
+            self.unscale_gradients(optimizer)
+        self.unscaled.clear()
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.step_was_skipped = not all(gradient.isfinite().all() for gradient in gradients)
+        if not self.step_was_skipped:
+            optimizer.step()
+
+
+class HidesScaling(Scaled):
+    """Scales losses, and says that it does not."""
+
+    scales_loss = False
+
+
+class UnscalesTwice(Scaled):
+    """Unscales again in the step."""
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        self.unscaled.clear()
+        super().optimizer_step(optimizer)
+
+
+class NeverSkips(Scaled):
+    """Takes steps with infinite gradients."""
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        super().optimizer_step(optimizer)
+        if self.step_was_skipped:
+            optimizer.step()
+
+
+class SaysNoSkip(Scaled):
+    """Leaves a step out and does not say so."""
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        super().optimizer_step(optimizer)
+        self.step_was_skipped = False
+
+
+class ForgetsState(Scaled):
+    """Counts steps in its state, and restores nothing."""
+
+    steps = 0
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        super().optimizer_step(optimizer)
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+
+class UntiesWeights(Precision):
+    """Makes a new parameter for each name."""
+
+    name = "unties"
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        for part in module.modules():
+            for name, parameter in list(part._parameters.items()):
+                if parameter is not None:
+                    part._parameters[name] = nn.Parameter(
+                        parameter.detach().clone(), requires_grad=parameter.requires_grad
+                    )
+        return module
+
+
+class NoisyGradient(Precision):
+    """Every step is twice as long."""
+
+    name = "noisy"
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- checkpoint formats
+
+
+class Pickled(CheckpointIO):
+    """Unpickles whatever lies there, and writes in place."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("wb") as file:
+            pickle.dump(checkpoint, file)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        if not Path(path).exists():
+            raise CheckpointNotFoundError(str(path))
+        try:
+            loaded: dict[str, Any] = pickle.loads(Path(path).read_bytes())
+        except Exception as error:
+            raise CheckpointCorruptError(str(path)) from error
+        return loaded
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+class InPlace(SingleFileCheckpointIO):
+    """Truncates what was there before it writes."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        Path(path).unlink(missing_ok=True)
+        super().save_checkpoint(checkpoint, path)
+
+
+class RemovesNeighbours(SingleFileCheckpointIO):
+    """Removes whatever begins with the name."""
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        for file in Path(path).parent.glob(f"{Path(path).name}*"):
+            file.unlink()
+
+
+class NamesFiles(SingleFileCheckpointIO):
+    """Writes a file for each tensor, by its name."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        super().save_checkpoint(checkpoint, path)
+        for name in checkpoint["state_dict"]:
+            if name.startswith("../"):
+                (Path(path).parent / name).touch()
+
+
+class NeverCorrupt(SingleFileCheckpointIO):
+    """Verifies that a file is there, and no more."""
+
+    def verify_checkpoint(self, path: str | Path) -> None:
+        if not Path(path).exists():
+            raise CheckpointNotFoundError(str(path))
+
+
+class NotFoundAsNone(SingleFileCheckpointIO):
+    """Returns an empty checkpoint where nothing is."""
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        return super().load_checkpoint(path) if Path(path).exists() else {}
+
+
+class LosesDtype(SingleFileCheckpointIO):
+    """Floating-point tensors come back as float32."""
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        from stratagem.data.pytree import convert_floats
+
+        loaded: dict[str, Any] = convert_floats(super().load_checkpoint(path), torch.float32)
+        return loaded
+
+
+# ---------------------------------------------------------------- cluster environments
+
+
+class TextRanks(PlainEnvironment):
+    """Returns the variable's text."""
+
+    def global_rank(self) -> int:
+        return os.environ["RANK"]  # type: ignore[return-value]
+
+
+class EveryoneIsZero(PlainEnvironment):
+    """All ranks are rank 0."""
+
+    def global_rank(self) -> int:
+        return 0
+
+
+class StartsAgain(PlainEnvironment):
+    """Does not know that its process was started as a rank."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return False
+
+
+class OwnPort(PlainEnvironment):
+    """Each rank has a port of its own."""
+
+    @property
+    def main_port(self) -> int:
+        return 29800 + self.global_rank()
+
+
+class SetsVariables(PlainEnvironment):
+    """Sets what it has read."""
+
+    def world_size(self) -> int:
+        os.environ["MINE_WORLD_SIZE"] = "2"
+        return super().world_size()
+
+
+class LeavesThread(PlainEnvironment):
+    """Starts a thread and does not end it."""
+
+    def restart_count(self) -> int:
+        threading.Thread(target=threading.Event().wait, daemon=True, name="mine").start()
+        return 0
+
+
+class OwnRunID(PlainEnvironment):
+    """Each rank has a run of its own."""
+
+    def run_id(self) -> str | None:
+        return f"run{self.global_rank()}"
+
+
+# ---------------------------------------------------------------- launchers
+
+
+class OneRank(Launcher):
+    """Calls the function here, whatever the plan says."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+        return function(*args, **kwargs)
+
+
+class Copies(Launcher):
+    """Ranks of fork, of which each subclass gets one thing wrong."""
+
+    interactive = True
+    new_processes = True
+    leaves: ClassVar[bool] = False
+    swallows: ClassVar[bool] = False
+    loses_result: ClassVar[bool] = False
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inner = _fork()
+        try:
+            result = inner.launch(plan, function, *args, **kwargs)
+        except Exception:
+            if not self.swallows:
+                raise
+            return None
+        if self.leaves:
+            subprocess.Popen(["sleep", "300"], start_new_session=True)
+        return {**result, "text": "lost"} if self.loses_result and result else result
+
+
+def _fork() -> Any:
+    from stratagem.discovery.registry import get_registry
+
+    return get_registry().find("launcher", "fork").spec.build()
+
+
+class LeavesProcess(Copies):
+    """A process goes on when all is over."""
+
+    leaves = True
+
+
+class SwallowsFailure(Copies):
+    """A rank's error is no error of the launch."""
+
+    swallows = True
+
+
+class LosesResult(Copies):
+    """What comes back is not what was returned."""
+
+    loses_result = True
+
+
+class UnpicklesResult(Copies):
+    """Reads a result by pickle, from a file."""
+
+    def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        place = f"result.{os.getpid()}"
+        _fork().launch(plan, _pickled, place, function, args, kwargs)
+        return pickle.loads(Path(place).read_bytes())
+
+
+def _pickled(place: str, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    result = function(*args, **kwargs)
+    if os.environ["RANK"] == "0":
+        Path(place).write_bytes(pickle.dumps(result))
+
+
+# ---------------------------------------------------------------- loggers
+
+LOGS = Path("logs/stratagem_logs/version_0/metrics.csv")
+
+
+class Rows(CSVLogger):
+    """Nothing is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__("logs", version=0)
+
+
+def read_rows(logger: Logger) -> list[tuple[int | None, dict[str, Any]]]:
+    """Return what stands in the file."""
+    if not LOGS.exists():
+        return []
+    with LOGS.open(newline="") as file:
+        return [
+            (int(row.pop("step")), {name: value for name, value in row.items() if value})
+            for row in csv.DictReader(file)
+        ]
+
+
+class WritesAtOnce(Rows):
+    """Makes its folder when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        LOGS.parent.mkdir(parents=True, exist_ok=True)
+
+
+class HoldsBack(Rows):
+    """Writes at the end of the program."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        self.held = [*getattr(self, "held", []), *rows]
+
+    def finalize(self, status: str) -> None:
+        super().log_rows(getattr(self, "held", []))
+
+
+class BeginsAnew(Rows):
+    """Removes what a run before has written."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        if not self._written:
+            LOGS.unlink(missing_ok=True)
+        super().log_rows(rows)
+
+
+class DropsNew(Rows):
+    """Knows the columns of the first row only."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        known = getattr(self, "known", None) or set(rows[0][1])
+        self.known = known
+        super().log_rows([(s, {k: v for k, v in row.items() if k in known}) for s, row in rows])
+
+
+class RefusesNaN(Rows):
+    """A value that is not finite is an error."""
+
+    def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        assert all(-1e9 < value < 1e9 for _, row in rows for value in row.values())
+        super().log_rows(rows)
+
+
+class ClosesForGood(Rows):
+    """Cannot be ended twice."""
+
+    def finalize(self, status: str) -> None:
+        if getattr(self, "closed", False):
+            raise ValueError("closed")
+        self.closed = True
+        super().finalize(status)
+
+
+class StrictJSON(Rows):
+    """Takes numbers and texts as hyperparameters."""
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        import json
+
+        json.dumps(params)

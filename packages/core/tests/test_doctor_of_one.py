@@ -1,0 +1,382 @@
+"""`stratagem doctor NAME`: what keeps one distribution from working, for its author."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from program import CORE, Program
+
+from stratagem._version import __version__
+from stratagem.cli.distribution import Examination, ExaminedComponent, print_examination
+
+RANGE = f"{CORE}<0.2,>=0.1"
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    return Program(tmp_path)
+
+
+def row_of(table: str, first: str) -> list[str]:
+    (line,) = [line for line in table.splitlines() if line.split("  ")[0] == first]
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+GOOD = """
+    from stratagem.discovery import Capabilities, StrategySpec, hookimpl
+
+    CAN = Capabilities(launchers=None, one_process=False, many_devices=True)
+
+    @hookimpl
+    def stratagem_components():
+        return [StrategySpec(name="averaging", target="averaging_classes:Averaging", api_version=1,
+                             capabilities=CAN)]
+"""
+CLASSES = """
+    from averaging import CAN
+    from stratagem.strategies import ParallelStrategy
+
+    print("imported, and said so")
+
+    class Averaging(ParallelStrategy):
+        capabilities = CAN
+"""
+NOTHING = """
+    from stratagem.discovery import hookimpl
+
+    @hookimpl
+    def stratagem_components():
+        return []
+"""
+
+
+def write(program: Program, module: str, code: str) -> None:
+    program.folder.joinpath(f"{module}.py").write_text(textwrap.dedent(code))
+
+
+# -- what is in order
+
+
+def test_a_distribution_in_order_is_said_to_be(program: Program) -> None:
+    program.install("averaging", GOOD, requires=RANGE)
+    write(program, "averaging_classes", CLASSES)
+    done = program("doctor", "averaging")
+    # What an import prints goes elsewhere, so that --json is JSON.
+    assert done.stdout.startswith("averaging 1.5\n")
+    assert done.stderr == "imported, and said so\n"
+    assert row_of(done.stdout, "version") == ["version", "ok", "1.5"]
+    assert row_of(done.stdout, "requirement on core")[1:] == ["ok", RANGE]
+    assert row_of(done.stdout, "entry point plug")[1] == "ok"
+    assert "averaging takes 0." in row_of(done.stdout, "plugin plug")[2]
+    assert row_of(done.stdout, "strategy 'averaging'")[1:] == [
+        "ok",
+        "averaging_classes:Averaging is there and agrees with its spec",
+    ]
+    assert row_of(done.stdout, "strategy") == ["strategy", "averaging", "yes"]
+    assert done.stdout.endswith("\nNo problem found.\n")
+
+
+def test_the_entry_points_name_means_it_too(program: Program) -> None:
+    program.install("averaging", NOTHING, requires=RANGE)
+    found = program.json("doctor", "plug")
+    assert (found["ok"], found["problems"]) == (True, [])
+    assert (found["distribution"], found["version"]) == ("averaging", "1.5")
+
+
+def test_an_entry_point_may_have_the_name_of_the_library_that_it_is_for(program: Program) -> None:
+    info = program.install("averaging", NOTHING, requires=RANGE)
+    info.joinpath("entry_points.txt").write_text("[stratagem.backends]\npytest = averaging\n")
+    assert program.json("doctor", "pytest")["distribution"] == "averaging"
+    found = program.json("doctor", "pluggy", code=1)
+    assert found["problems"][0].startswith("entry points: it declares none in the group")
+
+
+# -- classes that are not what their specs say
+
+MISTAKES = {
+    "missing": ("averaging_nowhere:Mine", "", "", "cannot be imported: ModuleNotFoundError"),
+    "needs_sdk": ("averaging_sdk:Mine", "", "", "(vendor_sdk has to be installed beside it)"),
+    "no_strategy": ("pathlib:Path", "", "", "its target 'pathlib:Path' is no subclass of Strategy"),
+    "differs": (
+        "averaging_classes:Differs",
+        "many_devices=True",
+        "",
+        "its spec and Differs.capabilities differ: many_devices is True in the spec and False in "
+        "the class; let both hold one object",
+    ),
+    "unready": (
+        "averaging_classes:Differs",
+        "",
+        "init_args={'every': 3}",
+        "Differs(every=3) failed with ConfigurationError: Differs(every=3): unknown; expected",
+    ),
+    "signature": (
+        "averaging_classes:Signature",
+        "",
+        "",
+        "Signature.optimizer_step(self, optimizer) cannot be called as Strategy.optimizer_step",
+    ),
+    "contradicts": (
+        "averaging_classes:Contradicts",
+        "owns_clipping=True",
+        "",
+        "Contradicts.capabilities has owns_clipping=True, but the class overrides none of",
+    ),
+    "no_capabilities": (
+        "averaging_classes:NoCapabilities",
+        "",
+        "",
+        "NoCapabilities.capabilities is None; expected the Capabilities of its spec",
+    ),
+    "function": (
+        "averaging_classes:make_nothing",
+        "",
+        "",
+        "its target 'averaging_classes:make_nothing' made None, which is no Strategy",
+    ),
+    "value": (
+        "averaging_classes:VALUE",
+        "",
+        "",
+        "its target 'averaging_classes:VALUE' is 3; expected a class, or a function",
+    ),
+    "format": (
+        "averaging_classes:Format",
+        'checkpoint_io="one_file"',
+        "",
+        "it names a checkpoint io that cannot be found: unknown checkpoint io 'one_file'",
+    ),
+}
+WRONG_CLASSES = """
+    from stratagem.discovery import Capabilities
+    from stratagem.strategies import SingleDeviceStrategy, Strategy
+
+    VALUE = 3
+
+    class Differs(SingleDeviceStrategy):
+        capabilities = Capabilities()
+
+    class Signature(Differs):
+        def optimizer_step(self, optimizer): ...
+
+    class Contradicts(Differs):
+        capabilities = Capabilities(owns_clipping=True)
+
+    class NoCapabilities(Strategy): ...
+
+    class Format(Differs):
+        capabilities = Capabilities(checkpoint_io="one_file")
+
+    def make_nothing(): ...
+"""
+
+
+def test_each_class_is_compared_with_its_spec(program: Program) -> None:
+    specs = "".join(
+        f"        StrategySpec(name={name!r}, target={target!r}, api_version=1, {options}\n"
+        f"                     capabilities=Capabilities({can})),\n"
+        for name, (target, can, arguments, _) in MISTAKES.items()
+        for options in [f"{arguments}," if arguments else ""]
+    )
+    code = (
+        "from stratagem.discovery import *\n@hookimpl\ndef stratagem_components():\n"
+        f"    return [\n{specs}"
+        "        CheckpointIOSpec(name='no_format', target='pathlib:Path', api_version=1),\n"
+        "        CheckpointIOSpec(name='abstract', target='stratagem.checkpoint:CheckpointIO',\n"
+        "                         api_version=1),\n    ]\n"
+    )
+    program.install("averaging", code, requires=RANGE)
+    write(program, "averaging_classes", WRONG_CLASSES)
+    write(program, "averaging_sdk", "import vendor_sdk")
+    found = program.json("doctor", "averaging", code=1)
+    for name, (*_, said) in MISTAKES.items():
+        wrong = [p for p in found["problems"] if p.startswith(f"strategy {name!r}: ")]
+        assert len(wrong) == 1, (name, wrong)
+        assert said in wrong[0]
+    assert (
+        "checkpoint_io 'no_format': its target 'pathlib:Path' is no subclass of CheckpointIO"
+    ) in found["problems"]
+    assert (
+        "checkpoint_io 'abstract': its target 'stratagem.checkpoint:CheckpointIO' does not define "
+        "load_checkpoint, remove_checkpoint, save_checkpoint"
+    ) in found["problems"]
+    assert all(component["why_not"] for component in found["components"])
+
+
+# -- metadata, and what an import costs
+
+REQUIREMENTS = {
+    "": "it requires no release of stratagem-core in particular: expected a range such as ",
+    f"{CORE}>=0.1": f"{CORE}>=0.1 has no upper bound, so that pip installs it beside a core whose "
+    "plugin API it does not know: expected a range such as ",
+    f"{CORE}=={__version__}": f"{CORE}=={__version__} is one release, and pip refuses every other: "
+    "expected a range such as ",
+}
+
+
+@pytest.mark.parametrize("requires", REQUIREMENTS)
+def test_a_requirement_that_will_not_last_is_a_warning(program: Program, requires: str) -> None:
+    program.install("averaging", NOTHING, requires=requires)
+    said = program("doctor", "averaging").stdout
+    (line,) = [line for line in said.splitlines() if line.startswith("requirement on core")]
+    assert line.split(maxsplit=4)[3] == "warning"
+    assert REQUIREMENTS[requires] in line
+    assert "stratagem-core>=0.1,<0.2" in line
+
+
+def test_a_version_that_is_none_is_a_problem(program: Program) -> None:
+    info = program.install("averaging", NOTHING, requires=RANGE)
+    info.joinpath("METADATA").write_text("Name: averaging\nVersion: first\n")
+    said = program("doctor", "averaging", code=1).stdout
+    assert "- version: 'first' in its metadata is no version as PEP 440 has them: 0.1.0" in said
+
+
+def test_an_entry_point_in_a_group_that_nobody_reads_is_a_problem(program: Program) -> None:
+    info = program.install("averaging", NOTHING, requires=RANGE)
+    info.joinpath("entry_points.txt").write_text("[stratagem.plugins]\nplug = averaging\n")
+    said = program("doctor", "averaging", code=1).stdout
+    assert (
+        "- entry points: averaging declares the entry point 'plug' in the group "
+        "'stratagem.plugins', which nobody reads: expected the group 'stratagem.backends'."
+    ) in said
+    assert (
+        "- entry points: it declares none in the group 'stratagem.backends': nothing of it is "
+        'found; in pyproject.toml that is [project.entry-points."stratagem.backends"]'
+    ) in said
+
+
+def test_an_entry_point_named_as_that_of_another_is_a_warning(program: Program) -> None:
+    info = program.install("averaging", NOTHING, requires=RANGE)
+    info.joinpath("entry_points.txt").write_text("[stratagem.backends]\nnative = averaging\n")
+    said = program("doctor", "averaging").stdout
+    assert row_of(said, "entry point native")[1:] == [
+        "warning",
+        "stratagem-core has one of the same name: STRATAGEM_DISABLE_PLUGINS would switch off both",
+    ]
+
+
+NOT_LOADED = {
+    "disabled": (
+        "- plugin plug: it is disabled: disabled by STRATAGEM_DISABLE_PLUGINS; what it provides is "
+        "unknown until then"
+    ),
+    "broken": "- plugin plug: it is broken: OSError: libvendor.so",
+    "incompatible": "- plugin plug: it is incompatible: requires stratagem-core<0.1, but",
+}
+
+
+@pytest.mark.parametrize("how", NOT_LOADED)
+def test_one_that_is_not_loaded_cannot_work(program: Program, how: str) -> None:
+    code = "raise OSError('libvendor.so')" if how == "broken" else NOTHING
+    requires = f"{CORE}<0.1" if how == "incompatible" else RANGE
+    program.install("averaging", code, requires=requires)
+    if how == "disabled":
+        program.variables["STRATAGEM_DISABLE_PLUGINS"] = "averaging"
+    said = program("doctor", "averaging", code=1).stdout
+    assert NOT_LOADED[how] in said
+    verbose = program("doctor", "averaging", "--verbose", code=1).stdout
+    assert ("Traceback" in verbose) == (how == "broken")
+    assert ("\n`--verbose` shows the tracebacks." in said) == (how == "broken")
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch"])
+def test_a_heavy_module_is_named_with_what_it_costs(program: Program, module: str) -> None:
+    program.install("averaging", NOTHING, requires=RANGE)
+    write(program, "averaging", f"    import {module}\n{NOTHING}")
+    write(program, module, "import time; time.sleep(0.1)")
+    (problem,) = program.json("doctor", "averaging", code=1)["problems"]
+    assert re.match(rf"plugin plug: averaging .*imports {module}\b", problem)
+    assert re.search(r"\d\.\d+ s\b", problem)
+    assert problem.endswith(
+        ", which every program that uses Stratagem pays: import it in the modules that the specs' "
+        "targets name"
+    )
+
+
+def test_a_slow_import_is_a_warning(program: Program) -> None:
+    program.install("averaging", NOTHING, requires=RANGE)
+    write(program, "averaging", f"    import time; time.sleep(0.3)\n{NOTHING}")
+    row = row_of(program("doctor", "averaging").stdout, "plugin plug")
+    assert row[1] == "warning"
+    assert row[2].endswith(" s to import, which every program that uses Stratagem pays")
+
+
+def test_a_module_that_only_loads_after_others_is_a_problem(program: Program) -> None:
+    """Where another plugin has imported something first, an import may work by luck."""
+    program.install("aa-first", f"    import sys; sys.lucky = True\n{NOTHING}", requires=RANGE)
+    program.install("averaging", f"    import sys; assert sys.lucky\n{NOTHING}", requires=RANGE)
+    (problem,) = program.json("doctor", "averaging", code=1)["problems"]
+    assert problem.startswith("plugin plug: importing averaging alone fails: AttributeError")
+
+
+def test_a_name_of_cores_or_of_anothers_is_a_problem(program: Program) -> None:
+    spec = """
+        from stratagem.discovery import AcceleratorSpec, Availability, hookimpl
+
+        @hookimpl
+        def stratagem_components():
+            for name in NAMES:
+                yield AcceleratorSpec(name=name, target="stratagem.accelerators:CPUAccelerator",
+                                      api_version=1, probe=lambda: Availability(0, "no beads"))
+    """
+    program.install("averaging", spec.replace("NAMES", '("cpu", "abacus")'), requires=RANGE)
+    program.install("counting", spec.replace("NAMES", '("abacus",)'), requires=RANGE)
+    found = program.json("doctor", "averaging", code=1)
+    assert found["problems"] == [
+        "plugin plug: the accelerator name 'cpu' is reserved for stratagem-core: reach this one as "
+        "averaging:cpu",
+        "accelerator 'abacus': averaging, counting provide this name: users have to write "
+        "'averaging:abacus'",
+    ]
+    whys = {component["name"]: component["why_not"] for component in found["components"]}
+    assert whys == {"cpu": "no beads", "abacus": "no beads"}
+
+
+def test_what_cannot_be_used_here_is_named_and_alone_a_problem(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    there = ExaminedComponent("accelerator", "b", "beads:B", why_not="")
+    missing = ExaminedComponent("accelerator", "a", "beads:A", why_not="no beads")
+    both = Examination("counting", "1.5", (), (missing, there), ())
+    assert both.problems() == []
+    print_examination(both, verbose=False)
+    assert capsys.readouterr().out.endswith(
+        "\nNo problem found; on this machine a cannot be used.\n"
+    )
+    none = Examination("counting", "1.5", (), (missing,), ())
+    assert none.problems() == ["nothing that it provides can be used on this machine"]
+
+
+def test_what_a_plugin_says_of_itself_is_shown_and_of_others_not(program: Program) -> None:
+    code = f"""{NOTHING}
+    from stratagem.discovery import Check
+
+    @hookimpl
+    def stratagem_doctor():
+        return [Check("beads", "error", "they are loose")]
+    """
+    program.install("averaging", code, requires=RANGE)
+    program.install("counting", NOTHING, requires=RANGE)
+    assert program.json("doctor", "averaging", code=1)["problems"] == ["beads: they are loose"]
+    assert program.json("doctor", "counting")["problems"] == []
+
+
+# -- names
+
+
+def test_a_name_that_nothing_has_is_refused(program: Program) -> None:
+    program.install("averaging", GOOD, requires=RANGE)
+    program.install("two-dist", NOTHING, requires=RANGE)
+    said = program("doctor", "ddp", code=2).stderr
+    assert said.startswith(
+        "no distribution or plugin 'ddp' is installed: expected one of stratagem-core, averaging, "
+    )
+    assert said.endswith("; 'ddp' is provided by stratagem-core\n")
+    said = program("doctor", "plug", code=2).stderr
+    assert said == (
+        "'plug' is the entry point of several distributions: name one of them, averaging or "
+        "two-dist\n"
+    )

@@ -1,0 +1,235 @@
+"""`stratagem new-backend`: what it writes trains, passes the kit, and stays small."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from program import Program
+
+from stratagem._version import __version__
+from stratagem.cli.new_backend import run
+
+MOST_LINES = 60
+"""Of the strategy, the plugin module and the tests together, docstrings included."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_it_writes_a_whole_distribution(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ring_average"]) == 0
+    folder = here / "stratagem-backend-ring-average"
+    assert files_of(folder) == {
+        ".github/workflows/ci.yml",
+        ".gitignore",
+        "README.md",
+        "pyproject.toml",
+        "src/stratagem_ring_average/__init__.py",
+        "src/stratagem_ring_average/plugin.py",
+        "src/stratagem_ring_average/py.typed",
+        "src/stratagem_ring_average/strategy.py",
+        "tests/test_strategy.py",
+    }
+    said = capsys.readouterr().out
+    assert "stratagem-backend-ring-average/pyproject.toml\n" in said
+    assert "\n  python -m pip install -e '.[test]'\n  python -m pytest\n" in said
+    written = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+    # What is left of a `$` is GitHub's.
+    assert set(re.findall(r"\$\S*", written)) == {"${{"}
+    # Of the next minor release nothing is known yet.
+    major, minor = __version__.split(".")[:2]
+    assert f'"stratagem-core>={major}.{minor},<{major}.{int(minor) + 1}"' in written
+
+
+def test_an_author_writes_few_lines(here: Path) -> None:
+    run(["ring_average"])
+    lines = [
+        line
+        for path in here.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if line.strip()
+    ]
+    assert len(lines) <= MOST_LINES
+
+
+def test_the_distribution_may_have_a_name_of_its_own(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["ring_average", "--distribution", "Acme.Rings", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["folder"], told["package"]) == ("Acme.Rings", "acme_rings")
+    assert told["class_name"] == "RingAverageStrategy"
+    assert "src/acme_rings/plugin.py" in told["files"]
+    assert 'name = "Acme.Rings"' in (here / "Acme.Rings/pyproject.toml").read_text()
+
+
+def test_it_names_only_what_is_public(here: Path) -> None:
+    run(["ring_average"])
+    import stratagem.discovery
+    import stratagem.strategies
+    import stratagem.testing
+
+    public = {
+        "stratagem.discovery": set(stratagem.discovery.__all__),
+        "stratagem.strategies": set(dir(stratagem.strategies)),
+        "stratagem.testing": set(stratagem.testing.__all__),
+    }
+    for path in here.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("stratagem."):
+                assert {alias.name for alias in node.names} <= public[str(node.module)]
+
+
+@pytest.mark.parametrize("name", ["a", "ring_average", "an_average_over_rings_of_four_neighbours"])
+def test_it_is_in_the_style_that_its_own_pyproject_asks_for(here: Path, name: str) -> None:
+    run([name])
+    (folder,) = here.iterdir()
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--no-cache", "."],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+
+
+# -- refusals
+
+REFUSED = {
+    "Ring-Average": "NAME='Ring-Average': expected the name of a strategy that is a Python "
+    "identifier in lower case: letters, digits and single '_', beginning with a letter, such as "
+    "'ring_average'",
+    "RingSGD": "NAME='RingSGD': expected the name of a strategy that is a Python identifier in "
+    "lower case: letters, digits and single '_', beginning with a letter, such as 'ring_sgd'",
+    "4": "NAME='4': expected the name of a strategy that is a Python identifier in lower case: "
+    "letters, digits and single '_', beginning with a letter",
+    "ddp": "NAME='ddp' is what stratagem-core calls a strategy of its own: choose another one, "
+    "such as 'my_ddp'",
+    # Of a distribution that need not be installed.
+    "deepspeed_stage_9": "NAME='deepspeed_stage_9' is what stratagem-backend-deepspeed calls a "
+    "strategy of its own: choose another one, such as 'my_deepspeed_stage_9'",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_name_is_refused(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name]) == 2
+    assert capsys.readouterr() == ("", f"{REFUSED[name]}\n")
+    assert list(here.iterdir()) == []
+
+
+DISTRIBUTION_REFUSED = {
+    "../up": "--distribution='../up': expected letters, digits, '-', '_' and '.', beginning with "
+    "a letter",
+    "pytest": "is installed: choose another name by --distribution, or remove it first: pip "
+    "uninstall pytest",
+    "json": "there is a module 'json' already, which the distribution json would have too: choose "
+    "another name by --distribution",
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTION_REFUSED)
+def test_a_distributions_name_is_refused(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["ring_average", "--distribution", name]) == 2
+    assert DISTRIBUTION_REFUSED[name] in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = here / "stratagem-backend-ring-average"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    assert run(["ring_average"]) == 2
+    assert capsys.readouterr().err == (
+        "the folder 'stratagem-backend-ring-average' holds files, and none is overwritten: move it "
+        "away, choose another name by --distribution, or call this in another folder\n"
+    )
+    assert files_of(here) == {"stratagem-backend-ring-average/notes.txt"}
+
+
+def test_a_file_or_link_of_the_folders_name_is_left_alone(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = here / "stratagem-backend-ring-average"
+    folder.symlink_to(here / "elsewhere")
+    assert run(["ring_average"]) == 2
+    folder.unlink()
+    folder.touch()
+    assert run(["ring_average"]) == 2
+    said = "'stratagem-backend-ring-average' is there and no folder: move it away\n"
+    assert capsys.readouterr().err == said * 2
+    assert files_of(here) == {"stratagem-backend-ring-average"}
+
+
+def test_an_empty_folder_is_filled(here: Path) -> None:
+    (here / "stratagem-backend-ring-average").mkdir()
+    assert run(["ring_average"]) == 0
+    assert "stratagem-backend-ring-average/README.md" in files_of(here)
+
+
+def test_where_nothing_can_be_written_it_says_so(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "a" * 300
+    assert run([name]) == 1
+    expected = f"cannot write stratagem-backend-{name}"
+    assert capsys.readouterr().err.startswith(expected)
+
+
+# -- it works
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Program:
+    """The program beside the distribution as it is written, which is where it was written."""
+    program = Program(tmp_path)
+    program("new-backend", "ring_average")
+    written = tmp_path / "stratagem-backend-ring-average"
+    info = program.install(
+        "stratagem-backend-ring-average", "", requires="stratagem-core<0.2,>=0.1"
+    )
+    entries = "[stratagem.backends]\nring_average = stratagem_ring_average.plugin\n"
+    (info / "entry_points.txt").write_text(entries)
+    (tmp_path / "stratagem_ring_average").symlink_to(written / "src/stratagem_ring_average")
+    return program
+
+
+def test_it_is_listed(installed: Program) -> None:
+    rows = {row["name"]: row for row in installed.json("strategies")}
+    assert rows["ring_average"]["usable"] is True
+
+
+def test_it_passes_the_kit(installed: Program) -> None:
+    """On what is most its own; `nox -s guide` runs all of it."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("-k", "unused or (accumulation and clip)"),
+        ],
+        cwd=installed.folder / "stratagem-backend-ring-average",
+        env={**installed.environment(), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout

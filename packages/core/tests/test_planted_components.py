@@ -1,0 +1,233 @@
+"""The kits of components fail those that are wrong on purpose, and say what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stratagem.testing import (
+    ClusterEnvironmentConformance,
+    LauncherConformance,
+    PrecisionConformance,
+)
+from stratagem.testing.components.component import Component
+from stratagem.testing.components.server import Server
+
+pytest_plugins = ["stratagem.testing.plugin"]
+
+FILE = Path(__file__).with_name("planted_components.py")
+RANKS = [
+    {
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29747", "NODE_RANK": "0"},
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+    }
+    for rank in range(2)
+]
+
+
+class _Environment(ClusterEnvironmentConformance):
+    cluster_environment = "plain"
+    ranks = RANKS
+
+
+class _Precision(PrecisionConformance):
+    precision = "32-true"
+
+
+class _Launcher(LauncherConformance):
+    launcher = "fork"
+
+
+OPTIONS = {
+    "accelerator": {"tolerance": 1e-5, "devices": 2},
+    "precision": _Precision.options(),
+    "checkpoint_io": {"kills": 8, "megabytes": 1.0},
+    "cluster_environment": _Environment.options(),
+    "launcher": _Launcher.options(),
+    "logger": {"read": f"{FILE}:read_rows"},
+}
+
+# The kind, the class, the check that fails, and what it says.
+PLANTED = [
+    ("accelerator", "NoReason", "availability/reason", "gives no reason"),
+    ("accelerator", "OneDeviceForAll", "devices/identity", "ranks would share one device"),
+    ("accelerator", "UnknownBackend", "devices/process group backend", "'mine', and torch"),
+    ("accelerator", "LosesBatch", "batches/moved", "part of a nested batch is lost"),
+    ("accelerator", "RoundsBatch", "batches/moved", "dtypes are the precision's affair"),
+    ("accelerator", "LeaksVariable", "devices/nothing left", "variable MINE_SETUPS"),
+    ("accelerator", "EverythingIsMemory", "errors/out of memory", "told to save memory"),
+    ("accelerator", "AlwaysLost", "errors/lost device", "nothing would touch the device"),
+    ("accelerator", "FloatBytes", "memory/stats", "expected a whole number of bytes"),
+    ("accelerator", "KeepsKernels", "kernels/restored", "left torch.backends.cudnn changed"),
+    ("accelerator", "Pickled", "availability/reason", "subclass stratagem.accelerators"),
+    ("precision", "KeepsDefaultDtype", "contexts/restored", "the default dtype was"),
+    ("precision", "LiesAboutDtype", "conversions/dtype of products", "say in `dtype`"),
+    ("precision", "RoundsLabels", "conversions/batches", "labels and masks stay"),
+    ("precision", "HidesScaling", "steps/gradient", "scales_loss is False, and scale_loss changes"),
+    ("precision", "UnscalesTwice", "steps/clipping", "unscales twice"),
+    ("precision", "NeverSkips", "steps/skipped", "a step with infinite gradients was taken"),
+    ("precision", "SaysNoSkip", "steps/skipped", "step_was_skipped is False"),
+    ("precision", "ForgetsState", "state/round trip", "after load_state_dict the state is"),
+    ("precision", "UntiesWeights", "conversions/module", "untied a weight"),
+    ("precision", "NoisyGradient", "steps/gradient", "no step, two of them"),
+    ("checkpoint_io", "Pickled", "safety/nothing executed", "executed code that the checkpoint"),
+    ("checkpoint_io", "Pickled", "safety/nothing hostile saved", "weights_only=True"),
+    ("checkpoint_io", "Pickled", "values/refused", "was not refused with CheckpointContentError"),
+    ("checkpoint_io", "Pickled", "safety/damage", "an interrupted run would"),
+    ("checkpoint_io", "InPlace", "safety/failed save", "destroyed the checkpoint before"),
+    ("checkpoint_io", "RemovesNeighbours", "paths/removed", "damaged the checkpoint"),
+    ("checkpoint_io", "NamesFiles", "safety/names stay inside", "as names in the checkpoint say"),
+    ("checkpoint_io", "NeverCorrupt", "safety/damage", "an interrupted run would choose it"),
+    ("checkpoint_io", "NotFoundAsNone", "paths/missing", "expected CheckpointNotFoundError"),
+    ("checkpoint_io", "LosesDtype", "values/round trip", "is a tensor of torch.float32"),
+    ("cluster_environment", "TextRanks", "ranks/consistent", "expected int"),
+    ("cluster_environment", "EveryoneIsZero", "ranks/consistent", "global_rank() is 0, and"),
+    ("cluster_environment", "StartsAgain", "ranks/started by the cluster", "start further ones"),
+    ("cluster_environment", "OwnPort", "meeting/main address and port", "and rank 1 at"),
+    ("cluster_environment", "SetsVariables", "life/nothing changed", "MINE_WORLD_SIZE"),
+    ("cluster_environment", "LeavesThread", "life/nothing changed", "the thread mine"),
+    ("cluster_environment", "OwnRunID", "life/same for all", "differ by rank"),
+    ("logger", "WritesAtOnce", "life/nothing logged", "begin with the first value"),
+    ("logger", "HoldsBack", "rows/flushed", "after a kill behind log_rows"),
+    ("logger", "BeginsAnew", "life/continued", "after a run that was resumed the run has"),
+    ("logger", "DropsNew", "rows/values", "each step with its own values"),
+    ("logger", "RefusesNaN", "rows/not finite", "NaN and infinity ended in AssertionError"),
+    ("logger", "ClosesForGood", "life/finalized twice", "a second finalize ended in ValueError"),
+    ("logger", "StrictJSON", "hyperparameters/taken", "write the text of what cannot be stored"),
+]
+# These start processes or kill them, for seconds each.
+SLOW = [
+    ("checkpoint_io", "InPlace", "durability/kill -9", "runs went wrong"),
+    ("cluster_environment", "EveryoneIsZero", "meeting/sum over ranks", "the ranks came to"),
+    ("launcher", "OneRank", "launch/ranks", "wait for one that was not started"),
+    ("launcher", "OneRank", "itself/spec and class", ""),
+    ("launcher", "Scaled", "itself/spec and class", "subclass stratagem.launch.Launcher"),
+    ("launcher", "LeavesProcess", "launch/ranks", "was over: sleep 300"),
+    ("launcher", "SwallowsFailure", "failure/error of a rank", "ended with exit code 0"),
+    ("launcher", "SwallowsFailure", "failure/a rank that is killed", "ended with exit code 0"),
+    ("launcher", "LosesResult", "launch/result", "where the function had returned"),
+    ("launcher", "UnpicklesResult", "launch/result not executed", "was unpickled in the launching"),
+]
+
+
+def judge(server: Server, kind: str, name: str, check: str, phrase: str) -> None:
+    component = Component(kind=kind, name=f"{FILE}:{name}", options=OPTIONS[kind])
+    failure = server.failure(component, check, 240.0)
+    if not phrase:
+        assert failure == ""
+        return
+    assert failure.startswith(f"{check}: ")
+    assert phrase in failure
+
+
+@pytest.mark.parametrize(("kind", "name", "check", "phrase"), PLANTED)
+def test_a_planted_bug_is_found_and_named(
+    kind: str, name: str, check: str, phrase: str, stratagem_server: Server
+) -> None:
+    judge(stratagem_server, kind, name, check, phrase)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(("kind", "name", "check", "phrase"), SLOW)
+def test_a_planted_bug_of_processes_is_found_and_named(
+    kind: str, name: str, check: str, phrase: str, stratagem_server: Server
+) -> None:
+    judge(stratagem_server, kind, name, check, phrase)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "check"),
+    [
+        ("precision", "Scaled", "steps/skipped"),
+        ("precision", "Scaled", "steps/clipping"),
+        ("logger", "Rows", "rows/values"),
+    ],
+)
+def test_what_planted_bugs_are_made_of_is_right(
+    kind: str, name: str, check: str, stratagem_server: Server
+) -> None:
+    component = Component(kind=kind, name=f"{FILE}:{name}", options=OPTIONS[kind])
+    assert stratagem_server.failure(component, check) == ""
+
+
+# ---------------------------------------------------------------- plugins
+
+GOOD = """
+from stratagem.discovery import LauncherSpec, StrategySpec, hookimpl
+
+@hookimpl
+def stratagem_components():
+    target = "stratagem.native.strategies.single_device:SingleDeviceStrategy"
+    return [StrategySpec(name="mine", target=target, api_version=1, summary="Mine")]
+"""
+REQUIRES = "stratagem-core>=0.1,<0.2"
+# What is changed in the module, the requirement, the check, and what it says.
+PLUGINS = {
+    "nothing": ("", "", REQUIRES, "specs/summary and version", ""),
+    "torch": ("from", "import torch\nfrom", REQUIRES, "import/light", "torch ("),
+    "slow": (
+        "from",
+        "import time\nuntil = time.process_time() + 0.5\nwhile time.process_time() < until: pass\n"
+        "from",
+        REQUIRES,
+        "import/light",
+        "of processor time",
+    ),
+    "prints": (
+        "from",
+        "import os\nos.environ['MINE'] = '1'\nprint('hello')\nfrom",
+        REQUIRES,
+        "import/no side effects",
+        "changes environment variables; what it prints",
+    ),
+    "unbounded": ("", "", "stratagem-core>=0.1", "metadata/requirement on core", "upper bound"),
+    "target": (":SingleDevice", ":NoDevice", REQUIRES, "specs/targets", "cannot import strategy"),
+    "kind": ("StrategySpec(", "LauncherSpec(", REQUIRES, "specs/targets", "is no Launcher"),
+    "alias": (
+        'name="mine"',
+        'name="mine", aliases=("mine2",)',
+        REQUIRES,
+        "specs/names",
+        "",
+    ),
+    "summary": ('"Mine"', '""', REQUIRES, "specs/summary and version", "has no summary"),
+    "version": ("version=1", "version=7", REQUIRES, "specs/summary and version", "is incompatible"),
+    "capabilities": (
+        "api_version=1",
+        "api_version=1, capabilities=Capabilities(multi_node=True)",
+        REQUIRES,
+        "specs/as the class",
+        "a plan is made by the first",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", PLUGINS)
+def test_a_planted_bug_of_a_plugin_is_found_and_named(
+    which: str, tmp_path: Path, stratagem_server: Server
+) -> None:
+    before, after, requires, check, phrase = PLUGINS[which]
+    module = f"planted_{which}_plugin"
+    text = GOOD.replace("import LauncherSpec", "import Capabilities, LauncherSpec")
+    text = text.replace(before, after, 1) if before else text
+    (tmp_path / f"{module}.py").write_text(text)
+    metadata = tmp_path / "planted-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "entry_points.txt").write_text(f"[stratagem.backends]\nplanted = {module}\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: planted\nVersion: 1.0\nRequires-Dist: {requires}\n"
+    )
+    component = Component(
+        kind="plugin",
+        name="planted",
+        options={"cpu_seconds": 0.3},
+        search_path=(str(tmp_path),),
+    )
+    failure = stratagem_server.failure(component, check)
+    if not phrase:
+        assert failure == ""
+        return
+    assert failure.startswith(f"{check}: ")
+    assert phrase in failure

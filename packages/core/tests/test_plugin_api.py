@@ -1,0 +1,188 @@
+"""The plugin API is frozen: what authors build on stays, and its guide says what there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from stratagem.discovery import PLUGIN_API_VERSION
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plugin_api", SCRIPTS / "plugin_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plugin_api"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+api = load_script()
+REGENERATE = "python packages/core/scripts/plugin_api.py"
+
+
+def test_the_plugin_api_is_what_was_promised() -> None:
+    broken, added = api.differences(api.SNAPSHOT.read_text(), api.snapshot())
+    assert not broken, (
+        "plugins that were written for this version of the plugin API would break:\n"
+        + "\n".join(broken)
+        + "\nKeep the former name or signature for one minor version, with a DeprecationWarning, "
+        "and write it into the changelog in docs/plugin-api.md; then regenerate: " + REGENERATE
+    )
+    assert not added, (
+        "the plugin API has grown, which breaks no plugin:\n"
+        + "\n".join(added)
+        + "\nRegenerate: "
+        + REGENERATE
+    )
+    assert api.SNAPSHOT.read_text() == api.snapshot(), f"regenerate: {REGENERATE}"
+
+
+def test_the_snapshot_is_named_by_its_version() -> None:
+    assert api.SNAPSHOT.name == f"plugin_api_{PLUGIN_API_VERSION}.txt"
+    assert api.SNAPSHOT.read_text().startswith(f"plugin API {PLUGIN_API_VERSION}\n")
+    versions = re.findall(r"^\| (\d+) \| [\d.]+ \|", api.GUIDE.read_text(), re.MULTILINE)
+    assert max(map(int, versions)) == PLUGIN_API_VERSION
+
+
+BEFORE = """\
+class a.Base
+    abstract method run(self) -> None
+    attribute name: str
+    method stop(self, why: str) -> None
+
+final class a.Spec
+    field name: str
+
+function a.make(count: int) -> None
+hook stratagem_hook() -> None
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "broken"),
+    [
+        ("    attribute name: str\n", "", ["removed: a.Base.name"]),
+        ("hook stratagem_hook() -> None\n", "", ["removed: stratagem_hook"]),
+        (
+            "method stop(self, why: str)",
+            "method stop(self)",
+            [
+                "changed: a.Base.stop: method stop(self, why: str) -> None  ->  "
+                "method stop(self) -> None"
+            ],
+        ),
+        (
+            "    method stop",
+            "    abstract method go(self) -> None\n    method stop",
+            ["added: a.Base.go: abstract method go(self) -> None"],
+        ),
+        (
+            "    field name: str\n",
+            "    field name: str\n    field kind: str\n",
+            ["added: a.Spec.kind: field kind: str"],
+        ),
+        ("    method stop(", "    final method stop(", None),
+    ],
+)
+def test_what_breaks_plugins_is_told(before: str, after: str, broken: list[str] | None) -> None:
+    found, added = api.differences(BEFORE, BEFORE.replace(before, after))
+    assert found if broken is None else found == broken
+    assert added == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "added"),
+    [
+        (
+            "    method stop",
+            "    method go(self) -> None\n    method stop",
+            "added: a.Base.go: method go(self) -> None",
+        ),
+        (
+            "    field name: str\n",
+            "    field name: str\n    field kind: str = ''\n",
+            "added: a.Spec.kind: field kind: str = ''",
+        ),
+        (
+            "function a.make",
+            "class a.New\n    field name: str\n\nfunction a.make",
+            "added: a.New: class a.New",
+        ),
+    ],
+)
+def test_what_only_adds_breaks_nothing(before: str, after: str, added: str) -> None:
+    broken, found = api.differences(BEFORE, BEFORE.replace(before, after))
+    assert broken == []
+    assert added in found
+
+
+def test_every_type_in_a_signature_can_be_imported_by_its_public_name() -> None:
+    assert api.unreachable_types() == {}
+
+
+def test_everything_is_typed() -> None:
+    for path, function in api.functions().items():
+        assert "return" in function.__annotations__, path
+    untyped = [
+        f"{path}.{member.name}"
+        for path, kind in api.classes().items()
+        for member in api.members(kind)
+        if member.kind in ("method", "property") and " -> " not in member.text
+        if member.kind == "method" or not member.returns
+    ]
+    assert untyped == []
+
+
+@pytest.mark.parametrize("name", api.INTERFACES)
+def test_an_interface_says_when_each_of_its_methods_is_called(name: str) -> None:
+    kind = next(each for path, each in api.classes().items() if path.endswith(f".{name}"))
+    said = inspect.getdoc(kind) or ""
+    members = [m for m in api.members(kind) if m.kind in ("method", "property")]
+    if name == "Ranks":
+        assert "called by all ranks alike, in the same order" in " ".join(said.split())
+        return
+    if name == "ParallelStrategy":  # Strategy says it of the others
+        strategy = next(each for path, each in api.classes().items() if path.endswith(".Strategy"))
+        members = [m for m in members if not hasattr(strategy, m.name)]
+    unsaid = [
+        m.name
+        for m in members
+        if m.role != "final" and m.name != "__init__" and not re.search(rf"\b{m.name}\b", said)
+    ]
+    assert unsaid == []
+    assert [m.name for m in members if not m.about and m.name != "__init__"] == []
+
+
+def test_the_guide_has_what_the_classes_say() -> None:
+    guide = api.GUIDE.read_text()
+    assert guide == api.with_tables(guide), f"regenerate: {REGENERATE}"
+
+
+def test_examples_and_third_parties_import_public_names_only() -> None:
+    """What authors are shown to import is what they are promised."""
+    root = Path(__file__).parents[3]
+    public = {*api.PUBLIC, "stratagem"}
+    sources = [
+        *root.glob("examples/plugins/*/src/**/*.py"),
+        *root.glob("tests/third_party/*/src/**/*.py"),
+    ]
+    assert sources
+    private = [
+        f"{path.relative_to(root)}: {module}"
+        for path in sources
+        for module in re.findall(
+            r"^ *(?:from|import) (stratagem(?:\.\w+)*)\b", path.read_text(), re.MULTILINE
+        )
+        if module not in public
+    ]
+    assert private == []

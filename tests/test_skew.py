@@ -1,0 +1,83 @@
+"""Core of the working tree with the plugins of another commit, and the reverse: `nox -s skew`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+if TYPE_CHECKING:
+    from conftest import Environment
+
+pytestmark = [pytest.mark.skew, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMIT = os.environ.get("STRATAGEM_SKEW_COMMIT", "HEAD~1")
+PLUGINS = ("tests/third_party/*/pyproject.toml", "examples/plugins/*/pyproject.toml")
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the other commit."""
+    folder = tmp_path_factory.mktemp("before")
+    archive = folder / "tree.tar"
+    subprocess.run(
+        ["git", "archive", f"--output={archive}", COMMIT], cwd=ROOT, check=True, timeout=60
+    )
+    shutil.unpack_archive(archive, folder / "tree", filter="data")
+    return folder / "tree"
+
+
+def plugins_in(tree: Path) -> Iterator[Path]:
+    """Yield the folders of the example plugins, each a distribution of its own."""
+    for pattern in PLUGINS:
+        yield from sorted(path.parent for path in tree.glob(pattern))
+
+
+@pytest.mark.parametrize("older", ["plugins", "core"])
+def test_plugins_and_core_of_two_commits_work_together(
+    older: str,
+    before: Path,
+    build_wheel: Callable[[Path, Path], Path],
+    new_environment: Callable[..., Environment],
+    tmp_path: Path,
+) -> None:
+    of_core, of_plugins = (ROOT, before) if older == "plugins" else (before, ROOT)
+    core = build_wheel(of_core / "packages/core", tmp_path / "core")
+    plugins = list(plugins_in(of_plugins))
+    assert plugins
+    for plugin in plugins:
+        wheel = build_wheel(plugin, tmp_path / plugin.name)
+        environment = new_environment(plugin.name, f"{core}[testing]", wheel)
+        diagnosis = json.loads(environment.script("stratagem", "doctor", "--json"))
+        (status,) = (p["status"] for p in diagnosis["plugins"] if p["distribution"] == plugin.name)
+        assert status == "loaded"
+        train_and_check(environment, plugin, tmp_path / f"{plugin.name} runs")
+
+
+def train_and_check(environment: Environment, plugin: Path, folder: Path) -> None:
+    """Run what a plugin's own commit trains and tests it with, the kit among it."""
+    folder.mkdir()
+    threads = {"OMP_NUM_THREADS": "1"}
+    if (plugin / "tests").is_dir():
+        options = ("-q", "-p", "no:cacheprovider", "--rootdir", plugin / "tests")
+        environment.python("-m", "pytest", *options, plugin / "tests", env=threads)
+        return
+    name = plugin.name.removeprefix("stratagem-").replace("-", "_")
+    images, labels = load_digits(return_X_y=True)
+    digits = {"images": torch.tensor(images / 16).float(), "labels": torch.tensor(labels)}
+    torch.save(digits, folder / "digits.pt")
+    script = plugin.parent / f"train_{name}.py"
+    printed = environment.python("-W", "ignore", script, folder / "digits.pt", folder, env=threads)
+    assert json.loads(printed)["trainer"]["losses"][-1] < 0.8
+    script = plugin.parent / f"check_{name}.py"
+    printed = environment.python("-W", "ignore", script, folder / "kit", env=threads)
+    assert json.loads(printed) == {}
