@@ -76,6 +76,22 @@ TORCH_TESTS = [
 ]
 # What the session `cluster` brings clusters up with.
 DEBIAN = ["slurmctld", "slurmd", "slurm-client", "openmpi-bin", "iproute2", "util-linux"]
+# What the example plugins stand on, in the order in which it is installed.
+THIRD_PARTIES = {
+    "torchft": [
+        ["--no-deps", "torchft-nightly==2026.10.26"],
+        ["opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"],
+    ],
+    "hivemind": [["hivemind==1.1.12"]],
+    # It pins torch<=2.5.1, and what it imports is a part of what it names.
+    "colossalai": [
+        ["setuptools", "wheel", "ninja", "psutil", "einops", "pydantic", "safetensors", "rich"],
+        ["--no-deps", "contexttimer", "galore_torch", "kernels", "accelerate"],
+        ["peft==0.17.1", "transformers==4.51.3"],
+        ["--no-deps", "--no-build-isolation", "colossalai==0.5.0"],
+    ],
+    "bagua": [],  # not installable: against a stub
+}
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 
 
@@ -237,6 +253,22 @@ def ray(session: nox.Session) -> None:
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     markers = () if root else ("-m", "not cluster")  # two hosts are made by root only
     session.run("pytest", *markers, "examples/plugins/stratagem-ray/tests", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("plugin", list(THIRD_PARTIES))
+def third_parties(session: nox.Session, plugin: str) -> None:
+    """The example plugins on the real systems that they bring, each with the kit; not in CI."""
+    session.install(TORCH)
+    names = ("numpy==", "pytest==")
+    session.install(*BUILD_TOOLS, *(tool for tool in TEST_TOOLS if tool.startswith(names)))
+    for arguments in THIRD_PARTIES[plugin]:
+        session.install(*arguments, env={"CUDA_EXT": "0"})
+    session.install("--no-build-isolation", "-e", "./packages/core")
+    folder = f"examples/plugins/stratagem-{plugin}"
+    session.install("--no-build-isolation", "--no-deps", "-e", f"./{folder}")
+    session.chdir(folder)  # whose own settings of pytest hold: their warnings are not ours
+    session.run("pytest", "tests", *session.posargs)
 
 
 @nox.session

@@ -322,14 +322,6 @@ def test_a_loader_must_be_there_and_be_one() -> None:
     assert refusal(lambda: trainer().fit(Line(), 5)) == (
         "the training data loader is a int; expected a DataLoader or another iterable of batches"
     )
-    assert refusal(lambda: trainer().fit(Line(), [loader(), loader()])) == (
-        "the training data loader is a list of 2 loaders; expected one: combine the data in one "
-        "Dataset, or in one iterable of batches"
-    )
-    assert refusal(lambda: trainer().fit(Line(), {"a": loader()})) == (
-        "the training data loader is a dict of 1 loaders; expected one: combine the data in one "
-        "Dataset, or in one iterable of batches"
-    )
     assert configuration(lambda: trainer().fit(Line(), loader(), datamodule=DataModule())) == (
         "both data loaders and a datamodule were passed; pass one of them"
     )

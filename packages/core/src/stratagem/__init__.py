@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stratagem.module import Module as Module
     from stratagem.rng import seed_everything as seed_everything
     from stratagem.trainer import Trainer as Trainer
+    from stratagem.tuner import Tuner as Tuner
 else:
     _HOMES = {
         "Callback": "stratagem.callbacks",
@@ -26,6 +27,7 @@ else:
         "Module": "stratagem.module",
         "StrategyRegistry": "stratagem.discovery.strategy_registry",
         "Trainer": "stratagem.trainer",
+        "Tuner": "stratagem.tuner",
         "seed_everything": "stratagem.rng",
     }
 
@@ -44,6 +46,7 @@ __all__ = [
     "Module",
     "StrategyRegistry",
     "Trainer",
+    "Tuner",
     "__version__",
     "seed_everything",
 ]

@@ -303,6 +303,12 @@ class Resumable:
         set_generator_states(self._generators, resumed["generators"])
         return batches, []
 
+    def pass_over(self) -> None:
+        """Leave out the rest of the epoch that is resumed: this loader was at its end."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            set_generator_states(self._generators, resumed.get("generators", ()))
+
     def _read_over(
         self, done: int, resumed: dict[str, Any] | None
     ) -> tuple[Iterator[Any], list[Any]]:

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     Sampler,
+    SequentialSampler,
 )
 
 from stratagem.data.index_sequence import IndexSequence, draw_all
@@ -135,16 +137,41 @@ def shard_loader(
             "attribute num_replicas, or pass use_distributed_sampler=False"
         )
     sampler = ShardedSampler(loader.sampler, index, count, even=even, seed=chosen_seed())
-    sharded = copy.copy(loader)
+    return _with_sampler(loader, sampler)
+
+
+def in_order(source: Any) -> Any:
+    """Return a loader, or several in a list or a dict, that do not shuffle.
+
+    A DataLoader whose sampler is a RandomSampler is copied with a SequentialSampler; any other
+    keeps its order.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> list(in_order(DataLoader([3, 1, 2], shuffle=True, batch_size=3)))
+        [tensor([3, 1, 2])]
+    """
+    if isinstance(source, Mapping):
+        return {name: in_order(one) for name, one in source.items()}
+    if isinstance(source, (list, tuple)):
+        return [in_order(one) for one in source]
+    if not isinstance(source, DataLoader) or not isinstance(source.sampler, RandomSampler):
+        return source
+    sampler: Sampler[int] = SequentialSampler(source.dataset)  # type: ignore[arg-type]
+    return _with_sampler(source, sampler)
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
+    """Return a copy of a loader, whose batch sampler is torch's own or none, with a sampler."""
     # DataLoader refuses assignments to these after __init__; a copy avoids guessing the arguments
     # of a subclass's constructor.
-    sharded.__dict__["sampler"] = sampler
-    sharded.__dict__["_iterator"] = None
-    if batch_sampler is not None:
-        sharded.__dict__["batch_sampler"] = BatchSampler(
-            sampler, batch_sampler.batch_size, batch_sampler.drop_last
-        )
-    return sharded
+    copied = copy.copy(loader)
+    copied.__dict__["sampler"] = sampler
+    copied.__dict__["_iterator"] = None
+    own = loader.batch_sampler
+    if type(own) is BatchSampler:
+        copied.__dict__["batch_sampler"] = BatchSampler(sampler, own.batch_size, own.drop_last)
+    return copied
 
 
 def divides_data(loader: Any) -> bool:

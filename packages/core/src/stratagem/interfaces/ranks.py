@@ -36,6 +36,8 @@ class Ranks:
         device: where collectives return their tensors; None before the launch.
         data_groups: the ranks of each part of the data, in the order of its index. Those of one
             group work on the same batches, and count once where samples are counted.
+        data_part: which part of the training data all these ranks read together, (index, count),
+            where other runs train along (replicas, peers); a strategy sets it in `make_ranks`.
 
     Raises:
         ConfigurationError: the parts of the data do not fit together.
@@ -66,6 +68,7 @@ class Ranks:
         shards = [(rank, world_size) for rank in range(world_size)]
         self.data_shards = tuple(shards if data_shards is None else data_shards)
         self.data_groups = _groups(self.data_shards, world_size)
+        self.data_part: DataShard = (0, 1)
 
     @property
     def is_global_zero(self) -> bool:
@@ -76,8 +79,22 @@ class Ranks:
     def data_shard(self) -> DataShard:
         """This rank's part of the data, (index, count); ranks of a tensor-parallel group share one.
 
-        What a sampler divides is divided by it; an IterableDataset divides itself by it.
+        What a sampler divides for training is divided by it; an IterableDataset divides itself by
+        it. With `data_part`, it counts the parts of other runs too.
+
+        Example:
+            >>> from stratagem.strategies import Ranks
+            >>> ranks = Ranks(global_rank=1, world_size=2)
+            >>> ranks.data_part = (1, 3)  # the second of three runs
+            >>> ranks.data_shard, ranks.evaluation_shard
+            ((3, 6), (1, 2))
         """
+        (index, count), (part, parts) = self.evaluation_shard, self.data_part
+        return part * count + index, parts * count
+
+    @property
+    def evaluation_shard(self) -> DataShard:
+        """This rank's part of what these ranks evaluate, (index, count): together, all of it."""
         return self.data_shards[self.global_rank]
 
     @final

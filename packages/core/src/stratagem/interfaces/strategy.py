@@ -66,7 +66,8 @@ class Strategy(Stepping, ABC):
            `clip_gradients` and `optimizer_step` by themselves. An engine that does some of these
            itself overrides them; one that runs the whole step overrides `train_step`. Manual
            optimization runs in `backward_in_forward(prepared)`. Where a step has failed,
-           `explain(prepared, error)`, on the rank that it failed on.
+           `explain(prepared, error)`, on the rank that it failed on. `join_training` comes before
+           the first of them.
         8. Each evaluation: in the context `evaluation(prepared)`. After the last step of a fit:
            `end_training(prepared)`.
         9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`; a load
@@ -325,6 +326,23 @@ class Strategy(Stepping, ABC):
         rank's own); leaving it puts back what training goes on from.
         """
         return nullcontext()
+
+    def join_training(
+        self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Return a checkpoint of a run that trains already, to go on from; None: from here.
+
+        For replicas that are runs of their own, which come and go. Called by the Trainer on every
+        rank before the first step of a fit, after a checkpoint that the user has named was loaded;
+        what this returns is loaded as a file would be.
+
+        Args:
+            prepared: the model.
+            checkpoint: returns this run as a file would hold it, for a replica that joins; called
+                on every rank alike, here or at the beginning of a later `train_step`. Tensors
+                alias the live ones.
+        """
+        return None
 
     def end_training(self, prepared: PreparedModel) -> None:
         """Called by the Trainer on every rank after the last step of a fit that ends in order.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
-from typing import Literal, final
+from typing import Any, Literal, final
 
 from stratagem.errors import ConfigurationError
 from stratagem.plan.compilation import Compilation
@@ -91,3 +92,39 @@ class StepOptions:
     def most_micro_batches(self) -> int:
         """The largest number of micro-batches in a step, in whatever epoch."""
         return max(self.accumulation.values())
+
+
+def seconds(value: Any, name: str = "max_time") -> float | None:
+    """Return a time in seconds, or None.
+
+    Args:
+        value: a timedelta, "DD:HH:MM:SS", a dict of timedelta's arguments, seconds, or None.
+        name: stands for it in the error.
+
+    Raises:
+        ConfigurationError: it is none of these.
+
+    Example:
+        >>> seconds("00:01:00:30")
+        3630.0
+    """
+    if value is None:
+        return None
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    parts = value.split(":") if isinstance(value, str) else []
+    try:
+        if isinstance(value, Mapping):
+            return timedelta(**value).total_seconds()
+        if len(parts) == 4 and all(part.isdigit() for part in parts):
+            days, hours, minutes, seconds = map(int, parts)
+            time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+            return time.total_seconds()
+    except (TypeError, ValueError, OverflowError):
+        pass  # other keys or values, or more days than a timedelta holds
+    raise ConfigurationError(
+        f"{name}={value!r}: expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or "
+        "seconds"
+    )

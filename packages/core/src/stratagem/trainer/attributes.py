@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stratagem.loggers import Logger
     from stratagem.module import Module
     from stratagem.plan.plan import RunPlan
+    from stratagem.profilers import Profiler
     from stratagem.trainer.metrics import LatestValues
     from stratagem.trainer.optimizers import SchedulerConfig
     from stratagem.trainer.progress import Progress, RunState
@@ -36,6 +37,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
     _progress: Progress
     _latest: LatestValues
     _run: Run | None
+    _profiler: Profiler | None
 
     @property
     @abstractmethod
@@ -93,6 +95,15 @@ class TrainerAttributes(Ranked, OptionAttributes):
 
     def _evaluates(self, what: str) -> bool:
         return self._run is not None and self._run.evaluating == what
+
+    @property
+    def profiler(self) -> Profiler:
+        """The profiler; one that does nothing where none was asked for."""
+        if self._profiler is not None:
+            return self._profiler
+        from stratagem.profilers import PassThroughProfiler
+
+        return PassThroughProfiler()
 
     @property
     def interrupted(self) -> bool:
@@ -265,6 +276,27 @@ class TrainerAttributes(Ranked, OptionAttributes):
         that is accumulated.
         """
         return self._run is not None and self._run.is_within_step
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the present training batch is the last one of its epoch, as far as is known."""
+        step = None if self._run is None else self._run.step
+        return step is not None and step.batch_idx + 1 >= self.num_training_batches
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or a test is running."""
+        return self.validating or self.testing
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether a fit would validate."""
+        return self.limits["val"] != 0 and (self._run is None or self._run.has_validation)
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether a signal is to end the present run."""
+        return self._run is not None and self._run.interruption.signal is not None
 
     @property
     def sanity_checking(self) -> bool:

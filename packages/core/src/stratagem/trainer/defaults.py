@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.errors import ConfigurationError
@@ -12,6 +12,53 @@ from stratagem.lite.request import as_list
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.storage import paths
 from stratagem.trainer.checks import check_state_keys
+from stratagem.trainer.options import of_barebones, with_defaults
+
+if TYPE_CHECKING:
+    from stratagem.profilers import Profiler
+
+
+def make_profiler(given: str | Profiler | None) -> Profiler | None:
+    """Return the profiler, or None; profilers are imported only where there is one.
+
+    Raises:
+        ConfigurationError: it is none, and no name of one.
+    """
+    if given is None:
+        return None
+    from stratagem.profilers.profiler import make_profiler
+
+    return make_profiler(given)
+
+
+def parse_arguments(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the Trainer's arguments as they are meant, those that are None by their defaults.
+
+    Args:
+        arguments: the `locals()` of its `__init__`, before it has any others.
+        function: that `__init__`.
+
+    Raises:
+        ConfigurationError: two of them contradict one another.
+    """
+    return _with_schedule(with_defaults(of_barebones(arguments, function), function))
+
+
+def _with_schedule(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the Trainer's arguments with the schedule of a GradientAccumulationScheduler.
+
+    Raises:
+        ConfigurationError: `accumulate_grad_batches` says otherwise.
+    """
+    schedules = [c.accumulation for c in as_list(given["callbacks"]) if hasattr(c, "accumulation")]
+    if not schedules:
+        return given
+    if given["accumulate_grad_batches"] != 1 or len(schedules) > 1:
+        raise ConfigurationError(
+            f"accumulate_grad_batches={given['accumulate_grad_batches']!r} beside "
+            f"{len(schedules)} GradientAccumulationScheduler: expected one of them"
+        )
+    return {**given, "accumulate_grad_batches": schedules[0]}
 
 
 def make_loggers(
@@ -42,11 +89,11 @@ def make_loggers(
 
 
 def make_callbacks(given: Mapping[str, Any], *, quick: bool) -> list[Callback]:
-    """Return the callbacks, with a ProgressBar and a ModelCheckpoint if they are wanted.
+    """Return the callbacks, with a ProgressBar, a ModelSummary and a ModelCheckpoint if wanted.
 
     Args:
-        given: the Trainer's arguments `callbacks`, `enable_checkpointing` and
-            `enable_progress_bar`.
+        given: the Trainer's arguments `callbacks`, `enable_checkpointing`,
+            `enable_progress_bar` and `enable_model_summary`.
         quick: a `fast_dev_run` saves no checkpoints.
 
     Raises:
@@ -69,6 +116,11 @@ def make_callbacks(given: Mapping[str, Any], *, quick: bool) -> list[Callback]:
         isinstance(callback, ProgressBar) for callback in callbacks
     ):
         callbacks.insert(0, ProgressBar())
+    if given["enable_model_summary"]:
+        from stratagem.callbacks import ModelSummary
+
+        if not any(isinstance(callback, ModelSummary) for callback in callbacks):
+            callbacks.insert(0, ModelSummary())
     return merge_callbacks(callbacks, [], quick=quick)
 
 

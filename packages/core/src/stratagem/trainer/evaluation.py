@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import UserCodeError
 from stratagem.trainer.batch_transfer import batch_converter
 from stratagem.trainer.hooks import is_users, positional_parameters
@@ -84,6 +86,30 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     return predictions
 
 
+def pass_over_training_data(run: Run) -> None:
+    """Run `training_step` on each batch of an epoch in training mode, without gradients.
+
+    For what a forward changes, such as the statistics of batch norm.
+    """
+    loader, prepared = run.train_loader, run.require_prepared()
+    assert loader is not None
+    metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
+    metrics.in_step = True
+    convert = batch_converter(run.strategy, run.module, run.datamodule)
+    takes = 2 if positional_parameters(run.module.training_step).most > 1 else 1
+    context = run.strategy.precision.forward_context()
+    epoch = run.progress.epoch
+    loader.set_epoch(epoch)
+    loader.begin_epoch(epoch, 0)
+    run.module.train()
+    with run.module.logging_to(metrics), torch.no_grad():
+        for batch_idx, (batch,) in enumerate(loader.steps(1)):
+            converted = batch if convert is None else convert(batch)
+            metrics.batch = converted
+            with nullcontext() if context is None else context:
+                prepared.module("training_step", *(converted, batch_idx)[:takes])
+
+
 def _run_batches(
     run: Run,
     prepared: PreparedModel,
@@ -98,13 +124,17 @@ def _run_batches(
     context = run.strategy.precision.forward_context()
     on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
     on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
-    call = prepared.evaluation_module
+    call = run.profiling.of_strategy(method, prepared.evaluation_module)
+    action = f"[_EvaluationLoop].{method.removesuffix('_step').replace('validation', 'val')}_next"
+    reads = partial(run.profiling.reads, action)
     for loader_idx, loader in enumerate(loaders):
         convert = batch_converter(run.strategy, run.module, run.datamodule, loader_idx)
+        if convert is not None:
+            convert = run.profiling.of_strategy("batch_to_device", convert)
         metrics.begin_loader(loader_idx if several else None)
         limit = None if loader.batches == float("inf") else int(loader.batches)
         batch_idx = -1
-        for batch_idx, batch in enumerate(islice(iter(loader.loader), limit)):
+        for batch_idx, batch in enumerate(islice(reads(_batches_of(loader.loader)), limit)):
             if convert is not None:
                 batch = convert(batch)
             metrics.batch = batch
@@ -126,6 +156,10 @@ def _run_batches(
         if batch_idx == -1 and limit != 0:
             raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
     metrics.begin_loader(None)
+
+
+def _batches_of(loader: Any) -> Iterator[Any]:
+    return loader.batches() if isinstance(loader, CombinedLoader) else iter(loader)
 
 
 def _arguments_taken(method: Callable[..., Any], most: int) -> int:

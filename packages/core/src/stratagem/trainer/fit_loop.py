@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.trainer.divergence import DivergenceCheck
+from stratagem.trainer.open_data import data_of, reopen_in_epoch
 from stratagem.trainer.step import Step, make_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.run import Run
     from stratagem.trainer.train_loader import TrainLoader
     from stratagem.trainer.validation import Validation
@@ -23,19 +23,16 @@ if TYPE_CHECKING:
 def fit(
     run: Run,
     prepared: PreparedModel,
-    loader: TrainLoader,
     validation: Validation,
-    rank_state: RankState,
 ) -> None:
     """Train until a limit is reached or `Trainer.should_stop` is set.
 
     Args:
         run: this one.
         prepared: the model.
-        loader: this rank's training batches.
         validation: of this fit.
-        rank_state: where in them this rank begins.
     """
+    loader, rank_state = data_of(run)
     module, progress, hooks = run.module, run.progress, run.hooks
     step = run.step = make_step(run, prepared)
     train_steps = _train_steps(run, prepared, step, loader, validation)
@@ -48,6 +45,9 @@ def fit(
         # No batch at all was asked for with limit_train_batches=0.
         while loader.batches > 0 and not _is_finished(run):
             epoch = progress.epoch
+            if reopen_in_epoch(run):
+                loader, rank_state = data_of(run)
+                train_steps = _train_steps(run, prepared, step, loader, validation)
             loader.set_epoch(epoch)
             validates = validation.is_in_epoch(epoch)
             interval = validation.interval(loader.batches) if validates else 0
@@ -85,7 +85,7 @@ def _train_steps(
     done, and whether validation is due at its end.
     """
     trainer, progress = run.trainer, run.progress
-    take_step = step.takes_step()
+    take_step = run.profiling.wrap("run_training_batch", step.takes_step())
     ends_here = run.interruption_check()
     divergence = _divergence_check(run, prepared)
 
@@ -126,7 +126,7 @@ def _train_steps(
             return True, is_due or interval == float("inf")
         return progress.batches >= end, is_due or interval == float("inf")
 
-    return train_steps
+    return run.profiling.wrap("run_training_epoch", train_steps)
 
 
 def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:

@@ -27,9 +27,16 @@ class Hooks:
     Args:
         trainer, module: handed to every callback.
         callbacks: the run's callbacks.
+        wrap: returns the function to call for a hook, given its name for profilers and its own.
     """
 
-    def __init__(self, trainer: Trainer, module: Module, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: Module,
+        callbacks: Sequence[Callback],
+        wrap: Callable[[str, Hook], Hook],
+    ) -> None:
         self._early: dict[str, tuple[Hook, ...]] = {}
         self._monitors: dict[str, tuple[Hook, ...]] = {}
         for name in HOOKS:
@@ -37,13 +44,14 @@ class Hooks:
             late: list[Hook] = []
             for callback in callbacks:
                 if _overrides(callback, name, Callback):
-                    bound = partial(getattr(callback, name), trainer, module)
+                    bound: Hook = partial(getattr(callback, name), trainer, module)
+                    bound = wrap(f"[Callback]{callback.state_key}.{name}", bound)
                     (late if callback.monitors else early).append(bound)
             own = getattr(module, name, None)
             # Saving and loading call these two with other arguments.
             called_elsewhere = name in ("on_save_checkpoint", "on_load_checkpoint")
             if own is not None and not called_elsewhere and is_users(module, name):
-                early.append(own)
+                early.append(wrap(f"[Module]{type(module).__name__}.{name}", own))
             self._early[name] = tuple(early)
             self._monitors[name] = tuple(late)
 

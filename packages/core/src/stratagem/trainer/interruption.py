@@ -102,6 +102,11 @@ class Interruption(AbstractContextManager["Interruption"]):
             self.signal = signal.Signals(received)
         return bool(received) or is_time_up
 
+    def end_within(self, seconds: float) -> None:
+        """End the fit once so many seconds are over, unless it ends before."""
+        deadline = monotonic() + seconds
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
     def agreed_time(self) -> float:
         """Return the seconds since this began as all ranks saw them when they looked last.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.sharding import UNKNOWN, length_of, shard_loader
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
@@ -70,6 +71,20 @@ def shard(
     Raises:
         UserCodeError: it is not iterable, is empty, or cannot be divided.
     """
+    if isinstance(source, CombinedLoader):
+        return source.of(
+            [
+                shard(
+                    one,
+                    strategy,
+                    name=f"{name} {index}",
+                    divide=divide,
+                    training=training,
+                    limit=limit,
+                )
+                for index, one in enumerate(source.flattened)
+            ]
+        )
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise UserCodeError(
             f"{name} is a {type(source).__name__}; expected a DataLoader or another iterable of "
@@ -77,7 +92,8 @@ def shard(
         )
     loader = source
     if divide:
-        index, count = strategy.ranks.data_shard
+        ranks = strategy.ranks
+        index, count = ranks.data_shard if training else ranks.evaluation_shard
         # Ranks must run as many steps in training, and in evaluation where forward communicates.
         even = training or not strategy.capabilities.uneven_evaluation
         loader = shard_loader(source, index, count, even=even, name=name)
@@ -118,6 +134,8 @@ def limit_batches(length: float, limit: Limit, *, name: str, limit_name: str) ->
 
 def _several(source: Any) -> list[Any]:
     """Return a list of loaders for one loader or several."""
+    if isinstance(source, CombinedLoader) and source.mode == "sequential":
+        return source.flattened
     if isinstance(source, (list, tuple)) and _has_loader(source):
         return list(source)
     if isinstance(source, Mapping):
@@ -125,21 +143,13 @@ def _several(source: Any) -> list[Any]:
     return [source]
 
 
-def one_loader(source: Any) -> Any:
-    """Return the one loader for training.
-
-    Raises:
-        UserCodeError: several were given.
-    """
-    several = (isinstance(source, (list, tuple)) and _has_loader(source)) or (
-        isinstance(source, Mapping) and _has_loader(source.values())
-    )
-    if several:
-        raise UserCodeError(
-            f"the training data loader is a {type(source).__name__} of {len(source)} loaders; "
-            "expected one: combine the data in one Dataset, or in one iterable of batches"
-        )
-    return source
+def train_source(source: Any) -> Any:
+    """Return the loader for training; of several, a CombinedLoader that reads them together."""
+    if isinstance(source, Mapping):
+        several = _has_loader(source.values())
+    else:
+        several = isinstance(source, (list, tuple)) and _has_loader(source)
+    return CombinedLoader(source, "max_size_cycle") if several else source
 
 
 def source_of(method: str, job: Job, given: Any, *, needed: bool) -> Any:

@@ -30,12 +30,14 @@ class SchedulerConfig:
         interval: "epoch" or "step".
         frequency: every so many of them.
         monitor: the logged value that it is stepped with, once an epoch; None: without one.
+        name: what LearningRateMonitor calls its learning rate.
     """
 
     scheduler: Any
     interval: str = "epoch"
     frequency: int = 1
     monitor: str | None = None
+    name: str | None = None
 
     def is_due(self, interval: str, count: int) -> bool:
         """Whether it steps after the `count`-th (from 1) epoch or step, without a value."""
@@ -131,10 +133,9 @@ def _check_optimizer(scheduler: Any, optimizers: Sequence[Optimizer], who: str) 
 
 def _scheduler_config(given: Any, who: str, *, automatic: bool) -> SchedulerConfig:
     fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    fields.pop("name", None)
     fields.pop("strict", None)
     by_value = fields.pop("reduce_on_plateau", None)
-    if unknown := set(fields) - {"scheduler", "interval", "frequency", "monitor"}:
+    if unknown := set(fields) - {"scheduler", "interval", "frequency", "monitor", "name"}:
         raise UserCodeError(
             f"{who} returned a scheduler with {sorted(unknown)}; expected 'scheduler', 'interval', "
             "'frequency', 'monitor' and 'reduce_on_plateau'"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.plan.compilation import Compilation
-from stratagem.plan.step_options import GradientClip, StepOptions
+from stratagem.plan.step_options import GradientClip, StepOptions, seconds
 from stratagem.storage import paths
 from stratagem.trainer.divergence import DEFAULT_INTERVAL
 
@@ -42,6 +41,9 @@ class OptionAttributes:
     detect_anomaly: bool
     detect_divergence: int
     default_root_dir: paths.Location
+    overfit_batches: Limit
+    reload_dataloaders_every_n_epochs: int
+    barebones: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,9 @@ class TrainerOptions:
     detect_anomaly: bool
     detect_divergence: int
     default_root_dir: paths.Location
+    overfit_batches: Limit
+    reload_dataloaders_every_n_epochs: int
+    barebones: bool
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> TrainerOptions:
@@ -97,6 +102,9 @@ class TrainerOptions:
             3600.0
         """
         given = {**given, **_of_quick_run(check_fast_dev_run(given["fast_dev_run"]))}
+        overfit = check_limit("overfit_batches", given["overfit_batches"])
+        if overfit:
+            given |= {"limit_train_batches": overfit, "limit_val_batches": overfit}
         max_time = seconds(given["max_time"])
         if given["max_epochs"] is None:
             unlimited = given["max_steps"] != -1 or max_time is not None
@@ -112,6 +120,7 @@ class TrainerOptions:
             )
         return cls(
             fast_dev_run=check_fast_dev_run(given["fast_dev_run"]),
+            overfit_batches=overfit,
             max_time=max_time,
             limits={
                 what: check_limit(f"limit_{what}_batches", given[f"limit_{what}_batches"])
@@ -129,6 +138,43 @@ class TrainerOptions:
             default_root_dir=root_folder(given["default_root_dir"]),
             **{name: given[name] for name in (*_WHOLE, *_AS_THEY_ARE)},
         )
+
+
+_BAREBONES = {
+    "enable_checkpointing": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "fast_dev_run": False,
+    "detect_anomaly": False,
+    "profiler": None,
+    "log_every_n_steps": 0,
+}
+"""What `barebones` turns off."""
+
+
+def of_barebones(arguments: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the Trainer's arguments without what `barebones` turns off.
+
+    Args:
+        arguments: all of them, by name.
+        function: whose defaults say which of them the user has given.
+
+    Raises:
+        ConfigurationError: one of those was asked for beside it.
+    """
+    if not arguments["barebones"]:
+        return arguments
+    defaults: Any = function.__kwdefaults__
+    for name, off in _BAREBONES.items():
+        given = arguments[name]
+        if given is not None and given != defaults[name] and given != off:
+            raise ConfigurationError(
+                f"barebones=True turns off what does not train, and {name}={given!r} asks for it: "
+                "leave one of the two out"
+            )
+    return {**arguments, **_BAREBONES}
 
 
 def with_defaults(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
@@ -153,9 +199,13 @@ _WHOLE = {
     "check_val_every_n_epoch": 1,
     "num_sanity_val_steps": -1,
     "log_every_n_steps": 0,
+    "reload_dataloaders_every_n_epochs": 0,
 }
 """Options that are whole numbers, and the least that each may be."""
-_AS_THEY_ARE = ("benchmark", "detect_anomaly", "inference_mode", "use_distributed_sampler")
+_AS_THEY_ARE = (
+    *("barebones", "benchmark", "detect_anomaly", "inference_mode"),
+    "use_distributed_sampler",
+)
 
 
 def _of_quick_run(batches: int) -> dict[str, Any]:
@@ -245,30 +295,6 @@ def gradient_clip(value: float | None, algorithm: str) -> GradientClip | None:
         raise ConfigurationError(f"gradient_clip_val={value!r}: expected a number above 0, or None")
     return (
         GradientClip(float(value), "value" if algorithm == "value" else "norm") if value else None
-    )
-
-
-def seconds(value: Any) -> float | None:
-    """Return max_time in seconds, or None."""
-    if value is None:
-        return None
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return float(value)
-    parts = value.split(":") if isinstance(value, str) else []
-    try:
-        if isinstance(value, Mapping):
-            return timedelta(**value).total_seconds()
-        if len(parts) == 4 and all(part.isdigit() for part in parts):
-            days, hours, minutes, seconds = map(int, parts)
-            time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-            return time.total_seconds()
-    except (TypeError, ValueError, OverflowError):
-        pass  # other keys or values, or more days than a timedelta holds
-    raise ConfigurationError(
-        f"max_time={value!r}: expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or "
-        "seconds"
     )
 
 

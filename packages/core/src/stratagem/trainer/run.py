@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,11 @@ from stratagem.trainer.failure import end_failed
 from stratagem.trainer.former_runs import release_others
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
-from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
+from stratagem.trainer.loaders import EvaluationLoader, source_of
 from stratagem.trainer.metrics import Metrics
+from stratagem.trainer.open_data import close, open_evaluation_data, open_fit_data
 from stratagem.trainer.optimizers import configure, count_steps
+from stratagem.trainer.profiling import Profiling
 from stratagem.trainer.resume.checkpoint import (
     Weights,
     collect_checkpoint,
@@ -32,12 +34,10 @@ from stratagem.trainer.resume.checkpoint import (
     restore_training,
 )
 from stratagem.trainer.resume.find import find_checkpoint
-from stratagem.trainer.resume.rank_state import RankState
 from stratagem.trainer.resume.restarts import Restarts
 from stratagem.trainer.rows import Rows
 from stratagem.trainer.schedulers import Schedulers
 from stratagem.trainer.step import Step
-from stratagem.trainer.train_loader import TrainLoader
 from stratagem.trainer.validation import Validation
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from stratagem.trainer.job import Job
     from stratagem.trainer.metrics import LatestValues
     from stratagem.trainer.progress import Progress
+    from stratagem.trainer.resume.rank_state import RankState
+    from stratagem.trainer.train_loader import TrainLoader
     from stratagem.trainer.trainer import Trainer
 
 
@@ -90,7 +92,8 @@ class Run:
         self.progress = progress
         self.latest = latest
         self.latest.bar.clear()
-        self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks)
+        self.profiling = Profiling(trainer._profiler, type(self.strategy).__name__)
+        self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks, self.profiling.wrap)
         loggers = trainer.loggers if trainer.is_global_zero else ()
         self.rows = Rows(loggers, self.strategy.accelerator)
         every = trainer.log_every_n_steps
@@ -147,6 +150,7 @@ class Run:
             deterministic=trainer.deterministic,
             benchmark=trainer.benchmark,
         )
+        self.profiling.begin(self)
         try:
             self.job.prepare_data(ranks)
             if datamodule is not None:
@@ -173,6 +177,7 @@ class Run:
             self.step = None
             # What was logged before an error is what explains it.
             self.rows.flush()
+            self.profiling.end(self)
             if ranks.is_global_zero:
                 for logger in trainer.loggers:
                     logger.finalize(status)
@@ -193,45 +198,28 @@ class Run:
             strategy, trainer.default_root_dir, saves=bool(trainer.checkpoint_callbacks)
         )
         path = self.resumed_from = self._find(self.restarts.begin(self.job.ckpt_path))
-        loader = self._open_data()
+        loader = open_fit_data(self)
         strategy.take_batch_size(loader.batch_size)
         prepared = self._prepare_to_train()
         if path is not None:
-            self._resume(prepared, path)
+            self._restore(prepared, read_checkpoint(self.launched.checkpoint_writer, path), path)
+        joined = strategy.join_training(prepared, self.checkpoint)
+        if joined is not None:
+            self._restore(prepared, joined, "the run that this one joins")
         if module.hyper_parameters and strategy.ranks.is_global_zero:
             checks.warn_of_unsavable_hyperparameters(module)
             for logger in trainer.loggers:
                 logger.log_hyperparams(module.hyper_parameters)
         with module.logging_to(self.metrics):
             self.hooks.call("on_fit_start")
-            if path is None:
+            if path is None and joined is None:
                 self.validation.check_sanity(prepared)
-            assert self.rank_state is not None
-            with self.interruption, closing(loader):
-                fit_loop.fit(self, prepared, loader, self.validation, self.rank_state)
+            with ExitStack() as stack:
+                stack.callback(close, self)
+                stack.enter_context(self.interruption)
+                fit_loop.fit(self, prepared, self.validation)
         self.hooks.call("on_fit_end")
         strategy.checkpoint_io.wait()
-
-    def _open_data(self) -> TrainLoader:
-        """Make this rank's loaders, for training and for validation."""
-        loader = self.train_loader = TrainLoader(
-            source_of("train_dataloader", self.job, self.job.loaders, needed=True),
-            self.strategy,
-            limit=self.trainer.limits["train"],
-            use_distributed_sampler=self.trainer.use_distributed_sampler,
-        )
-        if self.trainer.limits["val"] != 0 and self.module.defines("validation_step"):
-            given = source_of("val_dataloader", self.job, self.job.val_loaders, needed=False)
-            if given is not None:
-                self.validation.loaders = self._evaluation_loaders(given, "validation")
-        self.rank_state = RankState(
-            self.strategy.ranks,
-            self.progress,
-            loader,
-            [one.loader for one in self.validation.loaders],
-            rng_of=(self.strategy.accelerator, self.strategy.device),
-        )
-        return loader
 
     def _prepare_to_train(self) -> PreparedModel:
         """Let the strategy prepare the model, and make its optimizers."""
@@ -256,25 +244,15 @@ class Run:
         what = "validation" if self.stage == "validate" else "test"
         method = "val_dataloader" if what == "validation" else "test_dataloader"
         source = source_of(method, self.job, self.job.loaders, needed=True)
-        loaders = self._evaluation_loaders(source, what)
+        loaders = open_evaluation_data(self, source, what)
         epoch = evaluation.evaluate(self, self._prepare_to_evaluate(), loaders, what)
         values = {name: float(value) for name, value in epoch.values.items()}
         return values, results.by_loader(values, epoch.loaders, len(loaders))
 
     def _predict(self) -> list[list[Any]]:
         source = source_of("predict_dataloader", self.job, self.job.loaders, needed=True)
-        loaders = self._evaluation_loaders(source, "predict")
+        loaders = open_evaluation_data(self, source, "predict")
         return evaluation.predict(self, self._prepare_to_evaluate(), loaders)
-
-    def _evaluation_loaders(self, source: Any, what: str) -> list[EvaluationLoader]:
-        loaders = self.evaluation_loaders[what] = evaluation_loaders(
-            source,
-            self.strategy,
-            what=what,
-            limit=self.trainer.limits["val" if what == "validation" else what],
-            use_distributed_sampler=self.trainer.use_distributed_sampler,
-        )
-        return loaders
 
     def _prepare_to_evaluate(self) -> PreparedModel:
         path = self._find(self.job.ckpt_path)
@@ -290,12 +268,17 @@ class Run:
     def _find(self, asked: str | Path | None) -> paths.Location | None:
         return None if asked is None else find_checkpoint(self.trainer, asked)
 
-    def _resume(self, prepared: PreparedModel, path: paths.Location) -> None:
+    def _restore(
+        self, prepared: PreparedModel, checkpoint: dict[str, Any], whence: paths.Location
+    ) -> None:
         """Restore the run from a checkpoint, which nothing holds any more afterwards."""
-        checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
         self.run_id = checkpoint.get("run") or self.run_id
-        restore_model(self, prepared, checkpoint, path)
-        restore_training(self, prepared, checkpoint, path)
+        restore_model(self, prepared, checkpoint, whence)
+        restore_training(self, prepared, checkpoint, whence)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return this run as it is, as a file would hold it; called on every rank."""
+        return collect_checkpoint(self, self.weights(), weights_only=False)
 
     def weights(self) -> Weights:
         """Return the model's state as it is saved; called on every rank."""
@@ -309,7 +292,8 @@ class Run:
             self.saves_due.append(path)
             return
         checkpoint = collect_checkpoint(self, weights or self.weights(), weights_only=weights_only)
-        self.launched.checkpoint_writer.save(checkpoint, path)
+        save = self.profiling.wrap("save_checkpoint", self.launched.checkpoint_writer.save)
+        save(checkpoint, path)
         restarts = self.restarts
         if restarts is not None and not weights_only:
             self.strategy.checkpoint_io.when_durable(lambda: restarts.saved(path))
@@ -377,6 +361,10 @@ class Run:
         self.hooks.call_monitors("on_train_epoch_end")
 
     # -- what callbacks ask
+
+    def pass_over_training_data(self) -> None:
+        """Run `training_step` over an epoch without gradients; nothing is counted or logged."""
+        evaluation.pass_over_training_data(self)
 
     def may_come_later(self, name: str) -> bool:
         """Whether a value that is not there yet may still be logged.

@@ -32,6 +32,10 @@ class Schedulers:
         self._metric = metric
         self._names_of_validation: set[str] = set()
 
+    def suspend(self) -> None:
+        """Step none of them from here on, in this fit: something else sets learning rates."""
+        self._automatic = False
+
     def step(self, interval: str, count: int) -> None:
         """Step those that are due after the `count`-th epoch or step, without a value."""
         if not self._automatic:

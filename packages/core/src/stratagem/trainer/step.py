@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.module import Module
     from stratagem.plan.step_options import GradientClip
+    from stratagem.trainer.hooks import Hook
     from stratagem.trainer.run import Run
 
 
@@ -54,8 +55,12 @@ class Step(TrainStep):
         self._progress = run.progress
         self._logged = run.metrics
         self._schedulers = run.schedulers
-        self._training_step = _training_step(module, prepared)
-        self._convert = batch_converter(strategy, module, run.datamodule)
+        called = _training_step(module, prepared)
+        self._training_step = run.profiling.of_strategy("training_step", called)
+        convert = batch_converter(strategy, module, run.datamodule)
+        if convert is not None:
+            convert = run.profiling.of_strategy("batch_to_device", convert)
+        self._convert = convert
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
         self._takes_index = positional_parameters(module.training_step).most > 1
         self._detect = run.trainer.detect_anomaly
@@ -71,6 +76,17 @@ class Step(TrainStep):
         self._on_after_backward = hooks.of("on_after_backward")
         self._on_before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._on_before_zero_grad = hooks.of("on_before_zero_grad")
+        run.profiling.watch(self)
+
+    def surround_backward(self, before: Hook, after: Hook) -> None:
+        """Call `before` after all hooks that come before a backward, and `after` behind it."""
+        self._on_before_backward = (*self._on_before_backward, before)
+        self._on_after_backward = (after, *self._on_after_backward)
+
+    def surround_update(self, before: Hook, after: Hook) -> None:
+        """The same of clipping and the optimizer's step."""
+        self._on_before_optimizer_step = (*self._on_before_optimizer_step, before)
+        self._on_before_zero_grad = (after, *self._on_before_zero_grad)
 
     # -- called by the loop
 
@@ -85,8 +101,8 @@ class Step(TrainStep):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has batches that do not count as trained on yet."""
-        return self._micro_batches > 0
+        """Whether a batch of it has begun, and they do not count as trained on yet."""
+        return self._begun > 0 and self._micro_batches > 0
 
     @property
     def has_loss(self) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
+from stratagem.data.combined_loader import CombinedLoader
+from stratagem.data.combined_resumable import CombinedResumable
 from stratagem.data.resumable import Resumable
 from stratagem.data.sharding import UNKNOWN, length_of, set_epoch
 from stratagem.distributed.uneven_inputs import UnevenInputs, remedy_for
-from stratagem.errors import UserCodeError
-from stratagem.trainer.loaders import Limit, limit_batches, one_loader, shard
+from stratagem.errors import CheckpointMismatchError, UserCodeError
+from stratagem.trainer.loaders import Limit, limit_batches, shard, train_source
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
@@ -29,10 +31,11 @@ class TrainLoader:
     Called on every rank, once in a fit.
 
     Args:
-        source: a DataLoader or another iterable of batches.
+        source: a DataLoader or another iterable of batches, or several.
         strategy: of the ranks that share the data.
         limit: `limit_train_batches`.
         use_distributed_sampler: divide the data between ranks.
+        reads: returns what is iterated over, given the action's name for profilers and an iterator.
 
     Attributes:
         batches: how many of them an epoch has, alike on every rank; infinity: not known.
@@ -44,11 +47,17 @@ class TrainLoader:
     """
 
     def __init__(
-        self, source: Any, strategy: Strategy, *, limit: Limit, use_distributed_sampler: bool
+        self,
+        source: Any,
+        strategy: Strategy,
+        *,
+        limit: Limit,
+        use_distributed_sampler: bool,
+        reads: Callable[[str, Iterator[Any]], Iterator[Any]],
     ) -> None:
         # The order matters: each goes by what the one before has left of the data.
         sharded = shard(
-            one_loader(source),
+            train_source(source),
             strategy,
             name=NAME,
             divide=use_distributed_sampler,
@@ -56,12 +65,15 @@ class TrainLoader:
             limit=limit,
         )
         ranks = strategy.ranks
-        self._data = Resumable(sharded, NAME, ranks.global_rank, ranks.data_shard)
+        combines = isinstance(sharded, CombinedLoader)
+        kind: type[Resumable | CombinedResumable] = CombinedResumable if combines else Resumable
+        self._data = kind(sharded, NAME, ranks.global_rank, ranks.data_shard)
         self.loader = self._data.loader
         self.batches = limit_batches(
             length_of(sharded), limit, name=NAME, limit_name="limit_train_batches"
         )
         self._strategy = strategy
+        self._reads = reads
         self._uneven: UnevenInputs | None = None
         self._agree()
         self.end = self.batches
@@ -80,8 +92,9 @@ class TrainLoader:
         if ranks.world_size == 1:
             return
         known = length_of(self.loader) != UNKNOWN
-        dataset = getattr(self.loader, "dataset", None)
-        relied_on = known and not isinstance(dataset, IterableDataset)
+        relied_on = known and not any(
+            isinstance(getattr(one, "dataset", None), IterableDataset) for one in self._each()
+        )
         own = _ENDLESS if self.batches == UNKNOWN else int(self.batches)
         most, fewest, all_known, all_relied_on = (
             abs(number)
@@ -101,8 +114,9 @@ class TrainLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples in a batch; None if the loader does not say."""
-        for holder in (self.loader, getattr(self.loader, "batch_sampler", None)):
+        """The number of samples in a batch, of the first loader; None if it does not say."""
+        first = self._each()[0]
+        for holder in (first, getattr(first, "batch_sampler", None)):
             size = getattr(holder, "batch_size", None)
             if isinstance(size, int):
                 return size
@@ -112,11 +126,17 @@ class TrainLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch to the loader's samplers."""
-        set_epoch(self.loader, epoch)
+        for loader in self._each():
+            set_epoch(loader, epoch)
+
+    def _each(self) -> list[Any]:
+        loader = self.loader
+        return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
 
     def begin_epoch(self, epoch: int, done: int) -> None:
         """Begin an epoch after its first `done` batches."""
-        self._epoch, passed_over = self._data.begin(epoch, done, self.batches)
+        batches, passed_over = self._data.begin(epoch, done, self.batches)
+        self._epoch = self._reads("[_TrainingEpochLoop].train_dataloader_next", batches)
         self._done = done
         self.end = min(self.batches, done + self._data.left)
         if self._uneven is not None:
@@ -194,6 +214,19 @@ class TrainLoader:
             states: in the order of those ranks.
             done: batches of the epoch that each of them had trained on.
         """
+        combines = isinstance(self._data, CombinedResumable)
+        if ("parts" in states[0]) is not combines or (
+            isinstance(self._data, CombinedResumable)
+            and (states[0]["mode"], len(states[0]["parts"]))
+            != (self._data.loader.mode, len(self._data.loader.flattened))
+        ):
+            if done == 0:
+                return 0  # the epoch begins with whatever there is now
+            raise CheckpointMismatchError(
+                f"the checkpoint was saved in the middle of an epoch, with {_described(states[0])} "
+                f"as {NAME}, and now it is {_described(self._data.state())}: resume with what it "
+                "was saved with, or from a checkpoint of the end of an epoch"
+            )
         return self._data.resume(states, done)
 
     def close(self) -> None:
@@ -234,6 +267,12 @@ class MicroBatches(Collection[Any]):
             del batch  # before the next one is read
         if read < self._count:
             raise UserCodeError(_broken_promise(self._done + read, self._promised))
+
+
+def _described(state: dict[str, Any]) -> str:
+    if "parts" not in state:
+        return "one loader"
+    return f"{len(state['parts'])} loaders read as {state['mode']!r}"
 
 
 def _taken_out(batches: list[Any]) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks import Callback
 from stratagem.datamodule import DataModule
@@ -31,13 +31,22 @@ from stratagem.trainer.checks import (
     check_not_running,
     say_what_begins_again,
 )
-from stratagem.trainer.defaults import make_callbacks, make_loggers, merge_callbacks
+from stratagem.trainer.defaults import (
+    make_callbacks,
+    make_loggers,
+    make_profiler,
+    merge_callbacks,
+    parse_arguments,
+)
 from stratagem.trainer.job import Job
 from stratagem.trainer.metrics import LatestValues
-from stratagem.trainer.options import TrainerOptions, with_defaults
+from stratagem.trainer.options import TrainerOptions
 from stratagem.trainer.progress import Progress, RunState
 from stratagem.trainer.results import print_values
 from stratagem.trainer.run import Run
+
+if TYPE_CHECKING:
+    from stratagem.profilers import Profiler
 
 
 class Trainer(TrainerAttributes):
@@ -78,6 +87,13 @@ class Trainer(TrainerAttributes):
         enable_checkpointing: add a ModelCheckpoint if there is none.
         async_save: write checkpoints while training goes on; needs memory of the host for a copy.
         enable_progress_bar: add a ProgressBar if there is none.
+        enable_model_summary: add a ModelSummary if there is none: a table of the layers, on stderr.
+        overfit_batches: train on so many batches (int) or such a fraction of them (float), always
+            the same and in order, and validate on as many; 0.0: on all.
+        reload_dataloaders_every_n_epochs: ask for the loaders anew after so many epochs; 0: never.
+        profiler: "simple", "advanced", "pytorch" or a Profiler; None: none, which costs nothing.
+        barebones: turn off all that does not train, to measure it: checkpoints, loggers, values,
+            bar, summary, sanity check, profiler.
         default_root_dir: where logs and checkpoints go; None: the current folder. At a URL,
             checkpoints without a `dirpath` go to its `checkpoints`, logs to the current folder.
         gpus, tpu_cores: shorthands, see `Lite`.
@@ -91,6 +107,12 @@ class Trainer(TrainerAttributes):
         >>> trainer.plan.strategy.name
         'single_device'
     """
+
+    should_stop: bool = False
+    """Set to True, on every rank alike, to end training after the present step."""
+    _run: Run | None = None
+    _trained_elsewhere: Module | None = None
+    """The model of the last run, where that was in processes of its own."""
 
     def __init__(
         self,
@@ -131,26 +153,27 @@ class Trainer(TrainerAttributes):
         enable_checkpointing: bool = True,
         async_save: bool = False,
         enable_progress_bar: bool = True,
+        enable_model_summary: bool = False,
+        overfit_batches: int | float = 0.0,
+        reload_dataloaders_every_n_epochs: int = 0,
+        profiler: str | Profiler | None = None,
+        barebones: bool = False,
         default_root_dir: str | Path | None = None,
         gpus: int | str | list[int] | None = None,
         tpu_cores: int | str | list[int] | None = None,
     ) -> None:
-        given = with_defaults(locals(), Trainer.__init__)
+        given = parse_arguments(locals(), Trainer.__init__)
         vars(self).update(vars(TrainerOptions.parse(given)))
         requested = {name: given[name] for name in REQUESTED}
         self._launched = Launched(step_options=self.step_options, **requested)
         check_divergence_detection(self.plan, self.detect_divergence)
         quick = self.fast_dev_run > 0
-        self.loggers = make_loggers(logger, self.default_root_dir, quick=quick)
+        self.loggers = make_loggers(given["logger"], self.default_root_dir, quick=quick)
+        self._profiler = make_profiler(given["profiler"])
         self.callbacks = make_callbacks(given, quick=quick)
         self.state = RunState()
-        self.should_stop = False
-        """Set to True, on every rank alike, to end training after the present step."""
         self._progress = Progress()
         self._latest = LatestValues()
-        self._run: Run | None = None
-        self._trained_elsewhere: Module | None = None
-        """The model of the last run, where that was in processes of its own."""
 
     # -- what runs where
 

@@ -32,6 +32,7 @@ class Target:
         tolerance: how far losses may be from those of `single_device`, relative and absolute.
         models: names of models of the kit, or places of functions that make one; see `models.py`.
         equal: whether losses are to be those of `single_device`.
+        kept: beginnings of what may be left after the end, in the kit's words.
         search_path: folders that ranks search for modules, besides their own.
     """
 
@@ -42,13 +43,14 @@ class Target:
     tolerance: float = 1e-5
     models: tuple[str, ...] = ()
     equal: bool = True
+    kept: tuple[str, ...] = ()
     search_path: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Target:
         """Return a target that went through JSON, which knows no tuples."""
         fields: dict[str, Any] = dict(told)
-        for name in ("models", "search_path"):
+        for name in ("models", "kept", "search_path"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
 

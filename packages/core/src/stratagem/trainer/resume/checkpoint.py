@@ -39,6 +39,7 @@ from stratagem.errors import CheckpointContentError, CheckpointMismatchError, na
 from stratagem.state.hyperparameters import savable
 from stratagem.state.plain_data import find_offending_value
 from stratagem.state.rank_states import RankStates, gather_states
+from stratagem.trainer.open_data import reopen_for_resume
 from stratagem.trainer.resume.rank_state import state_of_rank
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def restore_training(
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
+    reopen_for_resume(run)
     if "ranks" in checkpoint and run.rank_state is not None:
         run.rank_state.resume(RankStates(checkpoint["ranks"]))
     # Last: it may go by everything else.

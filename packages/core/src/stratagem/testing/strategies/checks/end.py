@@ -40,6 +40,7 @@ def _judge_end(found: Found) -> None:
     )
     assert not ended.processes, f"left running: {'; '.join(ended.processes)}"
     for rank, left in sorted((ended.left or {}).items()):
+        left = [one for one in left if not one.startswith(found.target.kept)]
         assert not left, (
             f"rank {rank} has after its end {'; '.join(left)}: undo it in teardown(), and call "
             "super().teardown()"

@@ -123,7 +123,9 @@ def _left(probe: Probe) -> dict[str, Any]:
 @judge_of(_left)
 def _judge_left(found: Found) -> None:
     for rank, told in enumerate(found.ranks):
-        first, second = told["left"]
+        first, second = (
+            [one for one in left if not one.startswith(found.target.kept)] for left in told["left"]
+        )
         assert not second, (
             f"rank {rank}: a run left behind {'; '.join(second)}"
             + ("" if first == second else " (and each run more of it)")

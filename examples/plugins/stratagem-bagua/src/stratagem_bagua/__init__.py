@@ -1,0 +1,1 @@
+"""Bagua's algorithms for Stratagem."""

@@ -1,0 +1,32 @@
+"""What this distribution provides, as data: neither torch nor bagua is imported here."""
+
+from __future__ import annotations
+
+from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec, hookimpl
+
+BAGUA = Capabilities(
+    accelerators=("cuda",),
+    precisions=("32-true", "bf16-mixed"),
+    launchers=None,  # any
+    one_process=False,
+    many_devices=True,
+    multi_node=True,
+    backward_in_forward=False,
+    rebinds_optimizers=False,  # Bagua hooks the optimizers that it is given with the model
+    replicated=False,  # between two averages of the decentralized and asynchronous algorithms
+)
+"""What the strategy can do; the spec and the class hold the same object."""
+
+
+@hookimpl
+def stratagem_components() -> tuple[ComponentSpec, ...]:
+    """Return everything that this distribution provides."""
+    return (
+        StrategySpec(
+            name="bagua",
+            target="stratagem_bagua.strategy:BaguaStrategy",
+            api_version=1,
+            summary="Bagua's communication algorithms; contract-tested, never run",
+            capabilities=BAGUA,
+        ),
+    )

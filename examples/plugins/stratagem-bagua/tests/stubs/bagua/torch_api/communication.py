@@ -1,0 +1,7 @@
+"""Whether there is a process group."""
+
+initialized = False
+
+
+def is_initialized() -> bool:
+    return initialized

@@ -1,0 +1,1 @@
+"""ColossalAI's boosters for Stratagem."""

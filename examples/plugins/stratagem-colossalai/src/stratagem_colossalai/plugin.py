@@ -1,0 +1,28 @@
+"""What this distribution provides, as data: neither torch nor colossalai is imported here."""
+
+from __future__ import annotations
+
+from stratagem.discovery import Capabilities, ComponentSpec, StrategySpec, hookimpl
+
+COLOSSALAI = Capabilities(
+    accelerators=("cpu", "cuda"),
+    launchers=None,  # any
+    one_process=False,
+    many_devices=True,
+    multi_node=True,
+)
+"""What the strategy can do; the spec and the class hold the same object."""
+
+
+@hookimpl
+def stratagem_components() -> tuple[ComponentSpec, ...]:
+    """Return everything that this distribution provides."""
+    return (
+        StrategySpec(
+            name="colossalai",
+            target="stratagem_colossalai.strategy:ColossalAIStrategy",
+            api_version=1,
+            summary="Data parallel by ColossalAI's booster and its TorchDDP plugin",
+            capabilities=COLOSSALAI,
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Decentralized training for Stratagem, by hivemind."""

@@ -1,0 +1,255 @@
+"""HivemindStrategy: a peer that trains with others, which come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import hivemind
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategies import PreparedModel, SingleDeviceStrategy, TrainStep
+from stratagem_hivemind.plugin import HIVEMIND
+
+
+class HivemindStrategy(SingleDeviceStrategy):
+    """One peer. Peers gather gradients of `target_batch_size` samples together, then all step.
+
+    A peer that joins takes weights and optimizer state from the others. `global_step` counts the
+    steps that peers have taken together, hivemind's epochs, and is the same on all; a batch after
+    which they have not gathered enough is trained on, and takes no step.
+
+    Args:
+        target_batch_size: samples that all peers gather for a step.
+        run_id: the name of the run; peers with the same one train together.
+        batch_size: samples in a batch of this peer; None: what the Trainer's loader says.
+        initial_peers: addresses of peers that are there already, as `visible_peers` lists them.
+        host_maddrs: where this peer listens, such as "/ip4/0.0.0.0/tcp/0"; None: on loopback.
+        scheduler_fn: makes an LR scheduler, which is stepped after each of the peers' steps.
+        matchmaking_time: seconds to wait for others when peers average.
+        averaging_timeout: seconds after which averaging is given up.
+        delay_state_averaging, delay_optimizer_step, delay_grad_averaging, offload_optimizer,
+            reuse_grad_buffers, verbose, averager_opts: see `hivemind.Optimizer`.
+        tracker_opts: of hivemind's progress tracker: how often this peer looks at the others.
+        **components: see `SingleDeviceStrategy`.
+
+    Raises:
+        ConfigurationError: an option of hivemind that it takes only where it makes the optimizer,
+            or no batch size.
+    """
+
+    capabilities = HIVEMIND
+
+    def __init__(
+        self,
+        *,
+        target_batch_size: int,
+        run_id: str = "stratagem_run",
+        batch_size: int | None = None,
+        initial_peers: Sequence[str] | str = (),
+        host_maddrs: Sequence[str] | None = None,
+        scheduler_fn: Callable[[Optimizer], Any] | None = None,
+        matchmaking_time: float = 5.0,
+        averaging_timeout: float = 30.0,
+        delay_state_averaging: bool = False,
+        delay_optimizer_step: bool | None = None,
+        delay_grad_averaging: bool = False,
+        offload_optimizer: bool | None = None,
+        reuse_grad_buffers: bool = False,
+        verbose: bool = False,
+        averager_opts: dict[str, Any] | None = None,
+        tracker_opts: dict[str, Any] | None = None,
+        **components: Any,
+    ) -> None:
+        super().__init__(**components)
+        refused = {
+            "delay_optimizer_step": delay_optimizer_step,
+            "delay_grad_averaging": delay_grad_averaging,
+            "offload_optimizer": offload_optimizer,
+            "reuse_grad_buffers": reuse_grad_buffers,
+        }
+        for name, given in refused.items():
+            if given:
+                raise ConfigurationError(
+                    f"{name}=True: hivemind would make the optimizer and keep gradients itself; "
+                    "here your Module makes the one and the Trainer clears the others: leave it out"
+                )
+        self.target_batch_size = target_batch_size
+        self.batch_size = batch_size
+        self.initial_peers = (
+            initial_peers.split(",") if isinstance(initial_peers, str) else list(initial_peers)
+        )
+        self.host_maddrs = list(host_maddrs or ["/ip4/127.0.0.1/tcp/0"])
+        self.options: dict[str, Any] = {
+            "run_id": run_id,
+            "target_batch_size": target_batch_size,
+            "scheduler": scheduler_fn,
+            "matchmaking_time": matchmaking_time,
+            "averaging_timeout": averaging_timeout,
+            "delay_state_averaging": delay_state_averaging,
+            "verbose": verbose,
+            "averager_opts": {"request_timeout": matchmaking_time / 2, **(averager_opts or {})},
+            "tracker_opts": tracker_opts,
+        }
+        self._dht: Any = None
+        self._shared: dict[Optimizer, Any] = {}
+        """hivemind's optimizer around each of the user's, once peers share it."""
+        self._micro_batches = 1
+        self._epochs: list[int] = []
+        """hivemind's counts, of a checkpoint that was loaded before peers were met."""
+
+    @property
+    def visible_peers(self) -> list[str]:
+        """Addresses of this peer, which others pass as `initial_peers`."""
+        return [str(address) for address in self._meet().get_visible_maddrs()]
+
+    def _meet(self) -> Any:
+        """Return this peer's part of the hash table in which peers find one another."""
+        if self._dht is None:
+            self._dht = hivemind.DHT(
+                start=True, initial_peers=self.initial_peers, host_maddrs=self.host_maddrs
+            )
+        return self._dht
+
+    def take_batch_size(self, batch_size: int | None) -> None:
+        """Learn the batch size from the Trainer's loader."""
+        self.batch_size = self.batch_size or batch_size
+
+    def _share(self, optimizer: Optimizer) -> Any:
+        """Return hivemind's optimizer around one of the user's, which averages with peers."""
+        if optimizer not in self._shared:
+            if self.batch_size is None:
+                raise ConfigurationError(
+                    "hivemind counts samples, and the loader does not say how many a batch has: "
+                    "pass HivemindStrategy(batch_size=...)"
+                )
+            # Optimizers are averaged each with its own peers.
+            number = len(self._shared)
+            with _as_it_was(optimizer):
+                shared = hivemind.Optimizer(
+                    dht=self._meet(),
+                    optimizer=optimizer,
+                    batch_size_per_step=self.batch_size,
+                    **{**self.options, "run_id": f"{self.options['run_id']}_{number}"},
+                )
+            if number < len(self._epochs):
+                _count_from(shared, self._epochs[number])
+            self._shared[optimizer] = shared
+        return self._shared[optimizer]
+
+    def join_training(
+        self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Take weights and optimizer state from peers that are ahead, and their count of steps."""
+        ahead = 0
+        for optimizer in prepared.optimizers:
+            shared = self._share(optimizer)
+            shared.tracker.fetched_global_progress_this_epoch.wait(
+                self.options["averaging_timeout"]
+            )
+            if shared.local_epoch < shared.tracker.global_epoch:
+                shared.load_state_from_peers()
+                ahead = shared.local_epoch
+        if not ahead:
+            return None
+        joined = checkpoint()
+        joined["global_step"] = joined["progress"]["global_step"] = ahead
+        return joined
+
+    # -- a step
+
+    def train_step(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        """Run a step over so many samples of this peer."""
+        self._micro_batches = len(micro_batches)
+        super().train_step(prepared, step, micro_batches)
+
+    def optimizer_step(
+        self,
+        prepared: PreparedModel,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Hand this peer's gradients over; all step if there are enough of them."""
+        shared = self._share(optimizer)
+        before = shared.local_epoch
+        assert self.batch_size is not None
+        result = shared.step(closure, batch_size=self.batch_size * self._micro_batches)
+        self.precision.step_was_skipped = shared.local_epoch == before
+        return result
+
+    # -- state and end
+
+    def state(self, prepared: PreparedModel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Return hivemind's counts of steps."""
+        epochs = [shared.local_epoch for shared in self._shared.values()] or self._epochs
+        return {"epochs": epochs} if epochs else {}
+
+    def load_state(
+        self, prepared: PreparedModel, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        """Count on from a checkpoint."""
+        self._epochs = list(state["epochs"])
+        for shared, epoch in zip(self._shared.values(), self._epochs, strict=False):
+            _count_from(shared, epoch)
+
+    def end_training(self, prepared: PreparedModel) -> None:
+        """Take leave of the other peers."""
+        self._leave(prepared.optimizers)
+
+    def release(self, prepared: PreparedModel) -> None:
+        """Take leave of the other peers."""
+        self._leave(prepared.optimizers)
+
+    def teardown(self) -> None:
+        """Take leave of the other peers, and of the table in which they are found."""
+        self._leave(list(self._shared))
+        super().teardown()
+
+    def _leave(self, optimizers: Sequence[Optimizer]) -> None:
+        self._epochs = [shared.local_epoch for shared in self._shared.values()] or self._epochs
+        for optimizer in optimizers:
+            shared = self._shared.pop(optimizer, None)
+            if shared is not None:
+                shared.shutdown()
+        if self._dht is not None and not self._shared:
+            self._dht.shutdown()
+            self._dht = None
+
+
+def _count_from(shared: Any, epoch: int) -> None:
+    shared.state_averager.local_epoch = epoch
+    with shared.tracker.pause_updates():
+        shared.tracker.update_epoch(epoch)
+
+
+@contextmanager
+def _as_it_was(optimizer: Optimizer) -> Iterator[None]:
+    """Put back weights and state of an optimizer, in place.
+
+    hivemind steps it once with gradients of zero, for its state to be there: weight decay and
+    momentum would move the weights, and Adam would count a step.
+    """
+    weights = [
+        (parameter, parameter.detach().clone())
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    states = {
+        parameter: {k: v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+        for parameter, state in optimizer.state.items()
+    }
+    yield
+    with torch.no_grad():
+        for parameter, before in weights:
+            parameter.copy_(before)
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    known = states.get(parameter, {}).get(name)
+                    value.copy_(torch.zeros_like(value) if known is None else known)

@@ -1,0 +1,1 @@
+"""Fault-tolerant data parallel for Stratagem, by torchft."""

@@ -1,0 +1,106 @@
+"""Two replicas for real: one is killed in the middle, the other goes on, and it rejoins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchft.coordination import LighthouseServer
+
+REPLICA = Path(__file__).with_name("replica.py")
+
+
+class Replica:
+    """A run of `replica.py`; it waits at its beginning for the replica `peer`, if one is named."""
+
+    def __init__(self, folder: Path, lighthouse: str, name: str, number: int, peer: str) -> None:
+        self.path, self.output = folder / f"{name}.jsonl", folder / f"{name}.txt"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(REPLICA), str(folder), name, str(number), peer or name],
+                env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=output,
+            )
+
+    def lines(self) -> list[dict[str, Any]]:
+        whole = self.path.read_text().rpartition("\n")[0] if self.path.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def wait_for_lines(self, number: int, seconds: float = 120.0) -> None:
+        until = time.monotonic() + seconds
+        while len(self.lines()) < number:
+            assert time.monotonic() < until, self.output.read_text()[-3000:]
+            assert self.process.poll() is None, self.output.read_text()[-3000:]
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=20000, heartbeat_timeout_ms=2000
+    )
+    yield server.address()
+    server.shutdown()
+
+
+@pytest.fixture
+def start(tmp_path: Path, lighthouse: str) -> Iterator[Callable[..., Replica]]:
+    started: list[Replica] = []
+
+    def start(name: str, number: int, peer: str = "") -> Replica:
+        started.append(Replica(tmp_path, lighthouse, name, number, peer))
+        return started[-1]
+
+    yield start
+    for replica in started:
+        replica.process.kill()
+        replica.process.wait()
+
+
+def test_a_replica_is_killed_the_other_goes_on_and_it_rejoins(
+    start: Callable[..., Replica], tmp_path: Path
+) -> None:
+    one = start("one", 0, peer="other")
+    one.wait_for_lines(1)
+    other = start("other", 1)
+    other.wait_for_lines(10)
+    other.process.send_signal(signal.SIGKILL)
+    other.process.wait()
+    killed_at = other.lines()[-1]["step"]
+    one.wait_for_lines(killed_at + 5)
+    again = start("again", 1)
+    again.wait_for_lines(20)
+    end = len(one.lines()) + 100
+    (tmp_path / "written").write_text(str(end))
+    (tmp_path / "written").rename(tmp_path / "end")
+    assert one.process.wait(120) == 0
+    assert again.process.wait(120) == 0
+
+    first, before, after = one.lines(), other.lines(), again.lines()
+    # The one that stayed took each step once, whatever became of the other; both ended together.
+    assert [line["step"] for line in first] == list(range(1, end + 1))
+    assert [line["step"] for line in before] == list(range(before[0]["step"], killed_at + 1))
+    assert before[0]["step"] > 3
+    assert [line["step"] for line in after] == list(range(after[0]["step"], end + 1))
+    assert after[0]["step"] > killed_at + 5
+    # Weights are alike in each step that both took, though they did not begin alike.
+    weights = {line["step"]: line["weights"] for line in first}
+    for line in before + after:
+        assert line["weights"] == weights[line["step"]], line["step"]
+    # In an epoch neither has read a sample twice, or one of the other's part; one that both have
+    # read from end to end was read whole.
+    for epoch in range(first[-1]["epoch"] + 1):
+        of_one = [n for line in first if line["epoch"] == epoch for n in line["seen"]]
+        of_other = [n for line in before + after if line["epoch"] == epoch for n in line["seen"]]
+        assert len({*of_one, *of_other}) == len(of_one) + len(of_other)
+        if after[0]["epoch"] < epoch < first[-1]["epoch"]:
+            assert len(of_one) + len(of_other) == 256

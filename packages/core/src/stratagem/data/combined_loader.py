@@ -1,0 +1,186 @@
+"""CombinedLoader: several loaders that are read together, or one after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal
+
+from stratagem.data.sharding import length_of
+from stratagem.errors import ConfigurationError
+
+Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+
+
+class CombinedLoader:
+    """Several loaders as one, for training, validation, testing or predicting.
+
+    A batch is a collection like `iterables`, with one batch of each loader in its place; in mode
+    "sequential" it is one loader's. Several loaders without a mode are read as "max_size_cycle" in
+    training, and as "sequential" elsewhere.
+
+    Iterating yields `(batch, batch_idx, dataloader_idx)`; a Trainer hands on the batch. Each loader
+    is sharded over ranks and goes on in the middle of an epoch as one that stands alone.
+
+    Args:
+        iterables: loaders in a list, tuple or dict, which may be nested.
+        mode: "min_size": as long as each of them has a batch; "max_size": as long as any has, None
+            in the place of those that have none; "max_size_cycle": the same, where those that are
+            at their end begin again; "sequential": one after another.
+
+    Raises:
+        ConfigurationError: there is no such mode, or no loader.
+
+    Example:
+        >>> from stratagem.data import CombinedLoader
+        >>> loaders = {"labelled": range(2), "unlabelled": range(10, 13)}
+        >>> for batch, batch_idx, _ in CombinedLoader(loaders, "max_size_cycle"):
+        ...     print(batch_idx, batch)
+        0 {'labelled': 0, 'unlabelled': 10}
+        1 {'labelled': 1, 'unlabelled': 11}
+        2 {'labelled': 0, 'unlabelled': 12}
+    """
+
+    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+        if mode not in MODES:
+            raise ConfigurationError(
+                f"CombinedLoader(mode={mode!r}): expected {', '.join(map(repr, MODES))}"
+            )
+        self.iterables = iterables
+        self.mode = mode
+        self.flattened: list[Any] = list(_leaves(iterables))
+        if not self.flattened:
+            raise ConfigurationError(
+                f"CombinedLoader({iterables!r}): expected at least one loader in it"
+            )
+
+    def map(self, function: Callable[[Any], Any]) -> CombinedLoader:
+        """Return one of what a function makes of each loader."""
+        return self.of([function(loader) for loader in self.flattened])
+
+    def of(self, loaders: list[Any]) -> CombinedLoader:
+        """Return one with other loaders in the place of these, in their order."""
+        return CombinedLoader(self.collect(loaders), self.mode)
+
+    def collect(self, items: list[Any]) -> Any:
+        """Return a collection like `iterables`, with an item in the place of each loader."""
+        return _filled(self.iterables, iter(items))
+
+    def __len__(self) -> int:
+        total = total_of([length_of(loader) for loader in self.flattened], self.mode)
+        if total == math.inf:
+            raise TypeError("a loader in this CombinedLoader has no length")
+        return int(total)
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        return self.combine([Reading(partial(iter, one)) for one in self.flattened])
+
+    def batches(self) -> Iterator[Any]:
+        """Yield batches without their numbers."""
+        return (batch for batch, _, _ in self)
+
+    def combine(self, readings: list[Reading]) -> Iterator[tuple[Any, int, int]]:
+        """Yield what iterating does, from where each loader is.
+
+        Args:
+            readings: of each loader.
+        """
+        if self.mode != "sequential":
+            return ((batch, number, 0) for number, batch in enumerate(self._together(readings)))
+        return (
+            (batch, number, index)
+            for index, reading in enumerate(readings)
+            for number, batch in enumerate(iter(reading.next, END))
+        )
+
+    def _together(self, readings: list[Reading]) -> Iterator[Any]:
+        while True:
+            items = []
+            for reading in readings:
+                item = reading.next()
+                if item is END:
+                    if self.mode == "min_size" or all(one.went_through for one in readings):
+                        return
+                    item = reading.again().next() if self.mode == "max_size_cycle" else None
+                items.append(None if item is END else item)
+            yield self.collect(items)
+            del items  # before the next ones are read
+
+
+END: Any = object()
+"""In the place of a batch where there is none left."""
+
+
+class Reading:
+    """A loader while it is read; an iteration begins when its first batch is asked for.
+
+    Args:
+        begin: begins an iteration.
+        iterator: one that has begun; None: there is none yet.
+        went_through: whether the loader was read to its end before.
+        has_ended: whether it is there still.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Iterator[Any]],
+        iterator: Iterator[Any] | None = None,
+        *,
+        went_through: bool = False,
+        has_ended: bool = False,
+    ) -> None:
+        self._begin = begin
+        self._iterator = iterator
+        self.went_through = went_through
+        self.has_ended = has_ended
+
+    def next(self) -> Any:
+        """Return the next batch, or `END`."""
+        if self.has_ended:
+            return END
+        if self._iterator is None:
+            self._iterator = self._begin()
+        item = next(self._iterator, END)
+        if item is END:
+            self.went_through = self.has_ended = True
+            self._iterator = None
+        return item
+
+    def again(self) -> Reading:
+        """Begin at the start once more, with the next batch that is asked for."""
+        self.has_ended = False
+        return self
+
+
+def total_of(numbers: list[float], mode: str) -> float:
+    """Return how many batches loaders with so many have together; infinity: not known.
+
+    Example:
+        >>> [total_of([2, 3], mode) for mode in MODES]
+        [2, 3, 3, 5]
+    """
+    if mode == "sequential":
+        return sum(numbers)
+    return min(numbers) if mode == "min_size" else max(numbers)
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, (list, tuple)):
+        for one in data:
+            yield from _leaves(one)
+    else:
+        yield data
+
+
+def _filled(like: Any, items: Iterator[Any]) -> Any:
+    if isinstance(like, Mapping):
+        return {key: _filled(value, items) for key, value in like.items()}
+    if isinstance(like, tuple) and hasattr(like, "_fields"):
+        return type(like)(*(_filled(value, items) for value in like))
+    if isinstance(like, (list, tuple)):
+        return type(like)([_filled(value, items) for value in like])
+    return next(items)

@@ -1,0 +1,189 @@
+"""Profiler: what is told when the actions of a run begin and end, and reports on them."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import WRAPPER_ASSIGNMENTS, wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stratagem.errors import ConfigurationError
+from stratagem.launch.streams import printable
+
+Result = TypeVar("Result")
+
+
+class Profiler(ABC):
+    """Is told when the actions of a run begin and end.
+
+    Actions are named `run_training_epoch`, `run_training_batch`, `[Strategy]CLASS.training_step`,
+    `.backward`, `.optimizer_step`, `.batch_to_device` and `.validation_step` (`test_step`,
+    `predict_step`), `[_TrainingEpochLoop].train_dataloader_next`, `[_EvaluationLoop].val_next`
+    (`test_next`, `predict_next`), `save_checkpoint`, and for each hook that is overridden
+    `[Callback]CLASS.HOOK`, `[Module]CLASS.HOOK`. Time on a device is seen where something waits
+    for it.
+
+    Call sequence, on every rank:
+        1. `setup` at the start of a run.
+        2. `start` and `stop` for each action; one may lie within another.
+        3. `describe` at its end, also after an error, then `teardown`.
+
+    Args:
+        dirpath: folder of the report's file; None: that of the logs.
+        filename: of the report, without an ending: it goes to `STAGE-FILENAME-RANK.txt`, one for
+            each rank; None: rank 0 prints it.
+
+    Example:
+        >>> from stratagem.profilers import Profiler
+        >>> class Names(Profiler):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.seen = []
+        ...     def start(self, action_name):
+        ...         self.seen.append(action_name)
+        ...     def stop(self, action_name):
+        ...         pass
+        >>> profiler = Names()
+        >>> with profiler.profile("read the labels"):
+        ...     pass
+        >>> profiler.seen
+        ['read the labels']
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.filename = filename
+        self._stage = ""
+        self._rank = 0
+        self._log_dir: Path | None = None
+
+    @abstractmethod
+    def start(self, action_name: str) -> None:
+        """Called when an action begins."""
+
+    @abstractmethod
+    def stop(self, action_name: str) -> None:
+        """Called when it ends."""
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Called at the start of a run.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+            local_rank: number of this process; None: 0.
+            log_dir: of the run.
+        """
+        self._stage = stage
+        self._rank = local_rank or 0
+        self._log_dir = None if log_dir is None else Path(log_dir)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Called at the end of a run, after `describe`; the next one begins with nothing."""
+
+    def summary(self) -> str:
+        """Return the report; "": there is nothing to say."""
+        return ""
+
+    def describe(self) -> None:
+        """Write the report to its file, or print it on rank 0."""
+        report = self.summary()
+        if not report:
+            return
+        if self.filename is not None:
+            path = self.path_of(".txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(report)
+        elif self._rank == 0:
+            print(printable(report, getattr(sys.stdout, "encoding", None) or "ascii"))
+
+    def path_of(self, ending: str, name: str = "") -> Path:
+        """Return the path of a file of this run: its stage, `name`, `filename` and rank."""
+        parts = (self._stage, name, self.filename or "", str(self._rank))
+        folder = self.dirpath or self._log_dir or Path()
+        return folder / ("-".join(part for part in parts if part) + ending)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        """Profile what happens in the context."""
+        self.start(action_name)
+        try:
+            yield action_name
+        finally:
+            self.stop(action_name)
+
+    def profile_iterable(self, iterable: Iterable[Result], action_name: str) -> Iterator[Result]:
+        """Yield what an iterable does, and profile how long each item takes to come."""
+        iterator = iter(iterable)
+        while True:
+            with self.profile(action_name):
+                try:
+                    value = next(iterator)
+                except StopIteration:
+                    return
+            yield value
+            del value  # before the next one is read
+
+    def wrap(self, action_name: str, function: Callable[..., Result]) -> Callable[..., Result]:
+        """Return a function that is profiled whenever it is called."""
+
+        # What a module has in its __dict__ is not a function's to copy.
+        @wraps(function, WRAPPER_ASSIGNMENTS, ())
+        def profiled(*args: Any, **kwargs: Any) -> Result:
+            self.start(action_name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.stop(action_name)
+
+        return profiled
+
+
+class PassThroughProfiler(Profiler):
+    """A profiler that does nothing: the Trainer's where none was asked for.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+        >>> with trainer.profiler.profile("my own code"):
+        ...     pass
+        >>> trainer.profiler.summary()
+        ''
+    """
+
+    def start(self, action_name: str) -> None:
+        """Do nothing."""
+
+    def stop(self, action_name: str) -> None:
+        """Do nothing."""
+
+
+def make_profiler(given: str | Profiler | None) -> Profiler | None:
+    """Return the profiler of a Trainer; None: none was asked for.
+
+    Raises:
+        ConfigurationError: `given` is neither a name that is known nor a Profiler.
+
+    Example:
+        >>> type(make_profiler("simple")).__name__
+        'SimpleProfiler'
+    """
+    from stratagem.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+
+    named: dict[str, Callable[[], Profiler]] = {
+        "simple": SimpleProfiler,
+        "advanced": AdvancedProfiler,
+        "pytorch": PyTorchProfiler,
+    }
+    if isinstance(given, str) and given.lower() in named:
+        return named[given.lower()]()
+    if isinstance(given, PassThroughProfiler):
+        return None
+    if given is None or isinstance(given, Profiler):
+        return given
+    raise ConfigurationError(
+        f"profiler={given!r}: expected 'simple', 'advanced', 'pytorch', a "
+        "stratagem.profilers.Profiler, or None"
+    )
