@@ -57,6 +57,7 @@ IN_CI = (
     "not gpu and not cluster and not ops and not xla and not conformance and not skew and not guide"
 )
 MPI = "mpi4py==4.1.2"
+RAY = "ray==2.60.0"
 DEEPSPEED = "deepspeed==0.19.8"
 # A pair: torch_xla needs the torch of its own number. 4 GB to fetch, 7 GB on the disk.
 XLA = ["torch==2.9.0", "torch_xla==2.9.0"]
@@ -134,6 +135,9 @@ def check_types(session: nox.Session) -> None:
         # One at a time: modules of the same name live in several of these folders.
         if any(Path(folder).glob("*.py")):
             session.run("mypy", folder)
+    for plugin in sorted(Path("examples/plugins").glob("*/src")):
+        tests = map(str, sorted(plugin.parent.glob("tests/*.py")))
+        session.run("mypy", str(plugin), *tests)
 
 
 def check_contracts(session: nox.Session) -> None:
@@ -258,6 +262,20 @@ def conformance(session: nox.Session) -> None:
     """The kits on all our components, and planted bugs; CI has ddp, and the quick ones."""
     install_everything(session)
     run_pytest(session, "conformance")
+
+
+@nox.session
+def ray(session: nox.Session) -> None:
+    """The example plugin for Ray, on real Ray: one machine, the kit, and (as root) two hosts."""
+    session.install(TORCH)
+    names = ("hatchling==", "editables==", "numpy==", "pytest==")
+    tools = [tool for tool in (*BUILD_TOOLS, *TEST_TOOLS) if tool.startswith(names)]
+    session.install(*tools, RAY)
+    packages = ("-e", "./packages/core", "-e", "./examples/plugins/stratagem-ray")
+    session.install("--no-build-isolation", *packages)
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    markers = () if root else ("-m", "not cluster")  # two hosts are made by root only
+    session.run("pytest", *markers, "examples/plugins/stratagem-ray/tests", *session.posargs)
 
 
 @nox.session

@@ -37,7 +37,7 @@ PUBLIC = {
     "stratagem.checkpoint": "CheckpointIO Shards LazyTensor",
     "stratagem.environments": "ClusterEnvironment",
     "stratagem.launch": "Launcher RunPlan RunRequest Selection rank_environment free_port pack "
-    "run_packed rank_failure run_as_rank",
+    "run_packed pack_result unpack_result rank_failure run_as_rank",
     "stratagem.loggers": "Logger",
     "stratagem.callbacks": "Callback",
     "stratagem.errors": "*",

@@ -13,15 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stratagem.environments import ClusterEnvironment
 from stratagem.errors import CommunicationError
 from stratagem.launch import (
     Launcher,
     RunPlan,
     free_port,
     pack,
+    pack_result,
     rank_environment,
     rank_failure,
     run_packed,
+    unpack_result,
 )
 
 
@@ -48,6 +51,7 @@ class SubprocessLauncher(Launcher):
                 node_rank=rank // local,
                 num_nodes=plan.num_nodes,
                 main_port=port,
+                cluster_environment=self.cluster_environment,
             )
             (folder / f"{rank}.environment").write_bytes(pickle.dumps(environment))
             processes.append(subprocess.Popen([sys.executable, __file__, folder, str(rank)]))
@@ -60,7 +64,7 @@ class SubprocessLauncher(Launcher):
                 raise self._failure(plan, folder, processes, failed)
         if failed := [rank for rank, process in enumerate(processes) if process.poll()]:
             raise self._failure(plan, folder, processes, failed)
-        return pickle.loads((folder / "0.result").read_bytes())
+        return unpack_result((folder / "0.result").read_bytes())
 
     def _failure(
         self, plan: RunPlan, folder: Path, processes: list[Any], failed: list[int]
@@ -78,16 +82,32 @@ class SubprocessLauncher(Launcher):
         )
 
 
+class RestartingLauncher(SubprocessLauncher):
+    """Tells its ranks, by an environment of its own, that they are started for the second time."""
+
+    cluster_environment = "second_start"
+
+
+class SecondStart(ClusterEnvironment):
+    """What the ranks of a RestartingLauncher read."""
+
+    def run_id(self) -> str:
+        return "of a stranger"
+
+    def restart_count(self) -> int:
+        return 1
+
+
 def main(folder: Path, rank: str) -> None:
     environment = pickle.loads((folder / f"{rank}.environment").read_bytes())
     try:
-        result = run_packed((folder / "call").read_bytes(), environment)
+        result = pack_result(run_packed((folder / "call").read_bytes(), environment))
     except Exception:
         temporary = folder / f"{rank}.writing"
         temporary.write_text(traceback.format_exc())
         temporary.replace(folder / f"{rank}.report")
         os._exit(1)
-    (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+    (folder / f"{rank}.result").write_bytes(result)
 
 
 if __name__ == "__main__":

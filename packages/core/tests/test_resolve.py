@@ -77,6 +77,10 @@ STRANGERS = (
         interactive=True,
         spans_nodes=True,
         devices_elsewhere=True,
+        cluster_environment="moonbase",
+    ),
+    ClusterEnvironmentSpec(
+        name="moonbase", target="nowhere:Nothing", api_version=1, variables=("MOONBASE",)
     ),
     PrecisionSpec(
         name="fp8", target="nowhere:Nothing", api_version=1, accelerators=("gpu",), aliases=("8",)
@@ -657,7 +661,7 @@ def test_a_variable_chooses_the_cluster(plan: Plan) -> None:
 def test_an_unknown_cluster_of_a_variable_names_the_variable(refused: Callable[..., str]) -> None:
     text = refused(UnknownNameError, environ={"STRATAGEM_CLUSTER": "slurrm"})
     assert text.startswith("STRATAGEM_CLUSTER=slurrm: unknown cluster environment 'slurrm'.")
-    assert "Available here: Kubeflow, LSF, MPI, SLURM, TorchElastic, moon, plain." in text
+    assert "Available here: Kubeflow, LSF, MPI, SLURM, TorchElastic, moon, moonbase, plain." in text
 
 
 def test_of_several_clusters_the_one_with_the_highest_priority_is_taken(plan: Plan) -> None:
@@ -1129,3 +1133,16 @@ def test_a_launcher_that_spans_nodes_needs_no_cluster_and_no_devices_here(plan: 
 def test_what_is_elsewhere_is_not_counted_here(asked: Any, text: str, plan: Plan) -> None:
     with pytest.raises(ConfigurationError, match=text):
         plan(strategy="ddp", launcher="everywhere", **asked)
+
+
+def test_a_launcher_names_the_cluster_environment_of_its_ranks(plan: Plan) -> None:
+    asked = {"strategy": "ddp", "accelerator": "tpu", "devices": 4, "launcher": "everywhere"}
+    chosen = plan(**asked)
+    assert chosen.cluster_environment.name == "moonbase"
+    assert chosen.cluster_environment.why == "that of everywhere's ranks"
+    assert "moonbase" not in {other.name for other in chosen.environments_passed_over}
+    # What the user has named goes before it, and so does the cluster that has started this rank.
+    assert plan(**asked, cluster_environment="plain").cluster_environment.name == "plain"
+    moon = {"MOON_JOB": "1", "MOON_RANKS": "4", "MOON_RANKS_HERE": "4", "MOON_LOCAL_RANK": "0"}
+    started = plan(strategy="ddp", devices=4, launcher="everywhere", environ=moon)
+    assert (started.cluster_environment.name, started.launcher.name) == ("moon", "external")

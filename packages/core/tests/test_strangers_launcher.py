@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import threading
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from stratagem.errors import ConfigurationError
-from stratagem.launch import pack
+from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.launch import pack, pack_result, rank_failure, unpack_result
 from stratagem.plan.plan import RunPlan
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -115,6 +117,78 @@ def test_what_a_script_defines_itself_goes_along_where_cloudpickle_is_installed(
         )
         == 3
     )
+
+
+@pytest.mark.slow
+def test_ranks_read_the_launchers_own_environment_and_the_scripts_arguments(
+    run_job: Callable[..., Any],
+) -> None:
+    assert run_job(
+        """
+        import json, sys
+        from job import Lite, register, where
+        from strangers_launcher import RestartingLauncher
+
+        register()
+        sys.argv[1:] = ["--rate", "0.1"]
+        lite = Lite(accelerator="cpu", devices=1, strategy="ddp", plugins=RestartingLauncher())
+        assert "that of RestartingLauncher's ranks" in lite.plan.explain()
+        print(json.dumps(lite.launch(where)))
+        """
+    ) == ["of a stranger", 1, ["--rate", "0.1"]]
+
+
+def test_a_rank_on_another_machine_has_the_seed_of_the_script(run_job: Callable[..., Any]) -> None:
+    assert run_job(
+        """
+        import json, os
+        from job import Lite, seeds
+        from stratagem import seed_everything
+        from stratagem.launch import pack, rank_environment, run_packed
+
+        plan = Lite(accelerator="cpu", strategy="ddp_spawn", devices=1).plan
+        seed_everything(7, workers=True)
+        data = pack(plan, seeds)
+        for name in ("STRATAGEM_SEED", "STRATAGEM_SEED_WORKERS"):
+            del os.environ[name]  # as on another machine
+        own = rank_environment(local_rank=0, local_world_size=1, main_port=1)
+        print(json.dumps(run_packed(data, own)))
+        """
+    ) == ["7", "1"]
+
+
+def test_a_rank_that_exits_has_left_its_group(run_job: Callable[..., Any]) -> None:
+    assert run_job(
+        """
+        import json
+        from job import Lite, join_and_leave, torch
+        from stratagem.launch import free_port, pack, rank_environment, run_packed
+
+        plan = Lite(accelerator="cpu", strategy="ddp_spawn", devices=1).plan
+        data = pack(plan, join_and_leave)
+        own = rank_environment(local_rank=0, local_world_size=1, main_port=free_port())
+        try:
+            run_packed(data, own)
+        except SystemExit as leaving:
+            print(json.dumps([leaving.code, torch.distributed.is_initialized()]))
+        """
+    ) == [7, False]
+
+
+def test_what_a_rank_returns_is_plain_data_or_refused() -> None:
+    weights = torch.nn.Linear(2, 1).state_dict()
+    returned = unpack_result(pack_result({"weights": weights, "losses": (0.5, None)}))
+    assert torch.equal(returned["weights"]["bias"], weights["bias"])
+    assert returned["losses"] == (0.5, None)
+    with pytest.raises(ConfigurationError, match="comes back from another process, as plain data"):
+        pack_result({"model": torch.nn.Linear(2, 1)})
+    with pytest.raises(CheckpointError, match="what rank 0 has returned"):
+        unpack_result(pickle.dumps(double))
+
+
+def test_an_author_says_how_a_rank_was_lost() -> None:
+    error = rank_failure(1, 4, how="was lost with node2")
+    assert str(error).startswith("rank 1 of 4 was lost with node2; it left no traceback")
 
 
 # -- what an author gets wrong

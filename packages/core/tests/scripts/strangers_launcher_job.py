@@ -1,10 +1,13 @@
 # Run by test_strangers_launcher.py.
+import os
+import sys
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Lite, Module, StrategyRegistry, Trainer
-from stratagem.discovery import LauncherSpec
+from stratagem.discovery import ClusterEnvironmentSpec, LauncherSpec
 from stratagem.discovery.registry import get_registry
 from stratagem.strategies import DDPStrategy
 from strangers_launcher import SubprocessLauncher
@@ -44,6 +47,21 @@ def job(lite, word):
     return [word, lite.world_size, lite.strategy.components.num_nodes, float(total)]
 
 
+def where(lite):
+    environment = lite.strategy.cluster_environment
+    return [environment.run_id(), environment.restart_count(), sys.argv[1:]]
+
+
+def seeds():
+    return [os.environ.get("STRATAGEM_SEED"), os.environ.get("STRATAGEM_SEED_WORKERS")]
+
+
+def join_and_leave():
+    Lite(accelerator="cpu", strategy="ddp", devices=1).launch()
+    assert torch.distributed.is_initialized()
+    sys.exit(7)
+
+
 def register():
     get_registry().add(
         LauncherSpec(
@@ -52,6 +70,11 @@ def register():
             api_version=1,
             new_processes=True,
             spans_nodes=True,
+        )
+    )
+    get_registry().add(
+        ClusterEnvironmentSpec(
+            name="second_start", target="strangers_launcher:SecondStart", api_version=1
         )
     )
     StrategyRegistry.register("mine", DDPStrategy, gradient_as_bucket_view=True)

@@ -281,6 +281,9 @@ class LauncherSpec(ComponentSpec):
     devices_elsewhere: bool = False
     """The ranks' devices are not those of the calling machine: accelerators are not probed there,
     and the request names the accelerator and the number of devices on each node."""
+    cluster_environment: str = "plain"
+    """Name of the cluster environment that its ranks read: one of its own says which run this is,
+    how often it was started again, and where rank 0 listens."""
 
 
 def load_target(target: Target, *, what: str) -> Any:

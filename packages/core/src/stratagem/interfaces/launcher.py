@@ -30,12 +30,16 @@ class Launcher(ABC):
         spans_nodes: it reaches all nodes from the one process that calls it; `plan.num_nodes` may
             be more than 1 without a cluster environment.
         devices_elsewhere: the ranks' devices are not those of the calling machine.
+        cluster_environment: name of the cluster environment that its ranks read. One that starts
+            ranks again has its own, with `run_id` and `restart_count`: `fit` goes on from the last
+            checkpoint then. `rank_environment` is given the same name.
     """
 
     interactive: ClassVar[bool] = False
     new_processes: ClassVar[bool] = False
     spans_nodes: ClassVar[bool] = False
     devices_elsewhere: ClassVar[bool] = False
+    cluster_environment: ClassVar[str] = "plain"
 
     @abstractmethod
     def launch(

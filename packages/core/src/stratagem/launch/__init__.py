@@ -25,6 +25,11 @@ A launcher of your own starts processes, wherever it can, and lets each of them 
                 raise rank_failure(error.rank, plan.world_size, report=error.traceback)
             return jobs[0].result()
 
+Where anything but your own processes could write what comes back, let the rank return
+`pack_result(run_packed(...))` and read it by `unpack_result`, which executes nothing. A launcher
+that starts ranks again names a cluster environment of its own (`Launcher.cluster_environment`), by
+which they learn that: `fit` then goes on from the last checkpoint.
+
 It serves every strategy whose `Capabilities.launchers` is None (ddp, fsdp and their families),
 under the Trainer and Lite: `Trainer(strategy="ddp", devices=2, plugins=MyLauncher())`, or by the
 name of a `LauncherSpec` that a plugin declares.
@@ -46,6 +51,8 @@ if TYPE_CHECKING:
     from stratagem.plan.plan import RunPlan as RunPlan
     from stratagem.plan.plan import RunRequest as RunRequest
     from stratagem.plan.selection import Selection as Selection
+    from stratagem.state.results import pack_result as pack_result
+    from stratagem.state.results import unpack_result as unpack_result
 else:
     # When they are used: a rank that imports one module here pays for no other.
     _HOMES = {
@@ -55,10 +62,12 @@ else:
         "Selection": "stratagem.plan.selection",
         "free_port": "stratagem.launch.network",
         "pack": "stratagem.launch.packed",
+        "pack_result": "stratagem.state.results",
         "rank_environment": "stratagem.launch.environment",
         "rank_failure": "stratagem.launch.packed",
         "run_as_rank": "stratagem.launch.watch",
         "run_packed": "stratagem.launch.packed",
+        "unpack_result": "stratagem.state.results",
     }
 
     def __getattr__(name: str) -> Any:
@@ -74,10 +83,12 @@ __all__ = [
     "Selection",
     "free_port",
     "pack",
+    "pack_result",
     "rank_environment",
     "rank_failure",
     "run_as_rank",
     "run_packed",
+    "unpack_result",
 ]
 
 

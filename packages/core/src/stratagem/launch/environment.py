@@ -29,6 +29,7 @@ def rank_environment(
     main_address: str = "127.0.0.1",
     main_port: int,
     elsewhere: bool = False,
+    cluster_environment: str = "plain",
 ) -> dict[str, str]:
     """Return the environment variables by which a process knows which rank it is.
 
@@ -41,6 +42,7 @@ def rank_environment(
         main_port: a free port there (`free_port`), at which the ranks meet.
         elsewhere: the rank runs on another machine, whose cores are not counted here:
             OMP_NUM_THREADS is left out.
+        cluster_environment: name of the one that the rank reads; the launcher's.
 
     Example:
         >>> from stratagem.launch import rank_environment
@@ -61,7 +63,7 @@ def rank_environment(
         "NODE_RANK": str(node_rank),
         "LOCAL_RANK": str(local_rank),
         "RANK": str(node_rank * local_world_size + local_rank),
-        "STRATAGEM_CLUSTER": "plain",
+        "STRATAGEM_CLUSTER": cluster_environment,
         **({} if elsewhere else {"OMP_NUM_THREADS": threads_per_rank(local_world_size)}),
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from stratagem.discovery.specs import ComponentSpec
     from stratagem.plan.plan import RunPlan
 
+_OF_SEEDS = ("STRATAGEM_SEED", "STRATAGEM_SEED_WORKERS")
+"""What `seed_everything` sets, by which ranks shuffle alike; other machines do not inherit it."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -34,6 +38,8 @@ class Call:
         function, args, kwargs: what is called.
         registered: specs of what was registered at run time in the launching process.
         world_size: of the plan.
+        argv: the launching process's `sys.argv`, which is the rank's as well.
+        variables: environment variables of the launching process that are the rank's as well.
     """
 
     function: Callable[..., Any]
@@ -41,6 +47,8 @@ class Call:
     kwargs: Mapping[str, Any]
     registered: tuple[ComponentSpec, ...]
     world_size: int
+    argv: tuple[str, ...]
+    variables: Mapping[str, str]
 
     @classmethod
     def of(
@@ -52,7 +60,9 @@ class Call:
     ) -> Call:
         """Return the call, with what this process has registered."""
         registered = tuple(get_registry().registered())
-        return cls(function, tuple(args), dict(kwargs), registered, plan.world_size)
+        variables = {name: os.environ[name] for name in _OF_SEEDS if name in os.environ}
+        argv, size = tuple(sys.argv), plan.world_size
+        return cls(function, tuple(args), dict(kwargs), registered, size, argv, variables)
 
 
 def pack(
@@ -125,6 +135,8 @@ def run_packed(data: bytes, environment: Mapping[str, str]) -> Any:
             f"({type(error).__name__}: {error}): functions and classes have to be in modules that "
             "the ranks can import, or install cloudpickle where they are launched and here"
         ) from error
+    sys.argv[:] = call.argv
+    os.environ.update(call.variables)
     registry = get_registry()
     for spec in call.registered:
         registry.add(spec, override=True)
@@ -152,6 +164,9 @@ def run_call(call: Call) -> Any:
         )
     try:
         result = run_as_rank(call.function, *call.args, **call.kwargs)
+    except SystemExit:
+        rank.end_rank()  # in order, as at the end of a script
+        raise
     except Exception as error:
         rank.this_rank.failed = True
         rank.record_failure(error)
@@ -162,7 +177,7 @@ def run_call(call: Call) -> Any:
 
 
 def rank_failure(
-    rank: int, world_size: int, *, report: str = "", exit_code: int = 1
+    rank: int, world_size: int, *, report: str = "", exit_code: int = 1, how: str = ""
 ) -> RankFailedError:
     """Return the error that a launcher raises where a rank has failed.
 
@@ -171,13 +186,14 @@ def rank_failure(
         world_size: of the plan.
         report: its traceback; "" if it left none.
         exit_code: its exit code; the negated signal number if a signal ended it.
+        how: in the place of what the exit code says, such as "was lost with node1".
 
     Example:
         >>> from stratagem.launch import rank_failure
         >>> str(rank_failure(1, 4, exit_code=-15)).partition(";")[0]
         'rank 1 of 4 was ended by SIGTERM'
     """
-    return Failure(rank, exit_code, report, 0.0).error(world_size)
+    return Failure(rank, exit_code, report, 0.0, how=how).error(world_size)
 
 
 def _dumps(thing: Any, *, imports_main: bool) -> bytes:

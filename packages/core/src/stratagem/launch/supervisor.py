@@ -71,6 +71,7 @@ class Failure:
         report: its traceback, or "" if it left none.
         time: when, in seconds since the epoch.
         log_file: what holds its output; None: the terminal.
+        how: how it ended, where the exit code does not say it; "": it does.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class Failure:
     report: str
     time: float
     log_file: Path | None = None
+    how: str = ""
 
     def error(self, world_size: int, where: str = "") -> RankFailedError:
         """Return the one error that stands for it.
@@ -86,7 +88,9 @@ class Failure:
             world_size: of the launch.
             where: where another rank was when it lost this one.
         """
-        if self.exit_code < 0:
+        if self.how:
+            how = self.how
+        elif self.exit_code < 0:
             how = f"was ended by {_signal_name(-self.exit_code)}"
             if self.exit_code == -signal.SIGKILL:
                 how += " (as the system does when memory runs out)"

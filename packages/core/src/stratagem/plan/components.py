@@ -13,7 +13,7 @@ from stratagem.discovery.specs import (
     load_target,
 )
 from stratagem.errors import ConfigurationError
-from stratagem.plan.cluster import Cluster
+from stratagem.plan.cluster import PLAIN, Cluster
 from stratagem.plan.devices import is_zero
 from stratagem.plan.selection import (
     GIVEN,
@@ -230,6 +230,23 @@ def choose_launcher(
             + (", or start_method='fork' to the strategy" if fork else "")
         )
     return selected
+
+
+def cluster_of_ranks(question: Question, launcher: Selection, cluster: Cluster) -> Cluster:
+    """Return what runs already; where nothing does, with the environment of the launcher's ranks.
+
+    Args:
+        question: what is to be resolved.
+        launcher: what starts the ranks.
+        cluster: what the environment says.
+    """
+    named = getattr(launcher.source, "cluster_environment", PLAIN)
+    was_asked = question.asked("cluster_environment", None) is not None
+    if named == PLAIN or was_asked or cluster.has_started_this or cluster.name != PLAIN:
+        return cluster
+    environment = question.find("cluster_environment", named, f"that of {launcher.name}'s ranks")
+    others = tuple(other for other in cluster.passed_over if other.name != environment.name)
+    return replace(cluster, environment=environment, passed_over=others)
 
 
 def _name_of(component: Any) -> str:

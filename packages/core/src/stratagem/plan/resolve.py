@@ -22,6 +22,7 @@ from stratagem.plan.components import (
     choose_checkpoint_io,
     choose_launcher,
     choose_precision,
+    cluster_of_ranks,
     probe_accelerator,
 )
 from stratagem.plan.devices import choose_devices, choose_num_nodes, devices_elsewhere
@@ -81,6 +82,8 @@ def resolve(
     _check_strategy(question, strategy, capabilities, accelerator, devices, num_nodes)
     _check_world(question, strategy, capabilities, devices, num_nodes, cluster)
 
+    launcher = choose_launcher(question, strategy, capabilities, cluster, launcher)
+    cluster = cluster_of_ranks(question, launcher, cluster)
     plan = RunPlan(
         request=request,
         accelerator=accelerator,
@@ -90,7 +93,7 @@ def resolve(
         capabilities=capabilities,
         precision=choose_precision(question, strategy, capabilities, accelerator),
         cluster_environment=cluster.environment,
-        launcher=choose_launcher(question, strategy, capabilities, cluster, launcher),
+        launcher=launcher,
         checkpoint_io=choose_checkpoint_io(question, capabilities),
         num_nodes=num_nodes,
         environments_passed_over=cluster.passed_over,

@@ -30,7 +30,7 @@ from stratagem.launch.packed import Call, become_rank, pack, run_call, run_packe
 from stratagem.launch.supervisor import Failure, Output, RankProcesses
 from stratagem.launch.watch import forget_parents_ranks, run_as_rank
 from stratagem.plan.plan import RunPlan
-from stratagem.state import plain_data
+from stratagem.state.results import pack_result, unpack_result
 
 _END_GRACE = 20.0
 """Seconds that ranks have to end by themselves after Ctrl-C or a signal."""
@@ -118,7 +118,7 @@ class ProcessesLauncher(Launcher):
         results = folder / "result"
         if not results.exists():
             return None  # rank 0 left early, in order, by sys.exit()
-        return torch.load(results, weights_only=True)
+        return unpack_result(results.read_bytes())
 
 
 class _Process:
@@ -231,7 +231,7 @@ def _report(folder: Path, run: Callable[[], Any]) -> None:
     try:
         result = run()
         if os.environ["LOCAL_RANK"] == "0":
-            _write(folder / "result", result)
+            (folder / "result").write_bytes(pack_result(result))
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit:
@@ -243,17 +243,6 @@ def _report(folder: Path, run: Callable[[], Any]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def _write(path: Path, result: Any) -> None:
-    if offending_value := plain_data.find_offending_value(result):
-        raise ConfigurationError(
-            f"what the launched function returns comes back from another process, as plain data "
-            f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but "
-            f"{offending_value}: return model.state_dict() in the place of a model, or save a "
-            "checkpoint"
-        )
-    torch.save(result, path)
 
 
 def _environments(plan: RunPlan) -> dict[int, dict[str, str]]:
