@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,13 +279,36 @@ def test_a_compiled_part_keeps_its_names(graphs: Graphs) -> None:
     assert list(net.state_dict()) == list(plain.state_dict())
 
 
-def test_a_compiled_part_comes_back_from_processes_of_their_own() -> None:
+SPAWNED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from stratagem import Module, Trainer
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(nn.Linear(1, 1), backend="eager")
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
     net = Net()
-    before = net.state_dict()["net.0.weight"].clone()
-    net.net = torch.compile(net.net, backend="aot_eager")  # type: ignore[assignment]
-    fit(net, strategy="ddp_fork", devices=2)
-    assert "net.0.weight" in net.state_dict()
-    assert not net.state_dict()["net.0.weight"].equal(before)
+    before = net.net.bias.item()
+    trainer = Trainer(accelerator="cpu", strategy="ddp_spawn", devices=2, max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(net, DataLoader(torch.ones(4, 1), batch_size=1))
+    print(list(net.state_dict()), round(before - net.state_dict()["net.bias"].item(), 4))
+"""
+
+
+def test_a_compiled_part_comes_back_from_processes_of_their_own(
+    run_script: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    finished = run_script(SPAWNED, timeout=240)
+    assert finished.stdout == "['net.weight', 'net.bias'] 0.2\n"
 
 
 def test_a_checkpoint_with_the_names_of_a_wrapper_loads(tmp_path: Path) -> None:

@@ -154,11 +154,19 @@ def test_what_a_strategy_leaves_at_its_end_is_found(
 HEAVY = """
 import torch
 from stratagem.discovery import StrategySpec, hookimpl
+from stratagem.strategies import SingleDeviceStrategy
 
 @hookimpl
 def stratagem_components():
-    target = "stratagem.native.strategies.single_device:SingleDeviceStrategy"
-    return [StrategySpec(name="heavy", target=target, api_version=1, summary="Heavy")]
+    return [
+        StrategySpec(
+            name="heavy",
+            target=SingleDeviceStrategy,
+            api_version=1,
+            summary="Heavy",
+            capabilities=SingleDeviceStrategy.capabilities,
+        )
+    ]
 """
 JUDGE = """
 import sys
