@@ -130,6 +130,7 @@ def test_without_a_terminal_a_run_is_told_in_lines(
     folder = tmp_path / "stratagem_logs" / "version_0"
     assert lines == [
         "stratagem: fit on cpu: strategy single_device, one process, precision 32-true",
+        "stratagem: Logs has 1 parameters",
         f"stratagem: logs go to {folder}",
         "stratagem: there is a loader for validation, but Logs has no validation_step, so there is "
         "no validation",
@@ -137,6 +138,16 @@ def test_without_a_terminal_a_run_is_told_in_lines(
         "epoch 1/1  3/3  _  elapsed _  loss_step 8.5  loss_epoch 4.5",
         "stratagem: training ended after 2 epochs, 6 steps: max_epochs=2",
     ]
+
+
+def test_frozen_parameters_are_told_apart_and_a_summary_says_it_instead(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Logs()
+    model.frozen = nn.Parameter(torch.zeros(1999), requires_grad=False)
+    assert "stratagem: Logs has 2.0 K parameters, 1 of them trained" in said(capsys, model=model)
+    lines = said(capsys, enable_model_summary=True)
+    assert not any(line.endswith(" parameters") for line in lines)
 
 
 def test_lines_of_a_log_come_every_so_often(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,14 @@ class Summary:
     def __str__(self) -> str:
         heads = ["", "Name", "Type", "Params", "Mode", "FLOPs"]
         rows = [
-            [str(index), one.name, one.kind, _count(one.parameters), one.mode, _flops(one.flops)]
+            [
+                str(index),
+                one.name,
+                one.kind,
+                short_count(one.parameters),
+                one.mode,
+                _flops(one.flops),
+            ]
             for index, one in enumerate(self.layers)
         ]
         if self.has_sizes:
@@ -139,9 +146,9 @@ class Summary:
         ]
         rule = "-" * max(map(len, lines))
         totals = [
-            (_count(self.trainable_parameters), "Trainable params"),
-            (_count(self.non_trainable_parameters), "Non-trainable params"),
-            (_count(self.total_parameters), "Total params"),
+            (short_count(self.trainable_parameters), "Trainable params"),
+            (short_count(self.non_trainable_parameters), "Non-trainable params"),
+            (short_count(self.total_parameters), "Total params"),
             (f"{self.model_size:.3f}", "Total estimated model params size (MB)"),
             (str(self.training_modules), "Modules in train mode"),
             (str(self.evaluation_modules), "Modules in eval mode"),
@@ -281,14 +288,14 @@ def _sizes(data: Any) -> Any:
 
 
 def _flops(count: int | None) -> str:
-    return "?" if count is None else _count(count)
+    return "?" if count is None else short_count(count)
 
 
-def _count(number: int) -> str:
+def short_count(number: int) -> str:
     """Return a number in at most a few digits.
 
     Example:
-        >>> _count(1234567)
+        >>> short_count(1234567)
         '1.2 M'
     """
     for unit in ("", " K", " M", " B", " T"):

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
+from stratagem.callbacks.model_summary import ModelSummary, full_numel, short_count
 from stratagem.launch.cores import available_cores
 
 if TYPE_CHECKING:
+    from stratagem.module import Module
     from stratagem.trainer import Trainer
 
 
@@ -21,6 +23,8 @@ def beginning(trainer: Trainer) -> list[str]:
         f"fit on {plan.accelerator.name}: strategy {plan.strategy.name}, {processes}, "
         f"precision {trainer.precision}"
     ]
+    if not any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):
+        lines.append(_parameters(run.module))
     if run.resumed_from is not None:
         at = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
         lines.append(f"goes on from {run.resumed_from}, at {at}")
@@ -42,6 +46,14 @@ def ending(trainer: Trainer) -> list[str]:
         elif path:
             lines.append(f"newest checkpoint: {path}")
     return [f"stratagem: {line}" for line in lines]
+
+
+def _parameters(module: Module) -> str:
+    numbers = [(full_numel(p), p.requires_grad) for p in module.parameters()]
+    whole = sum(number for number, _ in numbers)
+    trained = sum(number for number, is_trained in numbers if is_trained)
+    of_them = "" if trained == whole else f", {short_count(trained)} of them trained"
+    return f"{type(module).__name__} has {short_count(whole)} parameters{of_them}"
 
 
 def _folders(trainer: Trainer) -> list[str]:
