@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Module, Trainer
-from stratagem.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from stratagem.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, Timer
 
 
 class Logs(Module):
@@ -183,6 +183,17 @@ def test_it_says_why_training_ended(
     arguments: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said(capsys, **arguments)[-1] == f"stratagem: training ended after {reason}"
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_timer_without_a_limit_of_the_trainer_is_the_reason(
+    interval: Literal["step", "epoch"], capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer = Timer(duration=1e-9, interval=interval)
+    last = said(capsys, callbacks=timer, max_epochs=-1)[-1]
+    assert last.partition(": ")[2].partition(": ")[2] == (
+        f"Timer(duration=1e-09 s) is up: {timer.time_elapsed():.1f} s"
+    )
 
 
 def test_it_says_that_it_was_asked_to_stop(capsys: pytest.CaptureFixture[str]) -> None:

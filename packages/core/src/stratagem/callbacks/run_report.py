@@ -89,11 +89,10 @@ def _reason(trainer: Trainer) -> str:
         return f"max_steps={trainer.max_steps}"
     if trainer.current_epoch == trainer.max_epochs:
         return f"max_epochs={trainer.max_epochs}"
-    stopping = trainer.early_stopping_callbacks
-    reasons = [callback.stopping_reason for callback in stopping if callback.stopping_reason]
-    if reasons:
-        return reasons[0]
-    if trainer.run.interruption.is_time_up():
+    reasons = [getattr(callback, "stopping_reason", "") for callback in trainer.callbacks]
+    if reason := next(filter(None, reasons), ""):
+        return str(reason)
+    if trainer.max_time is not None and trainer.run.interruption.is_time_up():
         return f"max_time={trainer.max_time:g} seconds"
     if trainer.num_training_batches == 0:
         return "there is no batch to train on"

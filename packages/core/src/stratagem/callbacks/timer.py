@@ -28,7 +28,7 @@ class Timer(Callback):
         duration: time to train: a timedelta, "DD:HH:MM:SS", a dict of timedelta's arguments, or
             seconds; None: no limit.
         interval: "step": end after any step; "epoch": after the epoch.
-        verbose: say on rank 0 why training ended.
+        verbose: say on rank 0 why training ended, where no progress bar does.
 
     Raises:
         ConfigurationError: the duration or the interval is none of these.
@@ -78,6 +78,14 @@ class Timer(Callback):
         """Return the seconds that are left; None: there is no limit."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
+    @property
+    def stopping_reason(self) -> str:
+        """Why it has ended training, in words; "" while there is time."""
+        elapsed = self.time_elapsed()
+        if self._duration is None or elapsed < self._duration:
+            return ""
+        return f"Timer(duration={self._duration:g} s) is up: {elapsed:.1f} s"
+
     def state_dict(self) -> dict[str, Any]:
         """Return how long each stage has taken."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES.values()}}
@@ -99,12 +107,9 @@ class Timer(Callback):
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         """End it, and say why training ended where that is the reason."""
         self._ended["train"] = monotonic()
-        remaining = self.time_remaining()
-        if self._verbose and remaining is not None and remaining <= 0 and trainer.should_stop:
-            trainer.print(
-                f"stratagem: training ended, since Timer(duration={self._duration:g} s) is up: "
-                f"{self.time_elapsed():.1f} s"
-            )
+        reason, is_said = self.stopping_reason, trainer.progress_bar_callback is not None
+        if self._verbose and reason and trainer.should_stop and not is_said:
+            trainer.print(f"stratagem: training ended: {reason}")
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """End training, if it is time; rank 0's clock decides."""
