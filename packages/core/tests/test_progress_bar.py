@@ -104,6 +104,23 @@ def test_the_progress_bar_shows_the_values_that_ask_for_it() -> None:
     }
 
 
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_a_narrow_terminal_shows_what_goes_on_and_cuts_no_value_in_silence(width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
+    model = Logs(lambda m, batch, i: m.log("a_long_name_of_a_loss", 0.123456, prog_bar=True))
+    bar = ProgressBar(refresh_seconds=0.0, console=console)
+    trainer_with(callbacks=bar, max_epochs=2).fit(model, numbers())
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    lines = [line for line in re.split(r"[\r\n]+", drawn) if re.search(r"[━╸╺ ] [12]/3  ", line)]
+    assert len(lines) >= 4
+    for line in lines:
+        assert line.startswith(("epoch 0/1    ", "epoch 1/1    "))
+        assert line.rstrip().endswith(("a_long_name_of_a_loss 0.1235", "…"))
+        assert len(line) <= width
+    assert any("…" in line for line in lines) == (width < 120)
+
+
 def test_a_run_of_which_nothing_is_to_be_seen_is_silent(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

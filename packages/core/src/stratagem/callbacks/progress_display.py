@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+_NAME = 12
+"""Columns of a terminal that the name of what goes on has at least."""
+_BAR = 4, 20
+"""Columns of the bar, at least and at most."""
+
+
 @dataclass
 class Row:
     """One thing that goes on, and how far it is.
@@ -95,22 +101,30 @@ class Display(ABC):
 
 
 class Terminal(Display):
-    """Bars on a terminal, by rich, which is imported only here."""
+    """Bars on a terminal, by rich, which is imported only here.
+
+    Where it is narrow, the bar is shorter, and then the end of the values is left out: never what
+    goes on, and no digit in silence.
+    """
 
     def __init__(self, interval: float, console: Console | None) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
         self.interval = interval
+        name = Column(min_width=_NAME, no_wrap=True)
+        self._bar = BarColumn(bar_width=_BAR[1])
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False, table_column=Column(min_width=12)),
-            BarColumn(bar_width=20),
+            TextColumn("{task.description}", markup=False, table_column=name),
+            self._bar,
             # Brackets in a name are not rich's markup.
             TextColumn("{task.fields[text]}", markup=False),
             console=console,
             auto_refresh=False,
         )
         self._tasks: dict[int, Any] = {}
+        self._rows: dict[int, str] = {}
+        """What each row has said last, in full."""
         self._progress.start()
 
     def _text(self, text: str) -> str:
@@ -123,7 +137,14 @@ class Terminal(Display):
 
     def update(self, row: Row) -> None:
         """Set the bar, which is drawn by the next refresh."""
-        text = self._text(row.text())
+        self._rows[id(row)] = self._text(row.text())
+        names = [len(task.description) for task in self._progress.tasks]
+        room = self._progress.console.width - max(_NAME, *names) - 2
+        longest = max(len(text) for text in self._rows.values())
+        self._bar.bar_width = min(max(room - longest, _BAR[0]), _BAR[1])
+        text = self._rows[id(row)]
+        if len(text) > (most := max(room - self._bar.bar_width, 1)):
+            text = self._text(f"{text[: most - 1]}…")
         self._progress.update(self._tasks[id(row)], completed=row.done, text=text)
 
     def refresh(self, row: Row) -> None:
@@ -134,6 +155,7 @@ class Terminal(Display):
     def end(self, row: Row, *, leave: bool) -> None:
         """Remove the bar; with `leave`, its line stays above the others."""
         self._progress.remove_task(self._tasks.pop(id(row)))
+        self._rows.pop(id(row), None)
         self._progress.refresh()
         if leave:
             self.say(f"{row.what}  {row.text()}")
