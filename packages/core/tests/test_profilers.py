@@ -144,6 +144,13 @@ def test_torchs_profiler_has_the_actions_as_ranges(tmp_path: Path) -> None:
         trainer(PyTorchProfiler(shapes=True)).fit(Net(), loader())
 
 
+def test_a_trace_handler_of_torch_writes_the_trace(tmp_path: Path) -> None:
+    handler = torch.profiler.tensorboard_trace_handler(str(tmp_path / "traces"))
+    trainer(PyTorchProfiler(on_trace_ready=handler)).fit(Net(), loader())
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert "aten::linear" in trace.read_text()
+
+
 def test_profilers_are_given_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
     for name, kind in kinds.items():

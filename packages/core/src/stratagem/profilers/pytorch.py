@@ -24,7 +24,7 @@ class PyTorchProfiler(Profiler):
         dirpath, filename: as for `Profiler`; traces go there too.
         group_by_input_shapes: tell operations apart by the shapes of their inputs.
         export_to_chrome: write a trace for chrome://tracing and Perfetto to
-            `STAGE-trace-N-FILENAME-RANK.json`.
+            `STAGE-trace-N-FILENAME-RANK.json`; not with `on_trace_ready`, which writes its own.
         row_limit: rows of the table; -1: all.
         sort_by_key: column that sorts it; None: "cpu_time_total".
         table_kwargs: further arguments of torch's `table`.
@@ -103,7 +103,8 @@ class PyTorchProfiler(Profiler):
 
     def _take(self, recorded: profile) -> None:
         self._averages = recorded.key_averages(group_by_input_shape=self.group_by_input_shapes)
-        if self.export_to_chrome:
+        # Torch writes a trace once: one's own function is given it unwritten.
+        if self.export_to_chrome and self._on_trace_ready is None:
             path = self.path_of(".json", f"trace-{self._traces}")
             path.parent.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(path))
