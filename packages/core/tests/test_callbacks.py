@@ -237,6 +237,17 @@ def test_the_backbone_is_trained_from_its_epoch_on() -> None:
         trainer(BackboneFinetuning(), max_epochs=1).fit(Bare(), loader())
 
 
+def test_an_optimizer_that_has_the_backbone_already_keeps_its_learning_rate() -> None:
+    class All(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    one = trainer(BackboneFinetuning(1, backbone_initial_lr=0.001), max_epochs=4)
+    with pytest.warns(UserWarning, match=r"^2 of the parameters that are unfrozen were in the opt"):
+        one.fit(All(), loader())
+    assert [group["lr"] for group in one.optimizers[0].param_groups] == [0.1]
+
+
 class Bare(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -153,7 +154,18 @@ class BaseFinetuning(Callback):
             lr: of the group; None: that of the optimizer's first group, divided.
             initial_denom_lr: by what.
             train_bn: batch norm's parameters too.
+
+        Warns if the optimizer has some of what was frozen, which no group of their own can have.
         """
+        frozen = list(BaseFinetuning.filter_params(modules, requires_grad=False))
+        if held := len(frozen) - len(BaseFinetuning.filter_on_optimizer(optimizer, frozen)):
+            warnings.warn(
+                f"{held} of the parameters that are unfrozen were in the optimizer while they were "
+                "frozen, and are trained at the learning rate of their group there: for one of "
+                "their own, give it in configure_optimizers() only the parameters that require a "
+                "gradient",
+                stacklevel=2,
+            )
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else lr
         found = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
@@ -334,7 +346,9 @@ class BackboneFinetuning(BaseFinetuning):
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
             rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             rate = min(rate, current) if self.should_align else rate
-            optimizer.param_groups[-1]["lr"] = rate
+            last, own = optimizer.param_groups[-1], {id(p) for p in backbone.parameters()}
+            if own.issuperset(id(parameter) for parameter in last["params"]):
+                last["lr"] = rate
             self.previous_backbone_lr = rate
         if self.verbose:
             backbone_lr = self.previous_backbone_lr or 0.0
