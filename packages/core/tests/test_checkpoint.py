@@ -1044,6 +1044,8 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
             "first, or pass a path. A new run saves in a new folder, unless "
             "ModelCheckpoint is given dirpath="
         )
+    with pytest.raises(CheckpointNotFoundError, match="has been saved yet: fit first, or pass a"):
+        trainer_in(tmp_path).validate(Net(), loader(), ckpt_path="best")
     without = trainer_in(tmp_path, enable_checkpointing=False)
     with pytest.raises(CheckpointNotFoundError) as caught:
         without.fit(Net(), loader(), ckpt_path="best")

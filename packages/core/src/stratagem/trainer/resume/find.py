@@ -50,16 +50,16 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
     for text in passed_over:
         warnings.warn(f"ckpt_path='last': {text}", stacklevel=2)
     found, problem = trainer.ranks.broadcast([found, problem])
-    folders = ", ".join(str(c.dirpath) for c in savers)
+    folders = ", ".join(str(c.dirpath) for c in savers if c.dirpath is not None)
     if problem:
         raise CheckpointNotFoundError(
             f"ckpt_path={str(asked)!r}: {folders} cannot be searched: {problem}"
         )
     if not found:
         raise CheckpointNotFoundError(
-            f"ckpt_path={str(asked)!r}: no checkpoint has been saved yet in {folders}: fit first, "
-            "or pass a path. A new run saves in a new folder, unless ModelCheckpoint is given "
-            "dirpath="
+            f"ckpt_path={str(asked)!r}: no checkpoint has been saved yet"
+            f"{f' in {folders}' if folders else ''}: fit first, or pass a path. A "
+            "new run saves in a new folder, unless ModelCheckpoint is given dirpath="
             if not passed_over
             else f"ckpt_path='last': none of the {len(passed_over)} checkpoint(s) in {folders} is "
             "whole"
