@@ -1169,6 +1169,12 @@ def test_a_file_name_takes_values_that_are_there(tmp_path: Path) -> None:
         ((1.0, 0.99, 0.98, 0.97, 0.5, 0.5), {"patience": 2, "min_delta": 0.1}, 3),
         ((1.0, 2.0, 1.5, 1.7, 3.0, 3.0), {"patience": 2, "mode": "max"}, 4),
         ((NAN, NAN, NAN, 1.0, 1.0, 1.0), {"patience": 2, "check_finite": False}, 2),
+        ((1.0, 0.9, 0.2, 0.1, 0.0, 0.0), {"stopping_threshold": 0.5}, 3),
+        ((1.0, 1.1, 0.9, 6.0, 0.0, 0.0), {"divergence_threshold": 5.0}, 4),
+        ((0.1, 0.2, 0.9, 1.0, 1.0, 1.0), {"stopping_threshold": 0.8, "mode": "max"}, 3),
+        ((0.5, 0.4, 0.1, 0.0, 0.0, 0.0), {"divergence_threshold": 0.2, "mode": "max"}, 3),
+        ((1.0, 2.0, 2.0, 2.0, 2.0, 2.0), {"patience": 2, "check_on_train_epoch_end": True}, 3),
+        ((1.0, 2.0, 2.0, 2.0, 2.0, 2.0), {"patience": 2, "check_on_train_epoch_end": False}, 3),
     ],
 )
 def test_early_stopping_ends_training_when_a_value_stops_improving(
@@ -1191,6 +1197,23 @@ def test_early_stopping_ends_training_when_a_value_is_not_finite(
     with pytest.warns(UserWarning, match=re.escape(text)):
         trainer.fit(Scored((1.0, score, 0.5, 0.5, 0.5, 0.5)), loader(), loader(4))
     assert (trainer.current_epoch, stopping.stopped_epoch) == (2, 1)
+
+
+def test_early_stopping_says_what_improves_and_passes_over_what_is_not_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = EarlyStopping("score", 0.0, 2, True)
+    missing = EarlyStopping("scroe", strict=False)
+    arguments: dict[str, Any] = {"limit_train_batches": 1, "callbacks": [there, missing]}
+    trainer = trainer_in(tmp_path, max_epochs=6, **arguments)
+    trainer.fit(Scored((1.0, 0.5, 0.6, 0.7, 0.1, 0.1)), loader(), loader(4))
+    assert trainer.current_epoch == 4
+    assert capsys.readouterr().out.splitlines() == [
+        "stratagem: EarlyStopping: score is 1",
+        "stratagem: EarlyStopping: score improved from 1 to 0.5",
+    ]
+    assert there.stopping_reason == "EarlyStopping: score has not improved on 0.5 (patience=2)"
+    assert missing.stopping_reason == ""
 
 
 def test_early_stopping_counts_on_across_a_resume(tmp_path: Path) -> None:

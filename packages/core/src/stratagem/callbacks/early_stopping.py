@@ -24,8 +24,14 @@ class EarlyStopping(Callback):
         monitor: name of the logged value.
         min_delta: a change smaller than this is no improvement.
         patience: how many checks without improvement end training.
+        verbose: say on rank 0 when the value improves.
         mode: "min": smaller is better; "max".
+        strict: refuse a value that was not logged; False: a check without it is passed over.
         check_finite: end training when the value is NaN or infinite; False: that is no improvement.
+        stopping_threshold: end training once the value is better than this.
+        divergence_threshold: end training once the value is worse than this.
+        check_on_train_epoch_end: check when a training epoch ends, and not after validation; False:
+            after each validation; None: where the value is complete.
 
     Example:
         >>> from stratagem.callbacks import EarlyStopping
@@ -38,11 +44,15 @@ class EarlyStopping(Callback):
     def __init__(
         self,
         monitor: str,
-        *,
         min_delta: float = 0.0,
         patience: int = 3,
+        verbose: bool = False,
         mode: Literal["min", "max"] = "min",
+        strict: bool = True,
         check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
     ) -> None:
         if mode not in ("min", "max"):
             raise ConfigurationError(f"EarlyStopping(mode={mode!r}): expected 'min' or 'max'")
@@ -53,8 +63,13 @@ class EarlyStopping(Callback):
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience
+        self.verbose = verbose
         self.mode = mode
+        self.strict = strict
         self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
         self.best_score = math.inf if mode == "min" else -math.inf
         self.wait_count = 0
         self.stopped_epoch = 0
@@ -82,17 +97,25 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         """Look at the value, if validation comes in the middle of epochs."""
-        if not trainer.sanity_checking and trainer.run.validates_within_epochs:
+        at_epoch_end = self.check_on_train_epoch_end
+        if at_epoch_end is None:
+            at_epoch_end = not trainer.run.validates_within_epochs
+        if trainer.run.stage == "fit" and not trainer.sanity_checking and not at_epoch_end:
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Look at the value, if the epoch's values are complete only now."""
-        if not trainer.run.has_validation or (
-            trainer.run.has_validated and not trainer.run.validates_within_epochs
-        ):
+        at_epoch_end, run = self.check_on_train_epoch_end, trainer.run
+        if at_epoch_end is None:
+            at_epoch_end = not run.has_validation or (
+                run.has_validated and not run.validates_within_epochs
+            )
+        if at_epoch_end:
             self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:
+        if not self.strict and self.monitor not in trainer.callback_metrics:
+            return
         score = float(trainer.run.metric(self.monitor, "EarlyStopping"))
         if self.check_finite and not math.isfinite(score):
             if trainer.is_global_zero:
@@ -104,12 +127,27 @@ class EarlyStopping(Callback):
             self._stop(trainer, f"{self.monitor} is {score}")
             return
         sign = 1.0 if self.mode == "min" else -1.0
+        ends = False
+        for limit, factor, what in (
+            (self.stopping_threshold, sign, "better"),
+            (self.divergence_threshold, -sign, "worse"),
+        ):
+            if limit is not None and factor * score < factor * limit:
+                ends = True
+                self._stop(trainer, f"{self.monitor} is {score:.4g}, {what} than {limit:g}")
         if sign * score < sign * self.best_score - self.min_delta:
+            if self.verbose:
+                trainer.print(
+                    f"stratagem: EarlyStopping: {self.monitor} improved from {self.best_score:.4g} "
+                    f"to {score:.4g}"
+                    if math.isfinite(self.best_score)
+                    else f"stratagem: EarlyStopping: {self.monitor} is {score:.4g}"
+                )
             self.best_score = score
             self.wait_count = 0
             return
         self.wait_count += 1
-        if self.wait_count >= self.patience:
+        if self.wait_count >= self.patience and not ends:
             best = f"{self.monitor} has not improved on {self.best_score:.4g}"
             self._stop(trainer, f"{best} (patience={self.patience})")
 
