@@ -94,6 +94,40 @@ def test_an_entry_point_may_have_the_name_of_the_library_that_it_is_for(program:
     assert found["problems"][0].startswith("entry points: it declares none in the group")
 
 
+# -- what an import does besides
+
+
+def test_what_a_plugin_module_does_at_exit_disturbs_nobody(program: Program) -> None:
+    program.install(
+        "averaging",
+        "import atexit\nimport threading\n\n"
+        'atexit.register(print, "farewell")\n'
+        "threading.Timer(60, print).start()\n"
+        f"{textwrap.dedent(NOTHING)}",
+        requires=RANGE,
+    )
+    code = "import os, sys; from stratagem.cli import main; code = main(); "
+    code += "sys.stdout.flush(); os._exit(code)"  # it has the plugin's thread itself
+    done = program.python("-c", code, "doctor", "averaging")
+    assert (done.returncode, done.stderr) == (0, "")
+    status, detail = row_of(done.stdout, "plugin plug")[1:]
+    assert status == "warning"
+    assert detail.startswith("importing averaging changes threads: every program that uses")
+
+
+def test_an_import_that_fails_alone_is_said_with_its_error(program: Program) -> None:
+    program.install(
+        "averaging",
+        "import os\nimport sys\n\n"
+        'if "-c" in sys.argv[:1]:\n    print("going")\n    sys.exit(0)\n'
+        f"{textwrap.dedent(NOTHING)}",
+        requires=RANGE,
+    )
+    assert program.json("doctor", "averaging", code=1)["problems"] == [
+        "plugin plug: importing averaging alone fails: SystemExit: 0"
+    ]
+
+
 # -- classes that are not what their specs say
 
 MISTAKES = {

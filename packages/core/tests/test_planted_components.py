@@ -166,7 +166,7 @@ REQUIRES = "stratagem-core>=0.1,<0.2"
 # What is changed in the module, the requirement, the check, and what it says.
 PLUGINS = {
     "nothing": ("", "", REQUIRES, "specs/summary and version", ""),
-    "torch": ("from", "import torch\nfrom", REQUIRES, "import/light", "torch ("),
+    "torch": ("from", "import torch\nfrom", REQUIRES, "import/light", "and imports torch"),
     "slow": (
         "from",
         "import time\nuntil = time.process_time() + 0.5\nwhile time.process_time() < until: pass\n"

@@ -25,7 +25,7 @@ from stratagem.discovery.entry_points import (
     misplaced_entries,
     normalise,
 )
-from stratagem.discovery.import_cost import import_cost
+from stratagem.discovery.import_cost import import_alone
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import Candidate, Registry
@@ -225,7 +225,8 @@ def _plugin_checks(reports: list[PluginReport], registry: Registry) -> Iterator[
         for note in report.notes:
             yield Check(what, "error", note)
         if report.distribution != CORE and not any("imports torch" in n for n in report.notes):
-            yield Check(what, *_judge_import(report.value.partition(":")[0].partition("[")[0]))
+            module = report.value.partition(":")[0].partition("[")[0].strip()
+            yield Check(what, *_judge_import(module))
     for (kind, name), holders in registry.ambiguous().items():
         theirs = [holder.distribution for holder in holders]
         if reports and reports[0].distribution in theirs:
@@ -238,15 +239,15 @@ def _plugin_checks(reports: list[PluginReport], registry: Registry) -> Iterator[
 
 
 def _judge_import(module: str) -> tuple[Any, str]:
-    cost = import_cost(module)
-    if cost.error:
-        return "error", f"importing {module} alone fails: {cost.error}"
-    took = f"{module} takes {cost.seconds:.3f} s to import"
-    if cost.heavy:
-        return "error", (
-            f"{took} and imports {', '.join(cost.heavy)}, which every program that uses Stratagem "
-            "pays: import it in the modules that the specs' targets name"
+    cost = import_alone(module, os.environ)
+    if why := cost.why_not_light(module):
+        return "error", why
+    if cost.changed:
+        return "warning", (
+            f"importing {module} changes {', '.join(cost.changed)}: every program that uses "
+            "Stratagem is changed by it"
         )
+    took = f"{module} takes {cost.seconds:.3f} s to import"
     if cost.seconds > SLOW_IMPORT:
         return "warning", f"{took}, which every program that uses Stratagem pays"
     return "ok", took
