@@ -177,6 +177,31 @@ MISTAKES = {
         "",
         "its target 'averaging_classes:VALUE' is 3; expected a class, or a function",
     ),
+    "renamed": (
+        "averaging_classes:Renamed",
+        "",
+        "",
+        "Renamed.wrap(self, model) cannot be called as Strategy.wrap(self, module: 'nn.Module') -> "
+        "'nn.Module' is (missing a required argument: 'model'): give it the same parameters",
+    ),
+    "unstarted": (
+        "averaging_classes:Unstarted",
+        "",
+        "",
+        "Unstarted.__init__ does not call super().__init__(**components): call it first",
+    ),
+    "private": (
+        "averaging_private:Mine",
+        "",
+        "",
+        "No module named 'stratagem.nowhere' (this stratagem-core has no such module: docs/",
+    ),
+    "precision": (
+        "averaging_classes:Aliased",
+        'precisions=("bf16",)',
+        "",
+        "it names the precision 'bf16', which a plan calls otherwise: write 'bf16-mixed'",
+    ),
     "format": (
         "averaging_classes:Format",
         'checkpoint_io="one_file"',
@@ -195,6 +220,15 @@ WRONG_CLASSES = """
 
     class Signature(Differs):
         def optimizer_step(self, optimizer): ...
+
+    class Renamed(Differs):
+        def wrap(self, model): return model
+
+    class Unstarted(Differs):
+        def __init__(self, **components): ...
+
+    class Aliased(Differs):
+        capabilities = Capabilities(precisions=("bf16",))
 
     class Contradicts(Differs):
         capabilities = Capabilities(owns_clipping=True)
@@ -225,6 +259,7 @@ def test_each_class_is_compared_with_its_spec(program: Program) -> None:
     program.install("averaging", code, requires=RANGE)
     write(program, "averaging_classes", WRONG_CLASSES)
     write(program, "averaging_sdk", "import vendor_sdk")
+    write(program, "averaging_private", "import stratagem.nowhere")
     found = program.json("doctor", "averaging", code=1)
     for name, (*_, said) in MISTAKES.items():
         wrong = [p for p in found["problems"] if p.startswith(f"strategy {name!r}: ")]
@@ -244,8 +279,11 @@ def test_each_class_is_compared_with_its_spec(program: Program) -> None:
 
 REQUIREMENTS = {
     "": "it requires no release of stratagem-core in particular: expected a range such as ",
-    f"{CORE}>=0.1": f"{CORE}>=0.1 has no upper bound, so that pip installs it beside a core whose "
-    "plugin API it does not know: expected a range such as ",
+    **{
+        f"{CORE}{clauses}": f"{CORE}{clauses} takes the next minor release, so that pip installs "
+        "it beside a core whose plugin API it does not know: expected a range such as "
+        for clauses in (">=0.1", "<9,>=0.1", "!=0.1.7")
+    },
     f"{CORE}=={__version__}": f"{CORE}=={__version__} is one release, and pip refuses every other: "
     "expected a range such as ",
 }
@@ -259,6 +297,7 @@ def test_a_requirement_that_will_not_last_is_a_warning(program: Program, require
     assert line.split(maxsplit=4)[3] == "warning"
     assert REQUIREMENTS[requires] in line
     assert "stratagem-core>=0.1,<0.2" in line
+    assert said.endswith("\nNo problem found; 1 warning above.\n")
 
 
 def test_a_version_that_is_none_is_a_problem(program: Program) -> None:

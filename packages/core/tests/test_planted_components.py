@@ -183,6 +183,7 @@ PLUGINS = {
         "changes environment variables; what it prints",
     ),
     "unbounded": ("", "", "stratagem-core>=0.1", "metadata/requirement on core", "upper bound"),
+    "wide": ("", "", "stratagem-core<9,>=0.1", "metadata/requirement on core", "upper bound"),
     "target": (":SingleDevice", ":NoDevice", REQUIRES, "specs/targets", "cannot import strategy"),
     "kind": ("StrategySpec(", "LauncherSpec(", REQUIRES, "specs/targets", "is no Launcher"),
     "alias": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from stratagem.discovery.entry_points import (
     installed_entries,
     misplaced_entries,
     normalise,
+    takes_next_minor,
 )
 from stratagem.discovery.import_cost import import_alone
 from stratagem.discovery.installed import version_of
@@ -207,10 +207,10 @@ def _judge_requirement(clauses: str) -> tuple[Any, str]:
         return "warning", f"it requires no release of {CORE} in particular: {advice}"
     if "==" in clauses:
         return "warning", f"{CORE}{clauses} is one release, and pip refuses every other: {advice}"
-    if not re.search("<|~=", clauses):
+    if takes_next_minor(clauses):
         return "warning", (
-            f"{CORE}{clauses} has no upper bound, so that pip installs it beside a core whose "
-            f"plugin API it does not know: {advice}"
+            f"{CORE}{clauses} takes the next minor release, so that pip installs it beside a core "
+            f"whose plugin API it does not know: {advice}"
         )
     return "ok", f"{CORE}{clauses}"
 
@@ -324,7 +324,9 @@ def print_examination(examination: Examination, *, verbose: bool) -> None:
     if not problems:
         left_out = [component.name for component in examination.components if component.why_not]
         but = f"; on this machine {', '.join(left_out)} cannot be used" if left_out else ""
-        print(f"\nNo problem found{but}.")
+        number = sum(check.status == "warning" for check in examination.checks)
+        warned = f"; {number} warning{'s' * (number > 1)} above" if number else ""
+        print(f"\nNo problem found{but}{warned}.")
         return
     print(f"\nProblems: {len(problems)}")
     for problem in problems:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 HEAVY = (
     *("torch", "numpy", "scipy", "pandas", "jax", "tensorflow", "transformers", "triton"),
@@ -130,10 +131,9 @@ def import_alone(module: str, environ: Mapping[str, str], folder: str | None = N
         except subprocess.TimeoutExpired:
             return ImportCost(seconds=_TIMEOUT, error=f"it takes more than {_TIMEOUT:.0f} s")
     try:
-        told = json.loads(done.stdout.rstrip().rpartition("\n")[2])
+        told: dict[str, Any] = json.loads(done.stdout.rstrip().rpartition("\n")[2])
     except ValueError:  # it has ended the process
         last = done.stderr.strip().rpartition("\n")[2]
         return ImportCost(error=last or f"the process ends with exit code {done.returncode}")
-    return ImportCost(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
-    )
+    modules, changed = tuple(told.pop("modules")), tuple(told.pop("changed"))
+    return ImportCost(modules=modules, changed=changed, **told)

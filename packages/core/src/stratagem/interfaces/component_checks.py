@@ -66,6 +66,11 @@ def _missing_module(error: BaseException | None, spec: ComponentSpec) -> str:
     own = spec.target.partition(".")[0].partition(":")[0] if isinstance(spec.target, str) else ""
     if not name or name.partition(".")[0] == own:
         return ""
+    if name.partition(".")[0] == "stratagem":
+        return (
+            " (this stratagem-core has no such module: docs/plugin-api.md lists those that plugins "
+            "may import)"
+        )
     return f" ({name.partition('.')[0]} has to be installed beside it)"
 
 
@@ -91,7 +96,8 @@ def _mistakes_of_strategy(spec: StrategySpec) -> Iterator[str]:
             "both hold one object"
         )
     try:
-        check_overrides(kind, Strategy)
+        made.requested  # noqa: B018 - which __init__ sets, or says that it was not called
+        check_overrides(kind, Strategy, by_name=True)
         check_capabilities(kind, Strategy, own)
     except ConfigurationError as error:
         yield str(error)

@@ -13,6 +13,7 @@ from stratagem.discovery.entry_points import (
     PluginEntry,
     installed_entries,
     normalise,
+    takes_next_minor,
 )
 from stratagem.discovery.import_cost import import_alone
 from stratagem.discovery.registry import Registry, get_registry
@@ -136,7 +137,7 @@ def _requirement(bench: Bench) -> None:
     for entry in _entries(bench):
         if entry.distribution == CORE:
             continue
-        assert "<" in entry.requires_core or "==" in entry.requires_core, (
+        assert not takes_next_minor(entry.requires_core), (
             f"{entry.distribution} requires {CORE}{entry.requires_core or ' not at all'}: expected "
             "an upper bound, as in 'stratagem-core>=0.1,<0.2', so that pip does not install it "
             "beside a core that it was not made for"
