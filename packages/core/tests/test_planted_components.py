@@ -65,6 +65,7 @@ PLANTED = [
     ("precision", "KeepsDefaultDtype", "contexts/restored", "the default dtype was"),
     ("precision", "LiesAboutDtype", "conversions/dtype of products", "say in `dtype`"),
     ("precision", "RoundsLabels", "conversions/batches", "labels and masks stay"),
+    ("precision", "ForgetsNamedTuples", "conversions/batches", "of a named tuple, which"),
     ("precision", "HidesScaling", "steps/gradient", "scales_loss is False, and scale_loss changes"),
     ("precision", "UnscalesTwice", "steps/clipping", "unscales twice"),
     ("precision", "NeverSkips", "steps/skipped", "a step with infinite gradients was taken"),
