@@ -275,6 +275,21 @@ def test_each_class_is_compared_with_its_spec(program: Program) -> None:
     assert all(component["why_not"] for component in found["components"])
 
 
+def test_a_method_that_nearly_has_the_name_of_one_that_is_called_is_a_warning(
+    program: Program,
+) -> None:
+    """Without `no_sync` all is as right as with it, and slower: the kit cannot tell."""
+    program.install("averaging", GOOD, requires=RANGE)
+    classes = textwrap.dedent(CLASSES) + "    def no_synch(self, prepared): ...\n"
+    classes += "    def average(self): ...\n"
+    write(program, "averaging_classes", classes)
+    done = program("doctor", "averaging")
+    assert row_of(done.stdout, "strategy 'averaging'")[1:] == [
+        "warning",
+        "Averaging.no_synch overrides nothing, and nothing calls it; did you mean no_sync?",
+    ]
+
+
 # -- metadata, and what an import costs
 
 REQUIREMENTS = {

@@ -255,23 +255,31 @@ def _judge_import(module: str) -> tuple[Any, str]:
 
 def _mistakes(spec: ComponentSpec, registry: Registry) -> list[str]:
     """Return what is wrong with a component, by its class and by what its spec names."""
-    # What an import prints must not get into the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
-        # By name: the program does without torch, and this cannot.
-        mistakes_of: Callable[[ComponentSpec], list[str]] = load_target(
-            "stratagem.interfaces.component_checks:mistakes_of", what="doctor's checks of classes"
-        )
-        mistakes = mistakes_of(spec)
+    mistakes = _by_its_class("mistakes_of", spec)
     # An import shows what the source does, and more: what both see is said once.
     seen = [text for text in check_spec(spec, registry) if not mistakes or "it names " in text]
     return [*mistakes, *seen]
+
+
+def _by_its_class(look: str, spec: ComponentSpec) -> list[str]:
+    """Return what a function of `component_checks` says of a component."""
+    # What an import prints must not get into the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        # By name: the program does without torch, and this cannot.
+        function: Callable[[ComponentSpec], list[str]] = load_target(
+            f"stratagem.interfaces.component_checks:{look}", what="doctor's checks of classes"
+        )
+        return function(spec)
 
 
 def _component_checks(spec: ComponentSpec, mistakes: list[str]) -> Iterator[Check]:
     what = f"{spec.kind} {spec.name!r}"
     for mistake in mistakes:
         yield Check(what, "error", mistake)
-    if not mistakes:
+    doubts = [] if mistakes else _by_its_class("doubts_of", spec)
+    for doubt in doubts:
+        yield Check(what, "warning", doubt)
+    if not mistakes and not doubts:
         yield Check(what, "ok", f"{spec.target} is there and agrees with its spec")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import fields
+from difflib import get_close_matches
+from types import FunctionType
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.specs import ComponentSpec, StrategySpec
@@ -58,6 +60,36 @@ def mistakes_of(spec: ComponentSpec) -> list[str]:
     elif not callable(target):
         return [f"its target {spec.target!r} is {target!r}; expected a class, or a function"]
     return list(_mistakes_of_strategy(spec)) if isinstance(spec, StrategySpec) else []
+
+
+def doubts_of(spec: ComponentSpec) -> list[str]:
+    """Return what an author has probably not meant, of a component without mistakes.
+
+    Example:
+        >>> from stratagem.discovery import StrategySpec
+        >>> from stratagem.strategies import SingleDeviceStrategy
+        >>> class Mine(SingleDeviceStrategy):
+        ...     __module__ = "my_package"
+        ...     def end_trainig(self, prepared): ...
+        >>> doubts_of(StrategySpec(name="mine", target=Mine, api_version=1))
+        ['Mine.end_trainig overrides nothing, and nothing calls it; did you mean end_training?']
+    """
+    target = spec.load()
+    if not isinstance(target, type):
+        return []
+    ours = next(c for c in target.__mro__ if f"{c.__module__}.".startswith("stratagem."))
+    known = [name for name in dir(ours) if not name.startswith("_")]
+    found = []
+    for kind in target.__mro__[: target.__mro__.index(ours)]:
+        for name, member in vars(kind).items():
+            if name.startswith("_") or name in known or not isinstance(member, FunctionType):
+                continue
+            if near := get_close_matches(name, known, n=1, cutoff=0.88):
+                found.append(
+                    f"{kind.__name__}.{name} overrides nothing, and nothing calls it; did you mean "
+                    f"{near[0]}?"
+                )
+    return found
 
 
 def _missing_module(error: BaseException | None, spec: ComponentSpec) -> str:
