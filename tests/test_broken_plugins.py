@@ -100,9 +100,20 @@ CASES = {
         stage="hooks",
         reason=["it implements no hook", "decorated with stratagem.discovery.hookimpl"],
     ),
+    "object_without_hooks": Plugin(
+        WANTED,
+        object="stratagem_components",
+        stage="hooks",
+        reason=["it implements no hook", "its entry point names 'stratagem_components' in the mod"],
+    ),
     "hook_raises": Plugin(returning("1 / 0"), stage="specs", reason=["ZeroDivisionError"]),
     "returns_nothing": Plugin(
         returning("None"), stage="specs", reason=["returned None", "expected an iterable"]
+    ),
+    "returns_a_spec": Plugin(
+        returning('spec("wanted")'),
+        stage="specs",
+        reason=["returned the strategy spec 'wanted'; expected an iterable", "yield each of them"],
     ),
     "not_a_spec": Plugin(
         returning('["wanted"]'), stage="specs", reason=["'wanted'", "expected ComponentSpec"]
@@ -111,6 +122,11 @@ CASES = {
         returning('[spec("my strategy")]'),
         stage="specs",
         reason=["the name 'my strategy'", "expected letters"],
+    ),
+    "name_of_no_choice": Plugin(
+        returning('[spec("wanted", aliases=("Auto",))]'),
+        stage="specs",
+        reason=["the name 'Auto', by which users leave the choice to Stratagem"],
     ),
     "bad_target": Plugin(
         returning('[spec("wanted", target="my_package.MyStrategy")]'),

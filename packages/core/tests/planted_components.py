@@ -136,6 +136,22 @@ class RoundsLabels(Precision):
         return lambda batch: map_tensors(lambda tensor: tensor.float(), batch)
 
 
+class ForgetsNamedTuples(Precision):
+    """A batch is taken apart and put together by hand, and a named tuple as a tuple."""
+
+    name = "by-hand"
+
+    def input_converter(self) -> Callable[[Any], Any]:
+        def convert(batch: Any) -> Any:
+            if isinstance(batch, torch.Tensor):
+                return batch.float() if batch.is_floating_point() else batch
+            if isinstance(batch, dict):
+                return {key: convert(value) for key, value in batch.items()}
+            return type(batch)(map(convert, batch)) if isinstance(batch, (list, tuple)) else batch
+
+        return convert
+
+
 class Scaled(Precision):
     """Nothing is wrong: losses are scaled by 8."""
 

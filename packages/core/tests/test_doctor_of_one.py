@@ -94,6 +94,40 @@ def test_an_entry_point_may_have_the_name_of_the_library_that_it_is_for(program:
     assert found["problems"][0].startswith("entry points: it declares none in the group")
 
 
+# -- what an import does besides
+
+
+def test_what_a_plugin_module_does_at_exit_disturbs_nobody(program: Program) -> None:
+    program.install(
+        "averaging",
+        "import atexit\nimport threading\n\n"
+        'atexit.register(print, "farewell")\n'
+        "threading.Timer(60, print).start()\n"
+        f"{textwrap.dedent(NOTHING)}",
+        requires=RANGE,
+    )
+    code = "import os, sys; from stratagem.cli import main; code = main(); "
+    code += "sys.stdout.flush(); os._exit(code)"  # it has the plugin's thread itself
+    done = program.python("-c", code, "doctor", "averaging")
+    assert (done.returncode, done.stderr) == (0, "")
+    status, detail = row_of(done.stdout, "plugin plug")[1:]
+    assert status == "warning"
+    assert detail.startswith("importing averaging changes threads: every program that uses")
+
+
+def test_an_import_that_fails_alone_is_said_with_its_error(program: Program) -> None:
+    program.install(
+        "averaging",
+        "import os\nimport sys\n\n"
+        'if "-c" in sys.argv[:1]:\n    print("going")\n    sys.exit(0)\n'
+        f"{textwrap.dedent(NOTHING)}",
+        requires=RANGE,
+    )
+    assert program.json("doctor", "averaging", code=1)["problems"] == [
+        "plugin plug: importing averaging alone fails: SystemExit: 0"
+    ]
+
+
 # -- classes that are not what their specs say
 
 MISTAKES = {
@@ -143,6 +177,31 @@ MISTAKES = {
         "",
         "its target 'averaging_classes:VALUE' is 3; expected a class, or a function",
     ),
+    "renamed": (
+        "averaging_classes:Renamed",
+        "",
+        "",
+        "Renamed.wrap(self, model) cannot be called as Strategy.wrap(self, module: 'nn.Module') -> "
+        "'nn.Module' is (missing a required argument: 'model'): give it the same parameters",
+    ),
+    "unstarted": (
+        "averaging_classes:Unstarted",
+        "",
+        "",
+        "Unstarted.__init__ does not call super().__init__(**components): call it first",
+    ),
+    "private": (
+        "averaging_private:Mine",
+        "",
+        "",
+        "No module named 'stratagem.nowhere' (this stratagem-core has no such module: docs/",
+    ),
+    "precision": (
+        "averaging_classes:Aliased",
+        'precisions=("bf16",)',
+        "",
+        "it names the precision 'bf16', which a plan calls otherwise: write 'bf16-mixed'",
+    ),
     "format": (
         "averaging_classes:Format",
         'checkpoint_io="one_file"',
@@ -161,6 +220,15 @@ WRONG_CLASSES = """
 
     class Signature(Differs):
         def optimizer_step(self, optimizer): ...
+
+    class Renamed(Differs):
+        def wrap(self, model): return model
+
+    class Unstarted(Differs):
+        def __init__(self, **components): ...
+
+    class Aliased(Differs):
+        capabilities = Capabilities(precisions=("bf16",))
 
     class Contradicts(Differs):
         capabilities = Capabilities(owns_clipping=True)
@@ -191,6 +259,7 @@ def test_each_class_is_compared_with_its_spec(program: Program) -> None:
     program.install("averaging", code, requires=RANGE)
     write(program, "averaging_classes", WRONG_CLASSES)
     write(program, "averaging_sdk", "import vendor_sdk")
+    write(program, "averaging_private", "import stratagem.nowhere")
     found = program.json("doctor", "averaging", code=1)
     for name, (*_, said) in MISTAKES.items():
         wrong = [p for p in found["problems"] if p.startswith(f"strategy {name!r}: ")]
@@ -206,12 +275,30 @@ def test_each_class_is_compared_with_its_spec(program: Program) -> None:
     assert all(component["why_not"] for component in found["components"])
 
 
+def test_a_method_that_nearly_has_the_name_of_one_that_is_called_is_a_warning(
+    program: Program,
+) -> None:
+    """Without `no_sync` all is as right as with it, and slower: the kit cannot tell."""
+    program.install("averaging", GOOD, requires=RANGE)
+    classes = textwrap.dedent(CLASSES) + "    def no_synch(self, prepared): ...\n"
+    classes += "    def average(self): ...\n"
+    write(program, "averaging_classes", classes)
+    done = program("doctor", "averaging")
+    assert row_of(done.stdout, "strategy 'averaging'")[1:] == [
+        "warning",
+        "Averaging.no_synch overrides nothing, and nothing calls it; did you mean no_sync?",
+    ]
+
+
 # -- metadata, and what an import costs
 
 REQUIREMENTS = {
     "": "it requires no release of stratagem-core in particular: expected a range such as ",
-    f"{CORE}>=0.1": f"{CORE}>=0.1 has no upper bound, so that pip installs it beside a core whose "
-    "plugin API it does not know: expected a range such as ",
+    **{
+        f"{CORE}{clauses}": f"{CORE}{clauses} takes the next minor release, so that pip installs "
+        "it beside a core whose plugin API it does not know: expected a range such as "
+        for clauses in (">=0.1", "<9,>=0.1", "!=0.1.7")
+    },
     f"{CORE}=={__version__}": f"{CORE}=={__version__} is one release, and pip refuses every other: "
     "expected a range such as ",
 }
@@ -225,6 +312,7 @@ def test_a_requirement_that_will_not_last_is_a_warning(program: Program, require
     assert line.split(maxsplit=4)[3] == "warning"
     assert REQUIREMENTS[requires] in line
     assert "stratagem-core>=0.1,<0.2" in line
+    assert said.endswith("\nNo problem found; 1 warning above.\n")
 
 
 def test_a_version_that_is_none_is_a_problem(program: Program) -> None:

@@ -121,6 +121,8 @@ REFUSED = {
     "letters, digits and single '_', beginning with a letter",
     "ddp": "NAME='ddp' is what stratagem-core calls a strategy of its own: choose another one, "
     "such as 'my_ddp'",
+    "auto": "NAME='auto' is how users leave the choice of a strategy to Stratagem: choose another "
+    "one, such as 'my_auto'",
     # Of a distribution that need not be installed.
     "deepspeed_stage_9": "NAME='deepspeed_stage_9' is what stratagem-backend-deepspeed calls a "
     "strategy of its own: choose another one, such as 'my_deepspeed_stage_9'",

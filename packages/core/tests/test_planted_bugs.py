@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,10 +198,10 @@ def test_a_plugin_module_that_imports_torch_is_found(
     finished = run_script(
         JUDGE, str(tmp_path / "ranks"), env={"PYTHONPATH": str(site)}, timeout=240
     )
-    assert finished.stdout.startswith(
-        "plugin/light import: importing the plugin module heavy_plugin imports "
+    assert re.match(
+        r"plugin/light import: heavy_plugin takes \d+\.\d+ s to import and imports torch\b",
+        finished.stdout,
     )
-    assert "torch (" in finished.stdout  # and numpy, where torch brings it along
 
 
 def test_there_are_at_least_thirty() -> None:

@@ -65,6 +65,7 @@ PLANTED = [
     ("precision", "KeepsDefaultDtype", "contexts/restored", "the default dtype was"),
     ("precision", "LiesAboutDtype", "conversions/dtype of products", "say in `dtype`"),
     ("precision", "RoundsLabels", "conversions/batches", "labels and masks stay"),
+    ("precision", "ForgetsNamedTuples", "conversions/batches", "of a named tuple, which"),
     ("precision", "HidesScaling", "steps/gradient", "scales_loss is False, and scale_loss changes"),
     ("precision", "UnscalesTwice", "steps/clipping", "unscales twice"),
     ("precision", "NeverSkips", "steps/skipped", "a step with infinite gradients was taken"),
@@ -166,7 +167,7 @@ REQUIRES = "stratagem-core>=0.1,<0.2"
 # What is changed in the module, the requirement, the check, and what it says.
 PLUGINS = {
     "nothing": ("", "", REQUIRES, "specs/summary and version", ""),
-    "torch": ("from", "import torch\nfrom", REQUIRES, "import/light", "torch ("),
+    "torch": ("from", "import torch\nfrom", REQUIRES, "import/light", "and imports torch"),
     "slow": (
         "from",
         "import time\nuntil = time.process_time() + 0.5\nwhile time.process_time() < until: pass\n"
@@ -183,6 +184,7 @@ PLUGINS = {
         "changes environment variables; what it prints",
     ),
     "unbounded": ("", "", "stratagem-core>=0.1", "metadata/requirement on core", "upper bound"),
+    "wide": ("", "", "stratagem-core<9,>=0.1", "metadata/requirement on core", "upper bound"),
     "target": (":SingleDevice", ":NoDevice", REQUIRES, "specs/targets", "cannot import strategy"),
     "kind": ("StrategySpec(", "LauncherSpec(", REQUIRES, "specs/targets", "is no Launcher"),
     "alias": (

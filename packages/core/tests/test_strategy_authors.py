@@ -509,6 +509,8 @@ def test_an_init_that_does_not_pass_on_what_it_is_given_is_named() -> None:
     assert refused(lambda: trainer(strategy=Forgets())) == (
         "Forgets.__init__ does not call super().__init__(**components): call it first"
     )
+    with pytest.raises(AttributeError, match=r"called super\(\).__init__\(\*\*components\) yet$"):
+        Forgets().process_group_backend  # noqa: B018
     assert refused(lambda: Keeps(launcher="spawn")) == (
         "Keeps(launcher='spawn'): its __init__ does not pass launcher on, so that it would be "
         "lost: call super().__init__(**components) there"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,8 +23,9 @@ from stratagem.discovery.entry_points import (
     installed_entries,
     misplaced_entries,
     normalise,
+    takes_next_minor,
 )
-from stratagem.discovery.import_cost import import_cost
+from stratagem.discovery.import_cost import import_alone
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import Candidate, Registry
@@ -207,10 +207,10 @@ def _judge_requirement(clauses: str) -> tuple[Any, str]:
         return "warning", f"it requires no release of {CORE} in particular: {advice}"
     if "==" in clauses:
         return "warning", f"{CORE}{clauses} is one release, and pip refuses every other: {advice}"
-    if not re.search("<|~=", clauses):
+    if takes_next_minor(clauses):
         return "warning", (
-            f"{CORE}{clauses} has no upper bound, so that pip installs it beside a core whose "
-            f"plugin API it does not know: {advice}"
+            f"{CORE}{clauses} takes the next minor release, so that pip installs it beside a core "
+            f"whose plugin API it does not know: {advice}"
         )
     return "ok", f"{CORE}{clauses}"
 
@@ -225,7 +225,8 @@ def _plugin_checks(reports: list[PluginReport], registry: Registry) -> Iterator[
         for note in report.notes:
             yield Check(what, "error", note)
         if report.distribution != CORE and not any("imports torch" in n for n in report.notes):
-            yield Check(what, *_judge_import(report.value.partition(":")[0].partition("[")[0]))
+            module = report.value.partition(":")[0].partition("[")[0].strip()
+            yield Check(what, *_judge_import(module))
     for (kind, name), holders in registry.ambiguous().items():
         theirs = [holder.distribution for holder in holders]
         if reports and reports[0].distribution in theirs:
@@ -238,15 +239,15 @@ def _plugin_checks(reports: list[PluginReport], registry: Registry) -> Iterator[
 
 
 def _judge_import(module: str) -> tuple[Any, str]:
-    cost = import_cost(module)
-    if cost.error:
-        return "error", f"importing {module} alone fails: {cost.error}"
-    took = f"{module} takes {cost.seconds:.3f} s to import"
-    if cost.heavy:
-        return "error", (
-            f"{took} and imports {', '.join(cost.heavy)}, which every program that uses Stratagem "
-            "pays: import it in the modules that the specs' targets name"
+    cost = import_alone(module, os.environ)
+    if why := cost.why_not_light(module):
+        return "error", why
+    if cost.changed:
+        return "warning", (
+            f"importing {module} changes {', '.join(cost.changed)}: every program that uses "
+            "Stratagem is changed by it"
         )
+    took = f"{module} takes {cost.seconds:.3f} s to import"
     if cost.seconds > SLOW_IMPORT:
         return "warning", f"{took}, which every program that uses Stratagem pays"
     return "ok", took
@@ -254,23 +255,31 @@ def _judge_import(module: str) -> tuple[Any, str]:
 
 def _mistakes(spec: ComponentSpec, registry: Registry) -> list[str]:
     """Return what is wrong with a component, by its class and by what its spec names."""
-    # What an import prints must not get into the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
-        # By name: the program does without torch, and this cannot.
-        mistakes_of: Callable[[ComponentSpec], list[str]] = load_target(
-            "stratagem.interfaces.component_checks:mistakes_of", what="doctor's checks of classes"
-        )
-        mistakes = mistakes_of(spec)
+    mistakes = _by_its_class("mistakes_of", spec)
     # An import shows what the source does, and more: what both see is said once.
     seen = [text for text in check_spec(spec, registry) if not mistakes or "it names " in text]
     return [*mistakes, *seen]
+
+
+def _by_its_class(look: str, spec: ComponentSpec) -> list[str]:
+    """Return what a function of `component_checks` says of a component."""
+    # What an import prints must not get into the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        # By name: the program does without torch, and this cannot.
+        function: Callable[[ComponentSpec], list[str]] = load_target(
+            f"stratagem.interfaces.component_checks:{look}", what="doctor's checks of classes"
+        )
+        return function(spec)
 
 
 def _component_checks(spec: ComponentSpec, mistakes: list[str]) -> Iterator[Check]:
     what = f"{spec.kind} {spec.name!r}"
     for mistake in mistakes:
         yield Check(what, "error", mistake)
-    if not mistakes:
+    doubts = [] if mistakes else _by_its_class("doubts_of", spec)
+    for doubt in doubts:
+        yield Check(what, "warning", doubt)
+    if not mistakes and not doubts:
         yield Check(what, "ok", f"{spec.target} is there and agrees with its spec")
 
 
@@ -323,7 +332,9 @@ def print_examination(examination: Examination, *, verbose: bool) -> None:
     if not problems:
         left_out = [component.name for component in examination.components if component.why_not]
         but = f"; on this machine {', '.join(left_out)} cannot be used" if left_out else ""
-        print(f"\nNo problem found{but}.")
+        number = sum(check.status == "warning" for check in examination.checks)
+        warned = f"; {number} warning{'s' * (number > 1)} above" if number else ""
+        print(f"\nNo problem found{but}{warned}.")
         return
     print(f"\nProblems: {len(problems)}")
     for problem in problems:

@@ -103,6 +103,11 @@ def names_of(name: str, distribution: str | None, registry: Registry) -> dict[st
     for candidate in registry.candidates("strategy"):
         if name in (known.casefold() for known in (candidate.spec.name, *candidate.spec.aliases)):
             raise _taken(name, candidate.distribution)
+    if name == "auto":
+        raise ConfigurationError(
+            "NAME='auto' is how users leave the choice of a strategy to Stratagem: choose another "
+            "one, such as 'my_auto'"
+        )
     if known := distribution_of(name):
         raise _taken(name, known)
     distribution = distribution or f"stratagem-backend-{name.replace('_', '-')}"

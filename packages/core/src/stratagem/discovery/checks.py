@@ -49,7 +49,12 @@ def _unknown(names: Iterable[str], kind: str, registry: Registry) -> Iterator[st
     """Yield which names mean nothing here, unless a distribution that is known provides them."""
     for name in dict.fromkeys(names):
         try:
-            registry.find(kind, name)
+            meant = registry.find(kind, name).spec.name
+            if kind == "precision" and meant != name:
+                yield (
+                    f"it names the precision {name!r}, which a plan calls otherwise: write "
+                    f"{meant!r}"
+                )
         except ConfigurationError as error:
             if not installation_hint(name):
                 what = kind.replace("_", " ")

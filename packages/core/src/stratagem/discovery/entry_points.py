@@ -324,6 +324,18 @@ def fits(clauses: str, version: str) -> bool | None:
         return None
 
 
+def takes_next_minor(clauses: str) -> bool:
+    """Whether a requirement on core takes a release of which its author can know nothing yet.
+
+    Example:
+        >>> from stratagem.discovery.entry_points import takes_next_minor
+        >>> takes_next_minor(">=0.1,<9"), takes_next_minor("")
+        (True, True)
+    """
+    major, minor = __version__.split(".")[:2]
+    return fits(clauses, f"{major}.{int(minor) + 1}") is True
+
+
 def _holds(clause: str, version: tuple[int, ...]) -> bool:
     """Whether a version meets one clause; ValueError if it is not of the simple form."""
     operator = clause[:2] if clause[1:2] == "=" else clause[:1]

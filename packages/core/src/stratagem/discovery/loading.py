@@ -19,6 +19,9 @@ from stratagem.errors import PluginError
 Key = tuple[str, str]
 """A kind, and a name in lower case."""
 
+_LONGEST = 100
+"""Characters of what a plugin has returned, in a message."""
+
 
 @dataclass(frozen=True)
 class PluginReport:
@@ -79,7 +82,7 @@ def load_plugin(
         plugin = entry.load()
         report = replace(report, seconds=time.perf_counter() - began)
         stage = "hooks"
-        _register_hooks(plugin, name, plugins)
+        _register_hooks(plugin, name, plugins, entry.value)
         stage = "specs"
         specs = _specs_of(plugin, plugins)
         _refuse_repeated_names(specs, entry.distribution, claimed)
@@ -109,12 +112,18 @@ def load_plugin(
     return replace(report, components=len(specs), notes=notes), specs
 
 
-def _register_hooks(plugin: object, name: str, plugins: pluggy.PluginManager) -> None:
+def _register_hooks(plugin: object, name: str, plugins: pluggy.PluginManager, value: str) -> None:
     plugins.register(plugin, name=name)
     callers = plugins.get_hookcallers(plugin)
     if not callers:
+        module, _, attribute = value.partition("[")[0].partition(":")
+        of_object = (
+            f"; its entry point names {attribute.strip()!r} in the module {module.strip()}: where "
+            "the hooks are functions of a module, name that alone"
+        )
         raise PluginError(
             "it implements no hook; expected functions decorated with stratagem.discovery.hookimpl"
+            + of_object * bool(attribute)
         )
     for caller in callers:
         if not caller.has_spec():
@@ -131,17 +140,25 @@ def _specs_of(plugin: object, plugins: pluggy.PluginManager) -> list[ComponentSp
             returned: Any = implementation.function()
             if not isinstance(returned, Iterable):
                 raise PluginError(
-                    f"stratagem_components() returned {returned!r}; expected an iterable of "
-                    "ComponentSpec objects such as StrategySpec"
+                    f"stratagem_components() returned {_shortly(returned)}; expected an iterable "
+                    "of ComponentSpec objects: yield each of them"
                 )
             specs.extend(returned)
     for spec in specs:
         if not isinstance(spec, ComponentSpec):
             raise PluginError(
-                f"stratagem_components() returned {spec!r} among its specs; expected "
+                f"stratagem_components() returned {_shortly(spec)} among its specs; expected "
                 "ComponentSpec objects such as StrategySpec"
             )
     return specs
+
+
+def _shortly(found: object) -> str:
+    """Return what a plugin has returned, for a message: of a spec only whose it is."""
+    if isinstance(found, ComponentSpec):
+        return f"the {found.kind} spec {found.name!r}"
+    text = repr(found)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _refuse_repeated_names(

@@ -66,6 +66,11 @@ class ComponentSpec:
                     f"a {self.kind} spec has the name {name!r}; expected letters, digits, '_', "
                     "'-' and '.', beginning with a letter or digit"
                 )
+            if name.casefold() == "auto":
+                raise PluginError(
+                    f"a {self.kind} spec has the name {name!r}, by which users leave the choice to "
+                    "Stratagem, so that nobody could select it: choose another one"
+                )
         if not callable(self.target) and not (
             isinstance(self.target, str) and _TARGET.fullmatch(self.target)
         ):

@@ -17,18 +17,24 @@ from stratagem.discovery.class_source import (
 from stratagem.discovery.specs import ComponentSpec, StrategySpec
 from stratagem.errors import ConfigurationError, PluginError
 
-_checked: set[tuple[type, type]] = set()
+_checked: set[tuple[type, type, bool]] = set()
 
 
-def check_overrides(kind: type, base: type) -> None:
+def check_overrides(kind: type, base: type, *, by_name: bool = False) -> None:
     """Refuse a class whose methods do not take what those of `base` take; once for each class.
 
     What only looks like one of `base` is none of its subclasses, and is left alone.
 
+    Args:
+        kind: the class.
+        base: what it is to be called as.
+        by_name: refuse other names of parameters too: front ends pass most by their place, so that
+            a run goes well, but later ones need not.
+
     Raises:
         ConfigurationError: names the method, and shows both signatures; or the method is final.
     """
-    if (kind, base) in _checked or not issubclass(kind, base):
+    if (kind, base, by_name) in _checked or not issubclass(kind, base):
         return
     for name, expected, own in _overridden(kind, base):
         if getattr(expected, "__final__", False):
@@ -44,13 +50,16 @@ def check_overrides(kind: type, base: type) -> None:
         arguments, keywords = _as_called(expected)
         try:
             inspect.signature(own).bind(*arguments, **keywords)
+            if by_name:
+                names = list(inspect.signature(expected).parameters)[1 : len(arguments)]
+                inspect.signature(own).bind(None, **dict.fromkeys(names), **keywords)
         except TypeError as error:
             raise ConfigurationError(
                 f"{kind.__name__}.{name}{inspect.signature(own)} cannot be called as "
                 f"{base.__name__}.{name}{inspect.signature(expected)} is ({error}): give it the "
                 "same parameters"
             ) from None
-    _checked.add((kind, base))
+    _checked.add((kind, base, by_name))
 
 
 def _overridden(kind: type, base: type) -> Iterator[tuple[str, FunctionType, Any]]:

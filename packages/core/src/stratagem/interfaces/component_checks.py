@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import fields
+from difflib import get_close_matches
+from types import FunctionType
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.specs import ComponentSpec, StrategySpec
@@ -60,12 +62,47 @@ def mistakes_of(spec: ComponentSpec) -> list[str]:
     return list(_mistakes_of_strategy(spec)) if isinstance(spec, StrategySpec) else []
 
 
+def doubts_of(spec: ComponentSpec) -> list[str]:
+    """Return what an author has probably not meant, of a component without mistakes.
+
+    Example:
+        >>> from stratagem.discovery import StrategySpec
+        >>> from stratagem.strategies import SingleDeviceStrategy
+        >>> class Mine(SingleDeviceStrategy):
+        ...     __module__ = "my_package"
+        ...     def end_trainig(self, prepared): ...
+        >>> doubts_of(StrategySpec(name="mine", target=Mine, api_version=1))
+        ['Mine.end_trainig overrides nothing, and nothing calls it; did you mean end_training?']
+    """
+    target = spec.load()
+    if not isinstance(target, type):
+        return []
+    ours = next(c for c in target.__mro__ if f"{c.__module__}.".startswith("stratagem."))
+    known = [name for name in dir(ours) if not name.startswith("_")]
+    found = []
+    for kind in target.__mro__[: target.__mro__.index(ours)]:
+        for name, member in vars(kind).items():
+            if name.startswith("_") or name in known or not isinstance(member, FunctionType):
+                continue
+            if near := get_close_matches(name, known, n=1, cutoff=0.88):
+                found.append(
+                    f"{kind.__name__}.{name} overrides nothing, and nothing calls it; did you mean "
+                    f"{near[0]}?"
+                )
+    return found
+
+
 def _missing_module(error: BaseException | None, spec: ComponentSpec) -> str:
     """Return what to say of a module that is of another distribution, and not there."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     own = spec.target.partition(".")[0].partition(":")[0] if isinstance(spec.target, str) else ""
     if not name or name.partition(".")[0] == own:
         return ""
+    if name.partition(".")[0] == "stratagem":
+        return (
+            " (this stratagem-core has no such module: docs/plugin-api.md lists those that plugins "
+            "may import)"
+        )
     return f" ({name.partition('.')[0]} has to be installed beside it)"
 
 
@@ -91,7 +128,8 @@ def _mistakes_of_strategy(spec: StrategySpec) -> Iterator[str]:
             "both hold one object"
         )
     try:
-        check_overrides(kind, Strategy)
+        made.requested  # noqa: B018 - which __init__ sets, or says that it was not called
+        check_overrides(kind, Strategy, by_name=True)
         check_capabilities(kind, Strategy, own)
     except ConfigurationError as error:
         yield str(error)

@@ -169,7 +169,10 @@ class Strategy(Stepping, ABC):
         own = getattr(type(self), name, None)
         if isinstance(own, property):
             own.__get__(self)  # a property that failed: with its own error, not with its name
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+        cause = ""
+        if "requested" not in self.__dict__:
+            cause = ": its __init__ has not called super().__init__(**components) yet"
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}{cause}")
 
     def bind(self, components: Components) -> None:
         """Take the components of the plan; once before each launch.

@@ -13,7 +13,9 @@ from stratagem.discovery.entry_points import (
     PluginEntry,
     installed_entries,
     normalise,
+    takes_next_minor,
 )
+from stratagem.discovery.import_cost import import_alone
 from stratagem.discovery.registry import Registry, get_registry
 from stratagem.discovery.specs import (
     PLUGIN_API_VERSION,
@@ -33,7 +35,7 @@ from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.strategy import Strategy
 from stratagem.testing.components.bench import Bench
 from stratagem.testing.components.check import check
-from stratagem.testing.light_import import import_alone, judge_light
+from stratagem.testing.processes import clean_environment
 
 KIND = "plugin"
 KINDS: dict[str, type] = {
@@ -48,6 +50,7 @@ _LONGEST = 120
 """Characters of a summary, which is a line of a table."""
 _LIST = """
 import json, sys
+from stratagem.discovery.import_cost import import_alone
 from stratagem.discovery.registry import Registry
 registry = Registry.discover()
 kinds = json.loads(sys.argv[1])
@@ -103,9 +106,10 @@ def _light(bench: Bench) -> None:
     targets = [spec.target for spec in _specs(bench)]
     for entry in _entries(bench):
         module = entry.value.partition(":")[0]
-        told = [import_alone(module, bench.component.search_path) for _ in range(2)]
-        judge_light(module, told[0], targets)
-        seconds = min(one["cpu_seconds"] for one in told)
+        environ = clean_environment(bench.component.search_path)
+        costs = [import_alone(module, environ) for _ in range(2)]
+        assert not (why := costs[0].why_not_light(module, targets)), why
+        seconds = min(cost.cpu_seconds for cost in costs)
         assert seconds <= limit, (
             f"importing the plugin module {module} takes {seconds:.3f} s of processor time, "
             f"expected at most {limit}: every program that uses Stratagem pays it"
@@ -117,10 +121,11 @@ def _side_effects(bench: Bench) -> None:
     """The module prints nothing, and changes no variable, signal, path, thread or file."""
     for entry in _entries(bench):
         module = entry.value.partition(":")[0]
-        told = import_alone(module, bench.component.search_path, folder=bench.folder)
-        assert "error" not in told, f"{module} cannot be imported: {told['error']}"
-        assert not told["changed"], (
-            f"importing the plugin module {module} changes {'; '.join(told['changed'])}: every "
+        environ = clean_environment(bench.component.search_path)
+        cost = import_alone(module, environ, folder=str(bench.folder))
+        assert not cost.error, f"importing {module} alone fails: {cost.error}"
+        assert not cost.changed, (
+            f"importing the plugin module {module} changes {'; '.join(cost.changed)}: every "
             "program that uses Stratagem is changed by it"
         )
         assert not bench.files(), f"importing {module} wrote {', '.join(bench.files())}"
@@ -132,7 +137,7 @@ def _requirement(bench: Bench) -> None:
     for entry in _entries(bench):
         if entry.distribution == CORE:
             continue
-        assert "<" in entry.requires_core or "==" in entry.requires_core, (
+        assert not takes_next_minor(entry.requires_core), (
             f"{entry.distribution} requires {CORE}{entry.requires_core or ' not at all'}: expected "
             "an upper bound, as in 'stratagem-core>=0.1,<0.2', so that pip does not install it "
             "beside a core that it was not made for"

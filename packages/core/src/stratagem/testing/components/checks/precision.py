@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -242,6 +242,11 @@ def _batches(bench: Bench) -> None:
         )
 
 
+class _Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
 def _judge_converter(name: str, convert: Callable[[Any], Any]) -> None:
     floats = torch.linspace(0, 1, 6)
     batch = {
@@ -267,6 +272,15 @@ def _judge_converter(name: str, convert: Callable[[Any], Any]) -> None:
         f"{name}() converts a tensor to {converted['floats'].dtype}, and one in a list in a dict "
         f"to {inner.dtype}"
     )
+    try:
+        pair = convert(_Pair(floats, torch.arange(2)))
+    except TypeError as error:
+        raise AssertionError(
+            f"{name}() of a named tuple, which datasets yield too, ended in TypeError: {error}; "
+            "such a one is made of its parts as arguments"
+        ) from None
+    assert isinstance(pair, _Pair), f"{name}() made a {type(pair).__name__} of a named tuple"
+    assert pair.first.dtype is inner.dtype, f"{name}() left a tensor in a named tuple as it was"
     off = float((converted["floats"].double() - floats.double()).abs().max())
     assert off <= _rounding(converted["floats"].dtype), f"{name}() changed values by {off:.2g}"
 

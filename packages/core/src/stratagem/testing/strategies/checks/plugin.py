@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from stratagem.discovery.import_cost import import_alone
 from stratagem.discovery.registry import get_registry
-from stratagem.testing.light_import import import_alone, judge_light
+from stratagem.testing.processes import clean_environment
 from stratagem.testing.strategies.check import Found, check, judge_of
 from stratagem.testing.strategies.probe import Probe
 
@@ -26,13 +27,13 @@ def _light(probe: Probe) -> dict[str, Any]:
         if report.distribution == candidate.distribution
     ]
     return {
-        "modules": {module: import_alone(module) for module in modules},
-        "target": str(candidate.spec.target),
+        "not light": [
+            import_alone(module, clean_environment()).why_not_light(module, [candidate.spec.target])
+            for module in modules
+        ]
     }
 
 
 @judge_of(_light)
 def _judge(found: Found) -> None:
-    told = found.ranks[0]
-    for module, of_module in told.get("modules", {}).items():
-        judge_light(module, of_module, [told["target"]])
+    assert not any(said := found.ranks[0].get("not light", [])), "; ".join(filter(None, said))
