@@ -10,6 +10,7 @@ import pytest
 
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.precision import TruePrecision
+from stratagem.strategies import DDPStrategy
 from stratagem.testing import (
     AcceleratorConformance,
     CheckpointIOConformance,
@@ -19,6 +20,7 @@ from stratagem.testing import (
     PluginConformance,
     PrecisionConformance,
 )
+from stratagem.testing.places import place_of
 
 pytest_plugins = ["stratagem.testing.plugin"]
 
@@ -188,3 +190,11 @@ class TestAnObject(PrecisionConformance):
     """A function in the place of a name."""
 
     precision = full
+
+
+def test_a_class_of_an_editable_installation_is_imported_and_not_read_from_its_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose folder would hide what other modules are called, such as an SDK of the same name."""
+    monkeypatch.setattr("importlib.metadata.packages_distributions", dict)
+    assert place_of(DDPStrategy) == "stratagem.native.strategies.ddp:DDPStrategy"

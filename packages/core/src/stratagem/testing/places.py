@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from stratagem.discovery.entry_points import GROUP
 from stratagem.errors import ConfigurationError
 
 
@@ -59,7 +60,11 @@ def place_of(told: str | Callable[..., Any]) -> str:
 
 def _is_installed(module: str) -> bool:
     top = module.partition(".")[0]
-    return top in importlib.metadata.packages_distributions()
+    if top in importlib.metadata.packages_distributions():
+        return True
+    # An editable installation lists no packages, and a plugin's entry point names its own.
+    entries = importlib.metadata.entry_points(group=GROUP)
+    return any(entry.module.partition(".")[0] == top for entry in entries)
 
 
 def _load(file: Path) -> ModuleType:
