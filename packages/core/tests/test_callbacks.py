@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import (
     BackboneFinetuning,
+    BaseFinetuning,
     BasePredictionWriter,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -541,3 +542,20 @@ def test_a_checkpoint_is_left_of_a_run_that_fails(tmp_path: Path) -> None:
     assert one.global_step == 6
     with pytest.raises(ConfigurationError, match="expected the name of a file"):
         OnExceptionCheckpoint(tmp_path, "")
+
+
+@pytest.mark.parametrize(
+    ("callback", "method", "count"),
+    [
+        (BaseFinetuning(), "freeze_before_training", 1),
+        (BaseFinetuning(), "finetune_function", 3),
+        (BasePredictionWriter("batch"), "write_on_batch_end", 7),
+        (BasePredictionWriter("epoch"), "write_on_epoch_end", 4),
+    ],
+)
+def test_a_method_that_a_subclass_has_left_out_is_named(
+    callback: Any, method: str, count: int
+) -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        getattr(callback, method)(*[None] * count)
+    assert str(caught.value) == f"{type(callback).__name__} has to define {method}()"

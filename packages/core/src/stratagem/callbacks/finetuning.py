@@ -55,7 +55,7 @@ class BaseFinetuning(Callback):
     @abstractmethod
     def freeze_before_training(self, module: Module) -> None:
         """Freeze what is not to be trained at first; before `configure_optimizers`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define freeze_before_training()")
 
     @abstractmethod
     def finetune_function(self, module: Module, epoch: int, optimizer: Optimizer) -> None:
@@ -66,7 +66,7 @@ class BaseFinetuning(Callback):
             epoch: counted from 0.
             optimizer: each of the model's in turn.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define finetune_function()")
 
     # -- what overrides are made of
 

@@ -85,7 +85,7 @@ class BasePredictionWriter(Callback):
             batch: what was predicted for.
             batch_idx, dataloader_idx: its number on this rank, and its loader's.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define write_on_batch_end()")
 
     def write_on_epoch_end(
         self,
@@ -101,7 +101,7 @@ class BasePredictionWriter(Callback):
             predictions: of each batch; of several loaders, a list for each.
             batch_indices: a list for each loader, of each batch's indices.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define write_on_epoch_end()")
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
         """Note from here on which samples are read."""

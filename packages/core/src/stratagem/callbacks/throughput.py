@@ -183,11 +183,11 @@ class ThroughputMonitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         """Begin to count; training stands still."""
-        self._left = self._began["validate"] = monotonic()
+        self._left = self._began[_stage(trainer)] = monotonic()
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         """Log; training goes on."""
-        self._write(trainer, "validate")
+        self._write(trainer, _stage(trainer))
         if "train" in self._began:
             self._began["train"] += monotonic() - self._left
 
@@ -202,47 +202,11 @@ class ThroughputMonitor(Callback):
     ) -> None:
         """Count a batch."""
         if not trainer.sanity_checking:
-            self._count("validate", module, batch)
+            self._count(_stage(trainer), module, batch)
 
-    def on_test_start(self, trainer: Trainer, module: Module) -> None:
-        """Begin to count."""
-        self._began["test"] = monotonic()
-
-    def on_test_end(self, trainer: Trainer, module: Module) -> None:
-        """Log."""
-        self._write(trainer, "test")
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._count("test", module, batch)
-
-    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
-        """Begin to count."""
-        self._began["predict"] = monotonic()
-
-    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
-        """Log."""
-        self._write(trainer, "predict")
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._count("predict", module, batch)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def _count(self, stage: str, module: Module, batch: Any) -> None:
         totals = self._totals[stage]
@@ -265,3 +229,9 @@ class ThroughputMonitor(Callback):
     def _write(self, trainer: Trainer, stage: str) -> None:
         trainer.run.rows.write(self._compute(stage), max(0, trainer.global_step - 1))
         self._throughput[stage].reset()
+
+
+def _stage(trainer: Trainer) -> str:
+    """Return what is evaluated now, as names of values begin."""
+    what = trainer.run.evaluating
+    return "validate" if what == "validation" else what

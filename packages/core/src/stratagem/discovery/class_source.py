@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.machinery import ModuleSpec
 
 from stratagem.discovery.capabilities import Capabilities
@@ -215,7 +216,15 @@ def _source_of(target: str) -> _Source | None:
     place = find_module(module)
     if isinstance(place, str) or not (place.origin or "").endswith(".py"):
         return None
-    with open(str(place.origin), encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib is slow to import
+    path = str(place.origin)
+    changed = os.stat(path).st_mtime_ns  # noqa: PTH116 - pathlib is slow to import
+    return _class_in(path, changed, name)
+
+
+@lru_cache(maxsize=64)
+def _class_in(path: str, changed: int, name: str) -> _Source | None:
+    """Return a class of a file that was `changed` at that time; several specs share one."""
+    with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib is slow to import
         text = file.read()
     # The class alone: parsing a whole module takes longer.
     found = re.search(

@@ -24,12 +24,12 @@ class Conformance:
     @classmethod
     def checks(cls) -> Sequence[str]:
         """Return the names of the checks that are to pass, in the order in which they run."""
-        raise NotImplementedError
+        raise NotImplementedError("each kit names its checks")
 
     @classmethod
     def target(cls) -> Target | Component:
         """Return what is tested, by the attributes of this class."""
-        raise NotImplementedError
+        raise NotImplementedError("each kit makes what it tests")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make a test of each check; called by pytest."""

@@ -101,7 +101,7 @@ class Step(TrainStep):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a batch of it has begun, and they do not count as trained on yet."""
+        """Whether it has begun, and its batches do not count as trained on yet."""
         return self._begun > 0 and self._micro_batches > 0
 
     @property
