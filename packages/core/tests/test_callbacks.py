@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -547,8 +547,8 @@ def test_a_checkpoint_is_left_of_a_run_that_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("callback", "method", "count"),
     [
-        (BaseFinetuning(), "freeze_before_training", 1),
-        (BaseFinetuning(), "finetune_function", 3),
+        (cast(Any, BaseFinetuning)(), "freeze_before_training", 1),
+        (cast(Any, BaseFinetuning)(), "finetune_function", 3),
         (BasePredictionWriter("batch"), "write_on_batch_end", 7),
         (BasePredictionWriter("epoch"), "write_on_epoch_end", 4),
     ],
