@@ -197,7 +197,8 @@ def first_cause(error: BaseException) -> tuple[str, str]:
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     global _running
     _running = True
-    _write({**item.stash[_KEY], "outcome": "started", "begun": time.time()})
+    record: dict[str, Any] = item.stash[_KEY]
+    _write({**record, "outcome": "started", "begun": time.time()})
 
 
 @pytest.hookimpl(hookwrapper=True)
