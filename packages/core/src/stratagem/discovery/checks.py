@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterable, Iterator
 
 from stratagem.discovery.class_source import check_source, find_module
@@ -108,8 +109,8 @@ def why_missing(target: object, *, what: str = "target") -> str:
 def _missing_imports(source: bytes) -> list[str]:
     """Return the packages that a module imports in any case, at its top, and that are not there."""
     found = re.findall(rb"^(?:import|from) (\w+)", source, re.MULTILINE)
-    names = [name.decode() for name in dict.fromkeys(found)]
-    return [name for name in names if isinstance(find_module(name), str)]
+    names = {name.decode() for name in found} - sys.stdlib_module_names - sys.modules.keys()
+    return [name for name in sorted(names) if isinstance(find_module(name), str)]
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:

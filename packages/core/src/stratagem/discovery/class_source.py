@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 
 from stratagem.discovery.capabilities import Capabilities
@@ -133,28 +133,31 @@ class _Source:
     module: str
     tree: ast.ClassDef
 
-    @cached_property
-    def imported(self) -> dict[str, tuple[str, str]]:
-        """The names that `from module import name` lines bind, each with (module, name)."""
-        found = {}
-        for line in re.findall(
-            r"^from [\w.]+ import (?:\([^)]*\)|[^(\n]+)$", self.module, re.MULTILINE
-        ):
+    def imported(self, expression: ast.expr) -> tuple[str, str]:
+        """Return the (module, name) that a `from` import binds to a name; ("", ""): it does not."""
+        if not isinstance(expression, ast.Name):
+            return "", ""
+        name = expression.id
+        # What names it alone: parsing every import takes as long as parsing the class.
+        lines = re.findall(
+            rf"^from [\w.]+ import (?:\([^)]*\b{name}\b[^)]*\)|[^(\n]*\b{name}\b[^(\n]*)$",
+            self.module,
+            re.MULTILINE,
+        )
+        for line in lines:
             for node in ast.parse(line).body:
                 if isinstance(node, ast.ImportFrom):
                     for alias in node.names:
-                        found[alias.asname or alias.name] = (node.module or "", alias.name)
-        return found
+                        if name == (alias.asname or alias.name):
+                            return node.module or "", alias.name
+        return "", ""
 
     @property
     def bases(self) -> list[str]:
         """The base classes by their names in stratagem.strategies; "": it is not from there."""
         return [
             name if module == "stratagem.strategies" else ""
-            for base in self.tree.bases
-            for module, name in [
-                self.imported.get(base.id, ("", "")) if isinstance(base, ast.Name) else ("", "")
-            ]
+            for module, name in map(self.imported, self.tree.bases)
         ]
 
     @property
@@ -185,12 +188,12 @@ class _Source:
         """What the body says that it can do; None: only an import would show."""
         value = self._assigned
         if isinstance(value, ast.Name):
-            module, name = self.imported.get(value.id, ("", ""))
+            module, name = self.imported(value)
             # The plugin module, which is imported already, mostly has them.
             found = getattr(sys.modules.get(module), name, None) if module else None
             return found if isinstance(found, Capabilities) else None
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and not value.args:
-            if self.imported.get(value.func.id, ("", ""))[1] != "Capabilities":
+        if isinstance(value, ast.Call) and not value.args:
+            if self.imported(value.func)[1] != "Capabilities":
                 return None
             try:
                 arguments = {str(k.arg): ast.literal_eval(k.value) for k in value.keywords}

@@ -106,10 +106,21 @@ def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
 
 def _looks_like_ours(group: str) -> bool:
     """Whether a group was meant for this one: it has our name, or nearly all of it."""
-    import difflib  # which a listing of names does without
-
     ours, name = GROUP.partition(".")[0], group.casefold()
-    return ours in name or bool(difflib.get_close_matches(name, (ours, GROUP), cutoff=0.8))
+    if ours in name:
+        return True
+    # Few groups share most of their letters with ours, and importing difflib takes 3 ms.
+    if not any(_shared_letters(name, wanted) >= 0.8 for wanted in (ours, GROUP)):
+        return False
+    import difflib
+
+    return bool(difflib.get_close_matches(name, (ours, GROUP), cutoff=0.8))
+
+
+def _shared_letters(one: str, other: str) -> float:
+    """Return the share of letters that two names have in common, which bounds difflib's ratio."""
+    common = sum(min(one.count(letter), other.count(letter)) for letter in set(one))
+    return 2 * common / (len(one) + len(other))
 
 
 def why_disabled(entry: PluginEntry, environ: Mapping[str, str]) -> str | None:
