@@ -482,7 +482,7 @@ DOCUMENTED = '''"""Averages.
 WRITTEN = {
     "one line": "capabilities = Capabilities(one_process=False)",
     "annotated": "capabilities: ClassVar[Capabilities] = Capabilities(one_process=False)",
-    "several lines": "capabilities = Capabilities(\n        one_process=False,\n    )\n    other = 3",
+    "several lines": "capabilities = Capabilities(\n        one_process=False,\n    )\n    x = 3",
     "with a comment": "capabilities = Capabilities(one_process=False)  # as it is",
 }
 
