@@ -18,15 +18,14 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -88,35 +87,53 @@ def _run_process(
         asked = Path(folder) / "request.json"
         asked.write_text(json.dumps(request), encoding="utf-8")
         (Path(folder) / "cwd").mkdir()
+        arguments = ["-q", "--tb=short", "-p", "peer_plugin", "-p", "no:cacheprovider"]
+        arguments += ["--rootdir", str(tests), "-c", str(tests / "pytest.ini"), str(tests / file)]
+        arguments += [f"--timeout={SECONDS}", "--timeout-method=signal"]
+        arguments += [f"--basetemp={folder}/tmp"]
         environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "VIRTUAL_ENV"))},
-            "PYTHONPATH": os.pathsep.join([str(tests), str(Path(__file__).resolve().parent)]),
             "PEER_TESTS_REQUEST": str(asked),
             "PEER_TESTS_RESULTS": str(out),
-            "PEER_TESTS_LABEL": label,
             "HOME": folder,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [python, "-m", "pytest", "-q", "--tb=short", "-p", "peer_plugin"]
-        command += ["--rootdir", str(tests), "-c", str(tests / "pytest.ini"), str(tests / file)]
-        command += [f"--timeout={SECONDS}", "--timeout-method=signal", "-p", "no:cacheprovider"]
-        command += [f"--basetemp={folder}/tmp"]
-        with out.with_suffix(".log").open("w") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=Path(folder) / "cwd",
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=FILE_SECONDS)
-            # What the tests have started and left behind goes with them: their session only.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        zygote = _zygote(work, label, python)
+        assert zygote.stdin is not None
+        assert zygote.stdout is not None
+        job = {
+            "arguments": arguments,
+            "environment": environment,
+            "folder": str(Path(folder) / "cwd"),
+            "log": str(out.with_suffix(".log")),
+            "seconds": FILE_SECONDS,
+        }
+        zygote.stdin.write(json.dumps(job) + "\n")
+        zygote.stdin.flush()
+        if not zygote.stdout.readline():
+            raise RuntimeError(f"{python} has ended while it ran {file}")
+
+
+_threads = threading.local()
+
+
+def _zygote(work: Path, label: str, python: str) -> subprocess.Popen[str]:
+    """Return this thread's process, from which those of the files are forked."""
+    zygote: subprocess.Popen[str] | None = getattr(_threads, "zygote", None)
+    if zygote is None:
+        here = Path(__file__).resolve().parent
+        zygote = _threads.zygote = subprocess.Popen(
+            [python, str(here / "peer_zygote.py")],
+            env={
+                **{k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "VIRTUAL_"))},
+                "PYTHONPATH": os.pathsep.join([str(work / "tests"), str(here)]),
+                "PEER_TESTS_LABEL": label,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    return zygote
 
 
 def run(work: Path, label: str, python: str, only: str, failing: bool, jobs: int) -> None:
