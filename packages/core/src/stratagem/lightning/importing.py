@@ -45,7 +45,8 @@ def install() -> None:
                 "`stratagem run --as-lightning SCRIPT`"
             )
     sys.meta_path.insert(0, Finder())
-    if multiprocessing.parent_process() is None:  # whose import has said so already
+    # A process of multiprocessing runs the main module again; the one that began has said so.
+    if multiprocessing.current_process().name == "MainProcess":
         _say()
 
 

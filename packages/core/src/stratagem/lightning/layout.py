@@ -126,8 +126,8 @@ _TYPES = _names(
 _BORING = _names(
     {
         f"{_API}.demos.boring_classes": "BoringDataModule BoringDataModuleNoLen "
-        "BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel Net RandomDataset RandomDictDataset "
-        "RandomIterableDataset RandomIterableDatasetWithLen"
+        "BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel Net RandomDataset "
+        "RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen"
     }
 )
 _TRANSFORMER = _names({f"{_API}.demos.transformer": "LightningTransformer Transformer WikiText2"})
