@@ -32,8 +32,7 @@ from typing import Any
 
 from peer_selection import select
 
-SECONDS = 20  # of one test
-FILE_SECONDS = 900
+FILE_SECONDS = 1800
 
 
 def results_of(work: Path, label: str, file: str) -> dict[str, dict[str, Any]]:
@@ -52,9 +51,10 @@ def wanted(
     done = results_of(work, label, file)
     whole = {case: r["outcome"] for case, r in done.items() if r["outcome"] != "started"}
     settled = [case for case, outcome in whole.items() if outcome == "passed" or not failing]
-    if label == "peer":
+    of_peer = results_of(work, "peer", file)
+    if label == "peer" or not of_peer:
         return {"functions": functions, "settled": settled}
-    passing = [r for r in results_of(work, "peer", file).values() if r["outcome"] == "passed"]
+    passing = [r for r in of_peer.values() if r["outcome"] == "passed"]
     return {"cases": {r["case"]: [r["function"], r["index"]] for r in passing}, "settled": settled}
 
 
@@ -89,7 +89,7 @@ def _run_process(
         (Path(folder) / "cwd").mkdir()
         arguments = ["-q", "--tb=short", "-p", "peer_plugin", "-p", "no:cacheprovider"]
         arguments += ["--rootdir", str(tests), "-c", str(tests / "pytest.ini"), str(tests / file)]
-        arguments += [f"--timeout={SECONDS}", "--timeout-method=signal"]
+        arguments += [f"--timeout={os.environ['PEER_TESTS_SECONDS']}", "--timeout-method=signal"]
         arguments += [f"--basetemp={folder}/tmp"]
         environment = {
             "PEER_TESTS_REQUEST": str(asked),
@@ -144,7 +144,10 @@ def run(work: Path, label: str, python: str, only: str, failing: bool, jobs: int
             if not re.search(only, file):
                 continue
             request = wanted(work, label, file, functions, failing)
-            if label != "peer" and not set(request["cases"]) - set(request["settled"]):
+            outcomes = {r["outcome"] for r in results_of(work, label, file).values()}
+            if "functions" in request and outcomes and "started" not in outcomes:
+                continue
+            if not set(request.get("cases", functions)) - set(request["settled"]):
                 continue
             waiting.append(pool.submit(run_file, work, label, python, file, request))
         for done in concurrent.futures.as_completed(waiting):
@@ -226,6 +229,7 @@ def main() -> None:
     running.add_argument("--only", default="", help="a regular expression for files")
     running.add_argument("--failing", action="store_true", help="runs again what has failed")
     running.add_argument("--jobs", type=int, default=1)
+    running.add_argument("--seconds", type=int, default=20, help="of a test; more under load")
     showing = commands.add_parser("table")
     showing.add_argument("work", type=Path)
     showing.add_argument("--label", default="stratagem")
@@ -234,6 +238,7 @@ def main() -> None:
         select(options.checkout, options.work)
     elif options.command == "run":
         work = options.work.resolve()
+        os.environ["PEER_TESTS_SECONDS"] = str(options.seconds)
         run(work, options.label, options.python, options.only, options.failing, options.jobs)
     else:
         table(options.work, options.label)
