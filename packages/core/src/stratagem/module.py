@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stratagem.callbacks.module_hooks import ModuleHooks
+from stratagem.callbacks.step_hooks import StepHooks
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import CheckpointMismatchError, UserCodeError
 from stratagem.state.hyperparameters import HyperParameters, arguments_of_init
@@ -36,7 +37,7 @@ class LogOptions(NamedTuple):
     add_dataloader_idx: bool
 
 
-class Module(ModuleHooks):
+class Module(StepHooks, ModuleHooks):
     """A model with its training step and optimizers: what a Trainer trains.
 
     Override `training_step` and `configure_optimizers`, and what else is needed. The hooks of
@@ -76,7 +77,9 @@ class Module(ModuleHooks):
         self.__dict__["_hparams"] = HyperParameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_trainer": None, "_metrics": None}
+        state = {**self.__dict__, "_trainer": None, "_metrics": None}
+        state.pop("_untoggled", None)
+        return state
 
     # -- to be overridden
 
