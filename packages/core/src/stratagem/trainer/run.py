@@ -207,10 +207,7 @@ class Run:
         joined = strategy.join_training(prepared, self.checkpoint)
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
-        if module.hyper_parameters and strategy.ranks.is_global_zero:
-            checks.warn_of_unsavable_hyperparameters(module)
-            for logger in trainer.loggers:
-                logger.log_hyperparams(module.hyper_parameters)
+        checks.hand_over_hyperparameters(self)
         with module.logging_to(self.metrics):
             self.hooks.call("on_fit_start")
             if path is None and joined is None:
