@@ -223,3 +223,14 @@ def test_loops_are_views_of_the_trainer() -> None:
         loop.advance()
     with pytest.raises(AttributeError, match=r"FitLoop.advance cannot be set"):
         loop.advance = None
+
+
+def test_the_environment_gives_arguments_that_are_not_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
+    monkeypatch.setenv("PL_TRAINER_LOGGER", "False")
+    monkeypatch.setenv("PL_TRAINER_ACCELERATOR", "cpu")
+    trainer = Trainer(enable_checkpointing=False)
+    assert (trainer.max_steps, trainer.loggers, trainer.accelerator.name) == (7, [], "cpu")
+    assert Trainer(max_steps=3, enable_checkpointing=False).max_steps == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ class Trainer(trainer.Trainer):
         model_registry: not here: expected None.
         **options: those of `stratagem.Trainer`.
 
+    What is not given is read from the environment, from PL_TRAINER_MAX_STEPS for `max_steps`.
+
     Raises:
         ConfigurationError: the request cannot be met; nothing has been started.
 
@@ -40,6 +44,14 @@ class Trainer(trainer.Trainer):
         model_registry: str | None = None,
         **options: Any,
     ) -> None:
+        named = {
+            "logger": logger,
+            "log_every_n_steps": log_every_n_steps,
+            "enable_model_summary": enable_model_summary,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        options = {**_of_environment(), **options, **given}
+        logger, log_every_n_steps, enable_model_summary = (options.pop(n, None) for n in named)
         if model_registry is not None:
             raise ConfigurationError(
                 f"model_registry={model_registry!r} is a service of Lightning's: leave it out"
@@ -72,3 +84,19 @@ class Trainer(trainer.Trainer):
         return EvaluationLoop(self)
 
     test_loop = predict_loop = validate_loop
+
+
+_PREFIX = "PL_TRAINER_"
+
+
+def _of_environment() -> dict[str, Any]:
+    """Return the arguments that environment variables give, as Python reads them."""
+    found: dict[str, Any] = {}
+    for name, text in os.environ.items():
+        if not name.startswith(_PREFIX):
+            continue
+        try:
+            found[name.removeprefix(_PREFIX).lower()] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            found[name.removeprefix(_PREFIX).lower()] = text
+    return found
