@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,15 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare
 from stratagem.storage import paths
-from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
+from stratagem.trainer import (
+    checks,
+    evaluation,
+    fit_loop,
+    folders,
+    options,
+    results,
+    run_loggers,
+)
 from stratagem.trainer.failure import end_failed
 from stratagem.trainer.former_runs import release_others
 from stratagem.trainer.hooks import Hooks
@@ -34,7 +41,6 @@ from stratagem.trainer.resume.checkpoint import (
     restore_training,
 )
 from stratagem.trainer.resume.find import find_checkpoint
-from stratagem.trainer.resume.restarts import Restarts
 from stratagem.trainer.rows import Rows
 from stratagem.trainer.schedulers import Schedulers
 from stratagem.trainer.step import Step
@@ -47,6 +53,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.metrics import LatestValues
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.resume.rank_state import RankState
+    from stratagem.trainer.resume.restarts import Restarts
     from stratagem.trainer.train_loader import TrainLoader
     from stratagem.trainer.trainer import Trainer
 
@@ -116,6 +123,8 @@ class Run:
         """In a fit: its validation."""
         self.run_id = ""
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
+        self.asked: str | Path | None = None
+        """In a fit: what to resume from, which was asked for or which a restart calls for."""
         self.resumed_from: paths.Location | None = None
         """In a fit that was resumed: from what, which the user named and no checkpoint did."""
         self.evaluation_loaders: dict[str, list[EvaluationLoader]] = {}
@@ -152,6 +161,7 @@ class Run:
         )
         self.profiling.begin(self)
         try:
+            run_loggers.begin(self)
             self.job.prepare_data(ranks)
             if datamodule is not None:
                 datamodule.setup(stage)
@@ -193,11 +203,7 @@ class Run:
         trainer, module, strategy = self.trainer, self.module, self.strategy
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
         checks.give_hints(strategy)
-        self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
-        self.restarts = Restarts(
-            strategy, trainer.default_root_dir, saves=bool(trainer.checkpoint_callbacks)
-        )
-        path = self.resumed_from = self._find(self.restarts.begin(self.job.ckpt_path))
+        path = self.resumed_from = self.resumed_from or self._find(self.asked)
         loader = open_fit_data(self)
         strategy.take_batch_size(loader.batch_size)
         prepared = self._prepare_to_train()
@@ -206,10 +212,9 @@ class Run:
         joined = strategy.join_training(prepared, self.checkpoint)
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
-        if module.hyper_parameters and strategy.ranks.is_global_zero:
+        if strategy.ranks.is_global_zero:
             checks.warn_of_unsavable_hyperparameters(module)
-            for logger in trainer.loggers:
-                logger.log_hyperparams(module.hyper_parameters)
+            run_loggers.describe(self)
         with module.logging_to(self.metrics):
             self.hooks.call("on_fit_start")
             if path is None and joined is None:
