@@ -468,3 +468,47 @@ def test_a_name_that_nothing_has_is_refused(program: Program) -> None:
         "'plug' is the entry point of several distributions: name one of them, averaging or "
         "two-dist\n"
     )
+
+
+# -- what is read of a class without an import
+
+DOCUMENTED = '''"""Averages.
+
+    capabilities: what it can do.
+    capabilities = not code at all
+    """
+
+    '''
+WRITTEN = {
+    "one line": "capabilities = Capabilities(one_process=False)",
+    "annotated": "capabilities: ClassVar[Capabilities] = Capabilities(one_process=False)",
+    "several lines": "capabilities = Capabilities(\n        one_process=False,\n    )\n    x = 3",
+    "with a comment": "capabilities = Capabilities(one_process=False)  # as it is",
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_capabilities_are_compared_as_a_class_writes_them(program: Program, written: str) -> None:
+    spec = (
+        "StrategySpec(name='averaging', target='averaging_classes:Mine', api_version=1,\n"
+        "                         capabilities=Capabilities(multi_node=True))"
+    )
+    code = (
+        "from stratagem.discovery import *\n@hookimpl\ndef stratagem_components():\n"
+        f"    return [{spec}]\n"
+    )
+    program.install("averaging", code, requires=RANGE)
+    head = (
+        "from typing import ClassVar\n"
+        "from stratagem.discovery import Capabilities\n"
+        "from stratagem.strategies import Strategy\n\n\n"
+        "class Mine(Strategy):\n    "
+    )
+    method = "\n\n    def backward(self, loss): ...\n"
+    (program.folder / "averaging_classes.py").write_text(head + WRITTEN[written] + method)
+    assert "differ (one_process=True and False; multi_node=True and False)" in str(
+        program.json("doctor", code=1)["problems"]
+    )
+    # What no one can read without an import is left to `doctor averaging`.
+    (program.folder / "averaging_classes.py").write_text(head + DOCUMENTED + "pass" + method)
+    assert program.json("doctor")["problems"] == []

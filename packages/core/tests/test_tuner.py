@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import DataModule, Module, Trainer, Tuner
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.tuner import BatchSizeFinder, LearningRateFinder
 
 
 class Net(Module):
@@ -96,6 +97,7 @@ def test_the_limits_of_the_search() -> None:
     tuner = Tuner(trainer())
     assert tuner.scale_batch_size(Net(), max_val=40) == 40
     assert tuner.scale_batch_size(Net(), max_trials=3, init_val=4) == 16
+    assert tuner.scale_batch_size(Net(), max_trials=0, init_val=4) == 4
     assert tuner.scale_batch_size(Net(room=5), init_val=64, mode="binsearch", margin=0.0) == 5
     assert tuner.scale_batch_size(Net(room=100), mode="binsearch", margin=0.1) == 90
 
@@ -251,3 +253,22 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ConfigurationError, match="pip install matplotlib"):
         finder.plot(suggest=True)
+
+
+def test_callbacks_tune_at_the_beginning_of_a_run() -> None:
+    size = BatchSizeFinder(init_val=4, max_val=16)
+    rate = LearningRateFinder(max_lr=10.0)
+    model = Net()
+    fitted = trainer(size, rate, max_steps=-1, max_epochs=1)
+    fitted.fit(model)
+    assert size.optimal_batch_size == model.batch_size == 16
+    assert fitted.train_dataloader.batch_size == 16
+    assert rate.optimal_lr is not None
+    assert rate.optimal_lr.suggestion() == model.lr
+    assert fitted.optimizers[0].param_groups[0]["initial_lr"] == model.lr
+    assert fitted.global_step == fitted.num_training_batches == 19
+    assert fitted.callbacks[:2] == [size, rate]
+
+    size = BatchSizeFinder(max_trials=2)
+    trainer(size, LearningRateFinder()).validate(model)
+    assert size.optimal_batch_size == 4

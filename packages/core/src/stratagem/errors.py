@@ -6,7 +6,7 @@
     ├── ConfigurationError          what was asked for cannot be (also a ValueError)
     │   ├── UnknownNameError        no component has that name (also a LookupError)
     │   ├── AmbiguousNameError      several distributions claim that name
-    │   └── MissingPackageError     an optional package is not installed (also a ModuleNotFoundError)
+    │   └── MissingPackageError     an optional package is not installed (also an ImportError)
     ├── PluginError                 a plugin, or a component of one, breaks its contract
     ├── UserCodeError               a Module, loader or callback breaks its contract
     │   └── NonFiniteLossError      the loss is NaN or infinite and detection is on

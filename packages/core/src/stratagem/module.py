@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -14,8 +12,8 @@ from torch import Tensor
 
 from stratagem.callbacks.module_hooks import ModuleHooks
 from stratagem.data.pytree import map_tensors
-from stratagem.errors import CheckpointMismatchError, UserCodeError
-from stratagem.state.hyperparameters import HyperParameters, arguments_of_init
+from stratagem.errors import UserCodeError
+from stratagem.state.hyperparameters import HyperParametersMixin, arguments_from
 
 if TYPE_CHECKING:
     from stratagem.trainer import Trainer
@@ -36,7 +34,7 @@ class LogOptions(NamedTuple):
     add_dataloader_idx: bool
 
 
-class Module(ModuleHooks):
+class Module(HyperParametersMixin, ModuleHooks):
     """A model with its training step and optimizers: what a Trainer trains.
 
     Override `training_step` and `configure_optimizers`, and what else is needed. The hooks of
@@ -66,6 +64,11 @@ class Module(ModuleHooks):
 
     automatic_optimization: bool = True
     """The Trainer runs backward and steps the optimizer; False: `training_step` does."""
+    __jit_unused_properties__ = (
+        *("trainer", "device", "dtype", "current_epoch", "global_step", "global_rank"),
+        *("local_rank", "logger", "loggers", "hyper_parameters", "hparams"),
+    )
+    """torch.jit leaves these properties out of what it makes of a model; some need a Trainer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +76,6 @@ class Module(ModuleHooks):
         # Trainer must not become part of the model.
         self.__dict__["_trainer"] = None
         self.__dict__["_metrics"] = None
-        self.__dict__["_hparams"] = HyperParameters()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None, "_metrics": None}
@@ -317,52 +319,7 @@ class Module(ModuleHooks):
         trainer = self.trainer
         trainer.strategy.backward(trainer.run.require_prepared(), loss, *args, **kwargs)
 
-    # -- hyperparameters
-
-    @property
-    def hyper_parameters(self) -> dict[str, Any]:
-        """The arguments that `save_hyperparameters` kept, by name."""
-        kept: dict[str, Any] = self.__dict__["_hparams"]
-        return kept
-
-    @property
-    def hparams(self) -> HyperParameters:
-        """The arguments that `save_hyperparameters` kept; also found as attributes."""
-        kept: HyperParameters = self.__dict__["_hparams"]
-        return kept
-
-    def save_hyperparameters(
-        self, *names: str | Mapping[str, Any] | Namespace, ignore: str | Sequence[str] = ()
-    ) -> None:
-        """Keep the arguments of `__init__`, where this is called, in `hparams` and in checkpoints.
-
-        Called in the `__init__` of a base class, it also keeps those of the subclass's. What cannot
-        be loaded without executing code (a module, a function) is in `hparams`, and left out of
-        checkpoints with a warning: `load_from_checkpoint` is then given it again.
-
-        Args:
-            *names: which; none: all; or one dict or argparse.Namespace, to keep what is in it.
-            ignore: which not.
-
-        Raises:
-            UserCodeError: a name is no argument.
-        """
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        first = names[0] if len(names) == 1 else None
-        if isinstance(first, (Mapping, Namespace)):
-            kept = dict(vars(first) if isinstance(first, Namespace) else first)
-            wanted = set(kept)
-        else:
-            frame = inspect.currentframe()
-            kept = {} if frame is None else arguments_of_init(self, frame.f_back)
-            wanted = set(map(str, names)) or set(kept)
-            if strangers := [name for name in names if name not in kept]:
-                raise UserCodeError(
-                    f"save_hyperparameters({', '.join(map(repr, names))}): {strangers[0]!r} is no "
-                    f"argument of {type(self).__name__}.__init__; expected names of its arguments "
-                    f"({', '.join(kept) or 'it has none'}), or one dict or argparse.Namespace"
-                )
-        self.hparams.update({k: v for k, v in kept.items() if k in wanted and k not in ignored})
+    # -- from a checkpoint
 
     @classmethod
     def load_from_checkpoint(
@@ -394,22 +351,9 @@ class Module(ModuleHooks):
 
         checkpoint = SingleFileCheckpointIO().load_checkpoint(paths.given(checkpoint_path))
         checkpoint = check(checkpoint, checkpoint_path)
-        arguments = {**checkpoint.get("hyper_parameters", {}), **kwargs}
-        accepted = inspect.signature(cls).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            arguments = {name: value for name, value in arguments.items() if name in accepted}
-        missing = [
-            name
-            for name, p in accepted.items()
-            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        ]
-        if missing := [name for name in missing if name not in arguments]:
-            raise CheckpointMismatchError(
-                f"{str(checkpoint_path)!r} holds no value of {', '.join(missing)}, which "
-                f"{cls.__name__} needs: pass them to load_from_checkpoint, as in {missing[0]}=..., "
-                "or let __init__ call self.save_hyperparameters()"
-            )
-        model = cls(**arguments)
+        saved, holder = checkpoint.get("hyper_parameters", {}), checkpoint.get("hparams_name", "")
+        with naming(checkpoint_path):
+            model = cls(**arguments_from(cls, saved, holder, kwargs))
         model.configure_model()
         adopt_compiled(model)
         model.on_load_checkpoint(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import os
@@ -31,6 +32,9 @@ def main() -> int:
         from stratagem.cli.app import run_app
 
         return run_app()
+    if command != "run":
+        # A listing is mostly imports, of which nothing is garbage before the process ends.
+        gc.disable()
     try:
         code: int = module_of(command).run(arguments)
         sys.stdout.flush()

@@ -13,6 +13,9 @@ from stratagem.discovery.registry import Registry
 from stratagem.discovery.specs import ComponentSpec, PrecisionSpec, StrategySpec
 from stratagem.errors import ConfigurationError
 
+_DEFINED = re.compile(rb"^(?:class|def) (\w+)", re.MULTILINE)
+_IMPORTED = re.compile(rb"^(?:import|from) (\w+)", re.MULTILINE)
+
 
 def check_spec(spec: ComponentSpec, registry: Registry) -> Iterator[str]:
     """Yield what is wrong with a spec: what it names that is not there, what its class contradicts.
@@ -95,7 +98,7 @@ def why_missing(target: object, *, what: str = "target") -> str:
                 "installed"
             )
         # Where it mostly is; parsing a module takes longer than the rest of doctor together.
-        if re.search(rf"^(class|def) {re.escape(name)}\b".encode(), source, re.MULTILINE):
+        if name.encode() in _DEFINED.findall(source):
             return ""
         names = set(_defined(ast.parse(source)))
     except (OSError, SyntaxError, ValueError) as error:
@@ -108,9 +111,9 @@ def why_missing(target: object, *, what: str = "target") -> str:
 
 def _missing_imports(source: bytes) -> list[str]:
     """Return the packages that a module imports in any case, at its top, and that are not there."""
-    found = re.findall(rb"^(?:import|from) (\w+)", source, re.MULTILINE)
-    names = {name.decode() for name in found} - sys.stdlib_module_names - sys.modules.keys()
-    return [name for name in sorted(names) if isinstance(find_module(name), str)]
+    names = {name.decode() for name in _IMPORTED.findall(source)}
+    unknown = sorted(names - sys.stdlib_module_names - sys.modules.keys())
+    return [name for name in unknown if isinstance(find_module(name), str)]
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:

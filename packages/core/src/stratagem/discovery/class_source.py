@@ -7,9 +7,9 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.machinery import ModuleSpec
 
 from stratagem.discovery.capabilities import Capabilities
@@ -22,6 +22,12 @@ OWN_CLIPPING = ("train_step", "finish_step", "optimizer_step", "clip_gradients")
 """The methods of which an engine that clips overrides one."""
 OWN_BACKWARD = ("train_step", "accumulate_all", "accumulate", "backward")
 """The methods of which an engine that runs backward overrides one."""
+
+_FROM_IMPORT = re.compile(r"^from [\w.]+ import (?:\([^)]*\)|[^(\n]+)$", re.MULTILINE)
+_CLASS = re.compile(r"^class (\w+)\b.*?(?=^[^\s#)]|\Z)", re.MULTILINE | re.DOTALL)
+_HEAD = re.compile(r"class \w+\s*(?:\([^()]*\))?\s*:")
+_FUNCTION = re.compile(r"^([ \t]+)(?:async )?def (\w+)", re.MULTILINE)
+_CAPABILITIES = re.compile(r"^([ \t]+)capabilities\b.*?(?=^\1[^\s)]|\Z)", re.MULTILINE | re.DOTALL)
 
 _BASES = {"Strategy": True, "ParallelStrategy": False, "SingleDeviceStrategy": True}
 """Bases that leave every part of a step as it is, and whether they are one process."""
@@ -64,14 +70,14 @@ def difference(name: str, of_spec: Capabilities, of_class: Capabilities | None) 
     """
     if of_class is None:
         return f"{name} has no capabilities: set them in the class, to the object that its spec has"
+    if of_class == of_spec:
+        return ""
     theirs = asdict(of_class)
     differing = [
         f"{field}={value!r} and {theirs[field]!r}"
         for field, value in asdict(of_spec).items()
         if value != theirs[field]
     ]
-    if not differing:
-        return ""
     return (
         f"the spec's capabilities and those of {name} differ ({'; '.join(differing)}): let both "
         "hold one object"
@@ -126,33 +132,31 @@ class _Source:
     Attributes:
         name: of the class.
         module: the text of its module.
-        tree: the class.
+        text: that of the class.
+        tree: the class without its body.
+        methods: the names of the functions in its body.
     """
 
     name: str
     module: str
+    text: str
     tree: ast.ClassDef
+    methods: frozenset[str]
 
     def imported(self, expression: ast.expr) -> tuple[str, str]:
         """Return the (module, name) that a `from` import binds to a name; ("", ""): it does not."""
         if not isinstance(expression, ast.Name):
             return "", ""
-        name = expression.id
-        # What names it alone: parsing every import takes as long as parsing the class.
-        lines = re.findall(
-            rf"^from [\w.]+ import (?:\([^)]*\b{name}\b[^)]*\)|[^(\n]*\b{name}\b[^(\n]*)$",
-            self.module,
-            re.MULTILINE,
-        )
-        for line in lines:
-            for node in ast.parse(line).body:
+        for line in _FROM_IMPORT.findall(self.module):
+            # What names it alone: parsing every import takes as long as parsing the class.
+            for node in ast.parse(line).body if expression.id in line else ():
                 if isinstance(node, ast.ImportFrom):
                     for alias in node.names:
-                        if name == (alias.asname or alias.name):
+                        if expression.id == (alias.asname or alias.name):
                             return node.module or "", alias.name
         return "", ""
 
-    @property
+    @cached_property
     def bases(self) -> list[str]:
         """The base classes by their names in stratagem.strategies; "": it is not from there."""
         return [
@@ -160,30 +164,23 @@ class _Source:
             for module, name in map(self.imported, self.tree.bases)
         ]
 
-    @property
-    def methods(self) -> set[str]:
-        """The names of the functions in its body."""
-        return {node.name for node in self.tree.body if isinstance(node, ast.FunctionDef)}
-
-    @property
+    @cached_property
     def _assigned(self) -> ast.expr | None:
-        for node in self.tree.body:
-            targets: Iterable[ast.expr] = ()
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, ast.AnnAssign):
-                targets = [node.target]
-            if any(isinstance(each, ast.Name) and each.id == "capabilities" for each in targets):
-                assert isinstance(node, (ast.Assign, ast.AnnAssign))
-                return node.value
-        return None
+        found = _CAPABILITIES.search(self.text)
+        if found is None:
+            return None
+        try:
+            (node,) = ast.parse(found[0].strip()).body
+        except (SyntaxError, ValueError):
+            return None
+        return node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
 
     @property
     def assigns_capabilities(self) -> bool:
         """Whether the body says what the class can do."""
-        return self._assigned is not None or "capabilities" in self.methods
+        return _CAPABILITIES.search(self.text) is not None or "capabilities" in self.methods
 
-    @property
+    @cached_property
     def capabilities(self) -> Capabilities | None:
         """What the body says that it can do; None: only an import would show."""
         value = self._assigned
@@ -229,14 +226,17 @@ def _class_in(path: str, changed: int, name: str) -> _Source | None:
     """Return a class of a file that was `changed` at that time; several specs share one."""
     with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib is slow to import
         text = file.read()
-    # The class alone: parsing a whole module takes longer.
-    found = re.search(
-        rf"^class {re.escape(name)}\b.*?(?=^[^\s#)]|\Z)", text, re.MULTILINE | re.DOTALL
-    )
-    if found is None:
+    # Only what is asked for is parsed: whole classes take as long as a fifth of doctor. No pattern
+    # has the name in it, since compiling one takes long too.
+    found = next((match for match in _CLASS.finditer(text) if match[1] == name), None)
+    head = None if found is None else _HEAD.match(found[0])
+    if found is None or head is None:
         return None
     try:
-        (tree,) = ast.parse(found[0]).body
+        (tree,) = ast.parse(f"{head[0]} pass").body
     except (SyntaxError, ValueError):
         return None
-    return _Source(name, text, tree) if isinstance(tree, ast.ClassDef) else None
+    functions = _FUNCTION.findall(found[0])
+    outer = min((indentation for indentation, _ in functions), default="")
+    methods = frozenset(function for indentation, function in functions if indentation == outer)
+    return _Source(name, text, found[0], tree, methods) if isinstance(tree, ast.ClassDef) else None

@@ -57,7 +57,9 @@ def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
     entries: dict[tuple[str, ...], PluginEntry] = {}
     seen: set[str] = set()
     for place in sys.path if path is None else path:
-        for name, version, metadata, declared in _distributions(place or ".", seen):
+        for name, declared, read_metadata in _distributions(place or ".", seen):
+            metadata = read_metadata()
+            version = _version(metadata)
             requires_core = _requirement_on_core(metadata)
             for entry, value in _entries_of_group(declared):
                 own = name == CORE and (entry, value) == _OWN
@@ -89,8 +91,8 @@ def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
     found = []
     seen: set[str] = set()
     for place in sys.path if path is None else path:
-        for name, version, _, declared in _distributions(place or ".", seen, marker="["):
-            if name == CORE and version != __version__:
+        for name, declared, read_metadata in _distributions(place or ".", seen, marker="["):
+            if name == CORE and (version := _version(read_metadata())) != __version__:
                 found.append(
                     f"{CORE} {version} lies in {place or '.'!r}, but {__version__} runs: remove it "
                     f"there, or reinstall {CORE}."
@@ -177,8 +179,8 @@ def _listed(value: str) -> set[str]:
 
 def _distributions(
     place: str, seen: set[str], *, marker: str = GROUP
-) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, version, METADATA, entry_points.txt) of what declares an entry of the group.
+) -> Iterator[tuple[str, str, Callable[[], str]]]:
+    """Yield (name, entry_points.txt, what reads METADATA) of what declares an entry of the group.
 
     A folder, which nearly every place on the path is, is read directly: importing
     `importlib_metadata` costs as much as reading several hundred distributions, and its email
@@ -206,9 +208,7 @@ def _distributions(
         if folder.endswith(".egg-info"):  # requirements are in another file and form
             yield from _distributions_by_library(place, seen - {name}, only=name, marker=marker)
             continue
-        metadata = read_text(f"{place}/{folder}/METADATA")
-        version = next(header_values(metadata, "Version"), "unknown")
-        yield name, version, metadata, declared
+        yield name, declared, functools.partial(read_text, f"{place}/{folder}/METADATA")
 
 
 def folders_of_metadata(place: str) -> list[str]:
@@ -228,7 +228,7 @@ def folders_of_metadata(place: str) -> list[str]:
 
 def _distributions_by_library(
     place: str, seen: set[str], only: str | None = None, *, marker: str = GROUP
-) -> Iterator[tuple[str, str, str, str]]:
+) -> Iterator[tuple[str, str, Callable[[], str]]]:
     """Yield the same for places that are no folders (zip files) and for older forms of metadata."""
     from importlib_metadata import distributions
 
@@ -240,8 +240,9 @@ def _distributions_by_library(
             continue
         seen.add(name)
         if marker in declared:
-            requirements = "".join(f"Requires-Dist: {r}\n" for r in distribution.requires or ())
-            yield name, headers["Version"] or "unknown", requirements, declared
+            lines = [f"Version: {headers['Version'] or 'unknown'}"]
+            lines += [f"Requires-Dist: {clause}" for clause in distribution.requires or ()]
+            yield name, declared, functools.partial("\n".join, lines)
 
 
 def read_text(path: str) -> str:
@@ -290,6 +291,10 @@ def header_values(metadata: str, key: str) -> Iterator[str]:
     for line in head.splitlines():
         if line.startswith(f"{key}:"):
             yield line.partition(":")[2].strip()
+
+
+def _version(metadata: str) -> str:
+    return next(header_values(metadata, "Version"), "unknown")
 
 
 def _requirement_on_core(metadata: str) -> str:

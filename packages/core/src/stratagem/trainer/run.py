@@ -212,9 +212,8 @@ class Run:
         joined = strategy.join_training(prepared, self.checkpoint)
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
-        if strategy.ranks.is_global_zero:
-            checks.warn_of_unsavable_hyperparameters(module)
-            run_loggers.describe(self)
+        checks.hand_over_hyperparameters(self)
+        run_loggers.log_graph(self)
         with module.logging_to(self.metrics):
             self.hooks.call("on_fit_start")
             if path is None and joined is None:

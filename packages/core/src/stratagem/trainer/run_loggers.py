@@ -43,13 +43,11 @@ def begin(run: Run) -> None:
             logger.begin_run(run.run_id, step)
 
 
-def describe(run: Run) -> None:
-    """Hand the hyperparameters and the model to the loggers, on rank 0."""
-    module = run.module
-    for logger in run.trainer.loggers:
-        if module.hyper_parameters:
-            logger.log_hyperparams(module.hyper_parameters)
-        logger.log_graph(module)
+def log_graph(run: Run) -> None:
+    """Hand the model to the loggers, on rank 0."""
+    if run.strategy.ranks.is_global_zero:
+        for logger in run.trainer.loggers:
+            logger.log_graph(run.module)
 
 
 def _find(run: Run) -> paths.Location | None:

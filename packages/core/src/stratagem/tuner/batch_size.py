@@ -21,7 +21,7 @@ def search(
             has not as many samples; None: it does not fit.
         mode: "power" doubles; "binsearch" then halves the distance to what does not fit.
         start: first size.
-        trials: how many to try at most.
+        trials: how many to try at most; 0: the first size is taken untried.
         margin: part that "binsearch" takes off the size, where memory has run out.
         most: largest size to try.
 
@@ -32,7 +32,7 @@ def search(
         >>> search(fits, mode="power", **options), search(fits, mode="binsearch", **options)
         (64, 100)
     """
-    good: int | None = None
+    good: int | None = None if trials else start
     bad: int | None = None
     size = start
     for _ in range(trials):

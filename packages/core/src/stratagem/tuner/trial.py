@@ -21,7 +21,7 @@ from stratagem.rng import (
     set_rng_state,
 )
 from stratagem.trainer.metrics import LatestValues
-from stratagem.trainer.progress import Progress
+from stratagem.trainer.progress import Progress, RunState
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -76,6 +76,7 @@ def trials(
             "_progress": Progress(),
             "_latest": LatestValues(),
             "_run": None,
+            "state": RunState(),
             **options,
         }
     )
