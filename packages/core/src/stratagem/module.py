@@ -64,11 +64,6 @@ class Module(HyperParametersMixin, ModuleHooks):
 
     automatic_optimization: bool = True
     """The Trainer runs backward and steps the optimizer; False: `training_step` does."""
-    __jit_unused_properties__ = (
-        *("trainer", "device", "dtype", "current_epoch", "global_step", "global_rank"),
-        *("local_rank", "logger", "loggers", "hyper_parameters", "hparams"),
-    )
-    """torch.jit leaves these properties out of what it makes of a model; some need a Trainer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
 
+if TYPE_CHECKING:
     from stratagem.callbacks import ModelCheckpoint
 
 

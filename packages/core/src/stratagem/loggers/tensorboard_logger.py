@@ -153,7 +153,10 @@ class TensorBoardLogger(SDKLogger):
             )
             return
         try:
-            self.experiment.add_graph(model, _moved(example, model))
+            with warnings.catch_warnings():
+                # That torch.jit.trace is deprecated is torch's business, not the user's.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.experiment.add_graph(model, _moved(example, model))
         except Exception as error:  # whatever the model does when it is traced
             warnings.warn(
                 f"TensorBoardLogger(log_graph=True): the model cannot be traced with "

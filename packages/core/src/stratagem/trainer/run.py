@@ -78,6 +78,8 @@ class Run:
     has_ended_epoch = False
     """In a fit: whether an epoch has ended in it, with its values."""
     has_failed = False
+    asked: str | Path | None = None
+    """In a fit: what to resume from, which was asked for or which a restart calls for."""
 
     def __init__(
         self,
@@ -123,8 +125,6 @@ class Run:
         """In a fit: its validation."""
         self.run_id = ""
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
-        self.asked: str | Path | None = None
-        """In a fit: what to resume from, which was asked for or which a restart calls for."""
         self.resumed_from: paths.Location | None = None
         """In a fit that was resumed: from what, which the user named and no checkpoint did."""
         self.evaluation_loaders: dict[str, list[EvaluationLoader]] = {}
