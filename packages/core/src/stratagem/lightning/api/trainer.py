@@ -69,8 +69,8 @@ class Trainer(trainer.Trainer):
             enable_model_summary = not quick
         super().__init__(
             logger=logger,
-            log_every_n_steps=log_every_n_steps,  # type: ignore[arg-type]
-            enable_model_summary=enable_model_summary,  # type: ignore[arg-type]
+            log_every_n_steps=log_every_n_steps,
+            enable_model_summary=enable_model_summary,
             **options,
         )
 
