@@ -16,4 +16,4 @@ class TestHivemind(StrategyConformance):
     strategy = alone
     # hivemind has a thread pool and a thread of its own for futures, for the life of the process.
     kept = ("the thread asyncio_", "the thread hivemind", "the thread Thread", "the thread Pool")
-    deadline = 400.0  # peers are processes, started anew for each fit
+    deadline = 100.0  # peers are processes, started anew for each fit
