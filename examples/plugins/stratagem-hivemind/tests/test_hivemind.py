@@ -9,7 +9,7 @@ pytest_plugins = ["stratagem.testing.plugin"]
 
 
 def alone() -> HivemindStrategy:
-    # A look at the others, of which there are none, may undo the count of a step in the same moment.
+    # A look at the others, of which there are none, may undo what was counted in that moment.
     never = dict.fromkeys(("min", "default", "max"), 600.0)
     return HivemindStrategy(
         target_batch_size=1,
