@@ -137,13 +137,14 @@ def test_ranks_draw_what_the_launching_process_would_draw(
     text = f"""
     import random
     import numpy
+    from stratagem import seed_everything
 
     def draw(lite=None):
         own = [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
         return own if lite is None else [own, lite.broadcast(own, 1)]
 
     if __name__ == "__main__":
-        stratagem.seed_everything(5)
+        seed_everything(5)
         draw()
         lite = Lite(accelerator="cpu", devices=2, strategy={started_by(launcher)})
         ranks = lite.launch(draw)
