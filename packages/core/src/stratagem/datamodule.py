@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.callbacks.module_hooks import DataHooks
+from stratagem.state.hyperparameters import HyperParametersMixin, accepted_by, arguments_from
 
 if TYPE_CHECKING:
     from stratagem.trainer import Trainer
 
+DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 
-class DataModule(DataHooks):
+
+class DataModule(HyperParametersMixin, DataHooks):
     """Prepares data and makes the loaders; a copy belongs to no Trainer.
 
     Call sequence:
@@ -67,3 +75,90 @@ class DataModule(DataHooks):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+    # -- made of something
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[DataModuleType], checkpoint_path: str | Path, **kwargs: Any
+    ) -> DataModuleType:
+        """Make a DataModule from a Trainer's checkpoint, with its hyperparameters and state.
+
+        Args:
+            checkpoint_path: what a Trainer saved, a local path or a URL.
+            **kwargs: arguments of `__init__`, in place of those in the checkpoint.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
+        """
+        from stratagem.checkpoint import SingleFileCheckpointIO
+        from stratagem.checkpoint.trainer_format import check
+        from stratagem.errors import naming
+        from stratagem.storage import paths
+
+        checkpoint = SingleFileCheckpointIO().load_checkpoint(paths.given(checkpoint_path))
+        checkpoint = check(checkpoint, checkpoint_path)
+        saved = checkpoint.get("datamodule_hyper_parameters", {})
+        holder = checkpoint.get("datamodule_hparams_name", "")
+        with naming(checkpoint_path):
+            module = cls(**arguments_from(cls, saved, holder, kwargs))
+        if "datamodule" in checkpoint:
+            module.load_state_dict(checkpoint["datamodule"])
+        return module
+
+    @classmethod
+    def from_datasets(
+        cls: type[DataModuleType],
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> DataModuleType:
+        """Make a DataModule whose loaders read datasets.
+
+        Args:
+            train_dataset, val_dataset, test_dataset, predict_dataset: a dataset; a list or a dict
+                of several, with a loader for each; None: there is no such loader.
+            batch_size, num_workers: of every loader. Training shuffles what can be shuffled.
+            **kwargs: arguments of `__init__`.
+
+        Example:
+            >>> from stratagem import DataModule
+            >>> data = DataModule.from_datasets(train_dataset=range(8), batch_size=4)
+            >>> len(data.train_dataloader())
+            2
+        """
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        module = cls(**accepted_by(cls, sizes), **kwargs)
+        datasets = {
+            "train": train_dataset,
+            "val": val_dataset,
+            "test": test_dataset,
+            "predict": predict_dataset,
+        }
+        for name, data in datasets.items():
+            if data is not None:
+                loaders = partial(_loaders_of, data, shuffles=name == "train", **sizes)
+                setattr(module, f"{name}_dataloader", loaders)
+        return module
+
+
+def _loaders_of(data: Any, *, shuffles: bool, batch_size: int, num_workers: int) -> Any:
+    options: dict[str, Any] = {
+        "shuffles": shuffles,
+        "batch_size": batch_size,
+        "num_workers": num_workers,
+    }
+    if isinstance(data, Mapping):
+        return {name: _loaders_of(one, **options) for name, one in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_loaders_of(one, **options) for one in data]
+    return DataLoader(
+        data,
+        batch_size,
+        shuffle=shuffles and not isinstance(data, IterableDataset),
+        num_workers=num_workers,
+    )

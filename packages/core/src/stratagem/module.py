@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -13,9 +11,10 @@ import torch
 from torch import Tensor
 
 from stratagem.callbacks.module_hooks import ModuleHooks
+from stratagem.callbacks.step_hooks import StepHooks
 from stratagem.data.pytree import map_tensors
-from stratagem.errors import CheckpointMismatchError, UserCodeError
-from stratagem.state.hyperparameters import HyperParameters, arguments_of_init
+from stratagem.errors import UserCodeError
+from stratagem.state.hyperparameters import HyperParametersMixin, arguments_from
 
 if TYPE_CHECKING:
     from stratagem.trainer import Trainer
@@ -36,7 +35,7 @@ class LogOptions(NamedTuple):
     add_dataloader_idx: bool
 
 
-class Module(ModuleHooks):
+class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     """A model with its training step and optimizers: what a Trainer trains.
 
     Override `training_step` and `configure_optimizers`, and what else is needed. The hooks of
@@ -73,10 +72,11 @@ class Module(ModuleHooks):
         # Trainer must not become part of the model.
         self.__dict__["_trainer"] = None
         self.__dict__["_metrics"] = None
-        self.__dict__["_hparams"] = HyperParameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_trainer": None, "_metrics": None}
+        state = {**self.__dict__, "_trainer": None, "_metrics": None}
+        state.pop("_untoggled", None)
+        return state
 
     # -- to be overridden
 
@@ -195,31 +195,34 @@ class Module(ModuleHooks):
 
     @property
     def global_rank(self) -> int:
-        """This process's rank among all."""
-        return self.trainer.global_rank
+        """This process's rank among all; 0 without a Trainer."""
+        trainer: Trainer | None = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return self.trainer.local_rank
+        """This process's rank on its node; 0 without a Trainer."""
+        trainer: Trainer | None = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.local_rank
 
     @property
     def logger(self) -> Any:
-        """The Trainer's first logger, or None."""
-        return self.trainer.logger
+        """The Trainer's first logger, or None; None without a Trainer."""
+        return next(iter(self.loggers), None)
 
     @property
     def loggers(self) -> list[Any]:
-        """The Trainer's loggers."""
-        return list(self.trainer.loggers)
+        """The Trainer's loggers; none without a Trainer."""
+        trainer: Trainer | None = self.__dict__["_trainer"]
+        return [] if trainer is None else list(trainer.loggers)
 
-    def freeze(self) -> None:
-        """Let no parameter require a gradient, and set evaluation mode."""
-        self.requires_grad_(False).eval()
+    def freeze(self: ModuleType) -> ModuleType:
+        """Let no parameter require a gradient, and set evaluation mode; return the module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Let every parameter require a gradient, and set training mode."""
-        self.requires_grad_(True).train()
+    def unfreeze(self: ModuleType) -> ModuleType:
+        """Let every parameter require a gradient, and set training mode; return the module."""
+        return self.requires_grad_(True).train()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
@@ -272,11 +275,8 @@ class Module(ModuleHooks):
         """
         metrics: Metrics | None = self.__dict__["_metrics"]
         if metrics is None:
-            raise UserCodeError(
-                f"self.log({name!r}, ...) works while a Trainer runs this model, in its steps and "
-                "in hooks up to the end of an epoch (on_train_epoch_end, on_validation_epoch_end, "
-                "on_test_epoch_end); later, use self.logger.log_metrics({...})"
-            )
+            self._log_outside_of_a_run(name, value)
+            return
         if rank_zero_only:
             sync_dist = False
         # Once for each value of each step: LogOptions(...) itself takes 0.5 us more.
@@ -285,6 +285,13 @@ class Module(ModuleHooks):
             (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx),
         )
         metrics.log(name, value, options, batch_size)
+
+    def _log_outside_of_a_run(self, name: str, value: Any) -> None:
+        raise UserCodeError(
+            f"self.log({name!r}, ...) works while a Trainer runs this model, in its steps and "
+            "in hooks up to the end of an epoch (on_train_epoch_end, on_validation_epoch_end, "
+            "on_test_epoch_end); later, use self.logger.log_metrics({...})"
+        )
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
         """Log several values, with the options of `log`."""
@@ -317,52 +324,7 @@ class Module(ModuleHooks):
         trainer = self.trainer
         trainer.strategy.backward(trainer.run.require_prepared(), loss, *args, **kwargs)
 
-    # -- hyperparameters
-
-    @property
-    def hyper_parameters(self) -> dict[str, Any]:
-        """The arguments that `save_hyperparameters` kept, by name."""
-        kept: dict[str, Any] = self.__dict__["_hparams"]
-        return kept
-
-    @property
-    def hparams(self) -> HyperParameters:
-        """The arguments that `save_hyperparameters` kept; also found as attributes."""
-        kept: HyperParameters = self.__dict__["_hparams"]
-        return kept
-
-    def save_hyperparameters(
-        self, *names: str | Mapping[str, Any] | Namespace, ignore: str | Sequence[str] = ()
-    ) -> None:
-        """Keep the arguments of `__init__`, where this is called, in `hparams` and in checkpoints.
-
-        Called in the `__init__` of a base class, it also keeps those of the subclass's. What cannot
-        be loaded without executing code (a module, a function) is in `hparams`, and left out of
-        checkpoints with a warning: `load_from_checkpoint` is then given it again.
-
-        Args:
-            *names: which; none: all; or one dict or argparse.Namespace, to keep what is in it.
-            ignore: which not.
-
-        Raises:
-            UserCodeError: a name is no argument.
-        """
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        first = names[0] if len(names) == 1 else None
-        if isinstance(first, (Mapping, Namespace)):
-            kept = dict(vars(first) if isinstance(first, Namespace) else first)
-            wanted = set(kept)
-        else:
-            frame = inspect.currentframe()
-            kept = {} if frame is None else arguments_of_init(self, frame.f_back)
-            wanted = set(map(str, names)) or set(kept)
-            if strangers := [name for name in names if name not in kept]:
-                raise UserCodeError(
-                    f"save_hyperparameters({', '.join(map(repr, names))}): {strangers[0]!r} is no "
-                    f"argument of {type(self).__name__}.__init__; expected names of its arguments "
-                    f"({', '.join(kept) or 'it has none'}), or one dict or argparse.Namespace"
-                )
-        self.hparams.update({k: v for k, v in kept.items() if k in wanted and k not in ignored})
+    # -- from a checkpoint
 
     @classmethod
     def load_from_checkpoint(
@@ -394,22 +356,9 @@ class Module(ModuleHooks):
 
         checkpoint = SingleFileCheckpointIO().load_checkpoint(paths.given(checkpoint_path))
         checkpoint = check(checkpoint, checkpoint_path)
-        arguments = {**checkpoint.get("hyper_parameters", {}), **kwargs}
-        accepted = inspect.signature(cls).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            arguments = {name: value for name, value in arguments.items() if name in accepted}
-        missing = [
-            name
-            for name, p in accepted.items()
-            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        ]
-        if missing := [name for name in missing if name not in arguments]:
-            raise CheckpointMismatchError(
-                f"{str(checkpoint_path)!r} holds no value of {', '.join(missing)}, which "
-                f"{cls.__name__} needs: pass them to load_from_checkpoint, as in {missing[0]}=..., "
-                "or let __init__ call self.save_hyperparameters()"
-            )
-        model = cls(**arguments)
+        saved, holder = checkpoint.get("hyper_parameters", {}), checkpoint.get("hparams_name", "")
+        with naming(checkpoint_path):
+            model = cls(**arguments_from(cls, saved, holder, kwargs))
         model.configure_model()
         adopt_compiled(model)
         model.on_load_checkpoint(checkpoint)

@@ -16,22 +16,16 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions
-from stratagem.state.hyperparameters import savable
+from stratagem.state.hyperparameters import HyperParametersMixin, savable
 from stratagem.trainer.progress import RunState
 
 if TYPE_CHECKING:
     from stratagem.trainer.job import Job
     from stratagem.trainer.run import Run
 
-_OTHERWISE = "use automatic_optimization = False, a Callback or a Strategy for what it does"
 # Methods of the library that our users come from, which are not called here, and what to do.
 _UNCALLED = {
-    "backward": _OTHERWISE,
-    "configure_gradient_clipping": _OTHERWISE,
     "configure_sharded_model": "rename it to configure_model",
-    "lr_scheduler_step": _OTHERWISE,
-    "optimizer_step": _OTHERWISE,
-    "optimizer_zero_grad": _OTHERWISE,
     "training_epoch_end": "rename it to on_train_epoch_end, and keep outputs in an attribute",
     "training_step_end": "put it into training_step",
     "validation_epoch_end": (
@@ -105,17 +99,52 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
         )
 
 
-def warn_of_unsavable_hyperparameters(module: Module) -> None:
+def hand_over_hyperparameters(run: Run) -> None:
+    """Give loggers, on rank 0, what model and DataModule were made with.
+
+    Raises:
+        UserCodeError: both have one of a name, with different values.
+    """
+    holders = [one for one in (run.module, run.datamodule) if one is not None]
+    merged: dict[str, Any] = {}
+    for holder in holders:
+        found = holder.hparams_initial
+        if twice := [k for k in found if k in merged and not _same(found[k], merged[k])]:
+            raise UserCodeError(
+                f"the model and the DataModule both have the hyperparameter(s) {', '.join(twice)},"
+                f" with different values ({merged[twice[0]]!r} and {found[twice[0]]!r}), so that "
+                "loggers cannot be given both: rename one, or call "
+                "save_hyperparameters(logger=False) in one of the two"
+            )
+        merged.update(found)
+    if not run.strategy.ranks.is_global_zero:
+        return
+    for holder in holders:
+        _warn_of_unsavable(holder)
+    if merged:
+        for logger in run.trainer.loggers:
+            logger.log_hyperparams(merged)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, or cannot be told apart."""
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # arrays and tensors of several elements
+        return True
+
+
+def _warn_of_unsavable(holder: HyperParametersMixin) -> None:
     """Say which hyperparameters checkpoints leave out, before anything is trained."""
-    _, reasons = savable(module.hyper_parameters)
+    _, reasons = savable(holder.hyper_parameters)
     if reasons:
         name, reason = next(iter(reasons.items()))
         warnings.warn(
             f"checkpoints leave out the hyperparameter(s) {', '.join(reasons)} of "
-            f"{type(module).__name__}, which could not be loaded without executing code ({name}: "
+            f"{type(holder).__name__}, which could not be loaded without executing code ({name}: "
             f"{reason}): pass them to load_from_checkpoint again. "
             f"save_hyperparameters(ignore={list(reasons)!r}) says that this is meant",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,9 +14,18 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare
 from stratagem.storage import paths
-from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
+from stratagem.trainer import (
+    checks,
+    evaluation,
+    fit_loop,
+    folders,
+    options,
+    results,
+    run_loggers,
+)
 from stratagem.trainer.failure import end_failed
 from stratagem.trainer.former_runs import release_others
+from stratagem.trainer.hooked_step import check_closure, check_step_hooks
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import EvaluationLoader, source_of
@@ -34,7 +42,6 @@ from stratagem.trainer.resume.checkpoint import (
     restore_training,
 )
 from stratagem.trainer.resume.find import find_checkpoint
-from stratagem.trainer.resume.restarts import Restarts
 from stratagem.trainer.rows import Rows
 from stratagem.trainer.schedulers import Schedulers
 from stratagem.trainer.step import Step
@@ -47,6 +54,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.metrics import LatestValues
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.resume.rank_state import RankState
+    from stratagem.trainer.resume.restarts import Restarts
     from stratagem.trainer.train_loader import TrainLoader
     from stratagem.trainer.trainer import Trainer
 
@@ -71,6 +79,8 @@ class Run:
     has_ended_epoch = False
     """In a fit: whether an epoch has ended in it, with its values."""
     has_failed = False
+    asked: str | Path | None = None
+    """In a fit: what to resume from, which was asked for or which a restart calls for."""
 
     def __init__(
         self,
@@ -96,15 +106,14 @@ class Run:
         self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks, self.profiling.wrap)
         loggers = trainer.loggers if trainer.is_global_zero else ()
         self.rows = Rows(loggers, self.strategy.accelerator)
-        every = trainer.log_every_n_steps
-        self.metrics: Metrics = Metrics(self.strategy, self.rows, latest, every_n_steps=every)
+        self.metrics: Metrics = Metrics(
+            self.strategy, self.rows, latest, every_n_steps=trainer.log_every_n_steps
+        )
         """What training logs to."""
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
         """The optimizers as user code sees them: their steps go through the strategy."""
-        self.schedulers: Schedulers = Schedulers(
-            self.progress, self.metric, automatic=job.model.automatic_optimization
-        )
+        self.schedulers: Schedulers = Schedulers(self.progress, self.metric, job.model)
         self.rank_state: RankState | None = None
         """Once a fit has begun: what this rank saves for itself and restores."""
         if before is not None and before.module is job.model:
@@ -118,6 +127,8 @@ class Run:
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
         self.resumed_from: paths.Location | None = None
         """In a fit that was resumed: from what, which the user named and no checkpoint did."""
+        self.evaluated_from: paths.Location | None = None
+        """In an evaluation: the checkpoint whose weights it was given."""
         self.evaluation_loaders: dict[str, list[EvaluationLoader]] = {}
         """This rank's, by what they are for."""
         self.evaluated_batches = 0
@@ -152,6 +163,7 @@ class Run:
         )
         self.profiling.begin(self)
         try:
+            run_loggers.begin(self)
             self.job.prepare_data(ranks)
             if datamodule is not None:
                 datamodule.setup(stage)
@@ -192,12 +204,9 @@ class Run:
     def _fit(self) -> None:
         trainer, module, strategy = self.trainer, self.module, self.strategy
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
+        check_step_hooks(module, strategy, trainer.plan, trainer.step_options)
         checks.give_hints(strategy)
-        self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
-        self.restarts = Restarts(
-            strategy, trainer.default_root_dir, saves=bool(trainer.checkpoint_callbacks)
-        )
-        path = self.resumed_from = self._find(self.restarts.begin(self.job.ckpt_path))
+        path = self.resumed_from = self.resumed_from or self._find(self.asked)
         loader = open_fit_data(self)
         strategy.take_batch_size(loader.batch_size)
         prepared = self._prepare_to_train()
@@ -206,10 +215,8 @@ class Run:
         joined = strategy.join_training(prepared, self.checkpoint)
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
-        if module.hyper_parameters and strategy.ranks.is_global_zero:
-            checks.warn_of_unsavable_hyperparameters(module)
-            for logger in trainer.loggers:
-                logger.log_hyperparams(module.hyper_parameters)
+        checks.hand_over_hyperparameters(self)
+        run_loggers.log_graph(self)
         with module.logging_to(self.metrics):
             self.hooks.call("on_fit_start")
             if path is None and joined is None:
@@ -236,6 +243,10 @@ class Run:
             self.schedulers.configs = []
             return []
         optimizers, self.schedulers.configs = configure(self.module)
+        if self.module.automatic_optimization:
+            check_closure(
+                optimizers[0], self.strategy, self.launched.plan, self.trainer.step_options
+            )
         checks.check_parameters(optimizers, self.module)
         return optimizers
 
@@ -255,7 +266,7 @@ class Run:
         return evaluation.predict(self, self._prepare_to_evaluate(), loaders)
 
     def _prepare_to_evaluate(self) -> PreparedModel:
-        path = self._find(self.job.ckpt_path)
+        path = self.evaluated_from = self._find(self.job.ckpt_path)
         if self.prepared is None:
             self.prepared = prepare(self.strategy, self.module)
         if path is not None:

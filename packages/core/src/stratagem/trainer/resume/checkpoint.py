@@ -18,6 +18,8 @@ progress                where the loop is
 ranks                   of each rank, RNG states and its place in the data (`RankStates`)
 callbacks, datamodule   their states
 hyper_parameters        what save_hyperparameters kept
+hparams_name            the argument that held all of it as one dict; where there is one
+datamodule_...          these two of the DataModule; where it has any
 ======================  ==========================================================================
 """
 
@@ -36,7 +38,7 @@ from stratagem.distributed.checkpoint_writer import (
     strategy_state,
 )
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
-from stratagem.state.hyperparameters import savable
+from stratagem.state.hyperparameters import HyperParametersMixin, savable
 from stratagem.state.plain_data import find_offending_value
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.trainer.open_data import reopen_for_resume
@@ -91,7 +93,8 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
         "epoch": run.progress.epoch,
         "global_step": run.progress.global_step,
         "state_dict": weights.state,
-        "hyper_parameters": savable(module.hyper_parameters)[0],
+        **_hyper_parameters(module, ""),
+        **({} if run.datamodule is None else _hyper_parameters(run.datamodule, "datamodule_")),
         **({"nonfinite": weights.nonfinite} if weights.nonfinite else {}),
     }
     if not weights_only:
@@ -123,6 +126,15 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
     return checkpoint
+
+
+def _hyper_parameters(holder: HyperParametersMixin, prefix: str) -> dict[str, Any]:
+    """Return a checkpoint's entries for hyperparameters; a model's are always there."""
+    kept = savable(holder.hyper_parameters)[0]
+    entries: dict[str, Any] = {f"{prefix}hyper_parameters": kept} if kept or not prefix else {}
+    if kept and holder.hparams_name:
+        entries[f"{prefix}hparams_name"] = holder.hparams_name
+    return entries
 
 
 def read_checkpoint(writer: CheckpointWriter, path: str | Path) -> dict[str, Any]:

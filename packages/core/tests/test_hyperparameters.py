@@ -1,0 +1,175 @@
+"""Hyperparameters of models and DataModules: kept, saved, given back, and handed to loggers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from stratagem import DataModule, Module, Trainer
+from stratagem.errors import CheckpointMismatchError, UserCodeError
+from stratagem.loggers import Logger
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = (self.layer(batch[0]) - batch[1]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def quiet(folder: Path, **options: Any) -> Trainer:
+    options = {"logger": False, "max_epochs": 1, **options}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+class Rows(DataModule):
+    """Has hyperparameters, as one dict, and a state."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.save_hyperparameters(options)
+        self.seen = 0
+
+    def train_dataloader(self) -> Any:
+        self.seen += 1
+        return DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), self.hparams.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Configured(Net):
+    """Is made from one dict of options."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.save_hyperparameters(options)
+
+
+class Other(DataModule):
+    def __init__(self, other: int) -> None:
+        super().__init__()
+
+
+def test_a_dict_of_hyperparameters_is_given_back_as_the_argument_that_it_was(
+    tmp_path: Path,
+) -> None:
+    model, data = Configured({"rate": 0.5}), Rows({"size": 4})
+    trainer = quiet(tmp_path)
+    trainer.fit(model, datamodule=data)
+    path = tmp_path / "both.ckpt"
+    trainer.save_checkpoint(path)
+    again = Configured.load_from_checkpoint(path)
+    assert again.hparams == {"rate": 0.5}
+    assert Configured.load_from_checkpoint(path, rate=1.5).hparams.rate == 1.5
+    rows = Rows.load_from_checkpoint(path)
+    assert (rows.hparams.size, rows.seen) == (4, 1)
+    with pytest.raises(
+        CheckpointMismatchError, match=r"both\.ckpt.*holds no value of other, which"
+    ):
+        Other.load_from_checkpoint(path)
+
+
+def test_loggers_are_given_the_hyperparameters_of_model_and_data(tmp_path: Path) -> None:
+    class Listening(Logger):
+        given: dict[str, Any] | None = None
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
+
+        def log_hyperparams(self, params: Any) -> None:
+            self.given = dict(params)
+
+    logger = Listening()
+    model = Configured({"rate": 0.5})
+    model.hparams.rate = 0.1
+    quiet(tmp_path, logger=logger).fit(model, datamodule=Rows({"size": 4}))
+    assert logger.given == {"rate": 0.5, "size": 4}
+    with pytest.raises(UserCodeError, match=r"both have the hyperparameter\(s\) size, with diff"):
+        quiet(tmp_path).fit(Configured({"size": 3}), datamodule=Rows({"size": 4}))
+
+
+def logged(function: Callable[..., None]) -> Callable[..., None]:
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+
+    return called
+
+
+def test_a_decorated_init_is_one_too() -> None:
+    class Decorated(DataModule):
+        @logged
+        def __init__(self, width: int, depth: int = 2) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="width")
+
+    assert Decorated(3).hparams == {"depth": 2}
+
+
+def test_what_is_ignored_by_a_subclass_is_left_out_though_its_base_has_kept_it() -> None:
+    class Base(Net):
+        def __init__(self, width: int, depth: int) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="width")
+
+    class Derived(Base):
+        def __init__(self, width: int, depth: int) -> None:
+            super().__init__(width, depth)
+            self.save_hyperparameters(ignore=["depth"])
+
+    assert Derived(1, 2).hparams == {"width": 1}
+
+
+def test_a_copy_has_its_own_hyperparameters() -> None:
+    first = Configured({"rate": 0.5})
+    second = copy.deepcopy(first)
+    second.hparams.rate = 1.0
+    assert first.hparams.rate == 0.5
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+
+def test_a_datamodule_is_made_from_datasets() -> None:
+    class Sized(DataModule):
+        def __init__(self, batch_size: int, name: str) -> None:
+            super().__init__()
+            self.batch_size, self.name = batch_size, name
+
+    data = Sized.from_datasets(
+        range(8), {"a": range(4), "b": range(6)}, [range(2)], batch_size=2, name="sizes"
+    )
+    assert (data.batch_size, data.name) == (2, "sizes")
+    assert len(data.train_dataloader()) == 4
+    assert {name: len(loader) for name, loader in data.val_dataloader().items()} == {"a": 2, "b": 3}
+    assert [len(loader) for loader in data.test_dataloader()] == [1]
+    assert data.predict_dataloader() is None
+    assert data.train_dataloader() is not data.train_dataloader()
+    stream = DataModule.from_datasets(Stream(), batch_size=8).train_dataloader()
+    assert [batch.tolist() for batch in stream] == [list(range(8))]
