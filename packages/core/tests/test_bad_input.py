@@ -215,7 +215,7 @@ FORMS = (
         (
             lambda o: ([o], [{"scheduler": StepLR(o, 1), "when": "epoch"}]),
             "returned a scheduler with ['when']; expected 'scheduler', 'interval', 'frequency', "
-            "'monitor' and 'reduce_on_plateau'",
+            "'monitor', 'strict', 'name' and 'reduce_on_plateau'",
         ),
         (
             lambda o: ([o], [{"interval": "epoch"}]),
@@ -241,14 +241,6 @@ FORMS = (
             lambda o: ([o], [ReduceLROnPlateau(o)]),
             "returned a ReduceLROnPlateau without 'monitor': name the logged value that it is "
             "stepped with, as in {'scheduler': ..., 'monitor': 'val_loss'}",
-        ),
-        (
-            lambda o: (
-                [o],
-                [{"scheduler": ReduceLROnPlateau(o), "monitor": "x", "interval": "step"}],
-            ),
-            "returned a ReduceLROnPlateau with interval='step'; a scheduler that is stepped with a "
-            "value steps once an epoch: leave 'interval' out",
         ),
     ],
 )
@@ -474,7 +466,7 @@ def test_a_model_checkpoint_needs_checkpointing() -> None:
 
 
 def test_what_a_run_knows_needs_a_run() -> None:
-    for name in ("optimizers", "lr_scheduler_configs", "num_training_batches", "run"):
+    for name in ("estimated_stepping_batches", "run"):
         assert configuration(lambda name=name: getattr(trainer(), name)) == (  # type: ignore[misc]
             "this needs a model that was fitted, validated, tested or predicted with this Trainer; "
             "there was none yet"

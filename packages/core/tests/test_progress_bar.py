@@ -324,7 +324,7 @@ trainer.{stage}(Net(), torch.ones(4, 1, 1))
             "stratagem: interrupted in epoch 0, after step 1\n"
             "stratagem: there is no checkpoint yet\n",
         ),
-        ("test", "stratagem: test was interrupted, after 1 batches\n"),
+        ("test", "stratagem: test was interrupted, after 1 batch\n"),
     ],
 )
 def test_ctrl_c_is_said_in_two_lines(stage: str, expected: str) -> None:
