@@ -364,7 +364,8 @@ def test_a_fraction_is_taken_of_a_length_only() -> None:
     )
     assert configuration(lambda: trainer(val_check_interval=5).fit(Line(), loader(), loader())) == (
         "val_check_interval=5 is more than the 4 training batches of an epoch, so validation would "
-        "never run: pass a smaller number, or check_val_every_n_epoch"
+        "never run: pass a smaller number, or check_val_every_n_epoch=None, which counts batches "
+        "over epochs"
     )
 
 

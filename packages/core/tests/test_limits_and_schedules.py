@@ -64,7 +64,11 @@ def loader(samples: int = 22) -> DataLoader[Tensor]:
 
 
 def quiet(**arguments: Any) -> Trainer:
-    defaults = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    defaults: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     defaults |= {"max_epochs": 2, "num_sanity_val_steps": 0}
     return Trainer(accelerator="cpu", devices=1, **{**defaults, **arguments})
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.data.pytree import move_to_device
 from stratagem.errors import ConfigurationError, UserCodeError
 
 
@@ -27,8 +26,8 @@ def to_torchscript(
         if method == "script":
             script = torch.jit.script(model, **options)
         elif method == "trace":
-            inputs = _inputs(model, example_inputs, "to_torchscript(method='trace')")
-            script = torch.jit.trace(model, inputs, **options)  # type: ignore[no-untyped-call]
+            inputs = _given(model, example_inputs, "to_torchscript(method='trace')")
+            script = torch.jit.trace(model, inputs, **options)
         else:
             raise UserCodeError(f"to_torchscript(method={method!r}): expected 'script' or 'trace'")
     if file_path is not None:
@@ -45,19 +44,18 @@ def to_onnx(model: nn.Module, file_path: Any, input_sample: Any, options: dict[s
             "pip install stratagem-core[onnx]"
         )
     with _evaluation(model):
-        inputs = _inputs(model, input_sample, "to_onnx()")
+        inputs = _given(model, input_sample, "to_onnx()")
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return torch.onnx.export(model, inputs, file_path, **options)
 
 
-def _inputs(model: Any, given: Any, who: str) -> Any:
-    inputs = model.example_input_array if given is None else given
+def _given(model: nn.Module, inputs: Any, who: str) -> Any:
     if inputs is None:
         raise UserCodeError(
             f"{type(model).__name__}.{who} needs inputs to run forward with: pass them, or set "
             "example_input_array in the Module"
         )
-    return move_to_device(inputs, model.device)
+    return inputs
 
 
 @contextmanager
