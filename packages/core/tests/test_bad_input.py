@@ -409,7 +409,7 @@ TIME = "expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or seconds
             {"val_check_interval": 0},
             "val_check_interval=0: expected at least one batch (int) or a fraction above 0",
         ),
-        ({"val_check_interval": 2.0}, f"val_check_interval=2.0: {BATCHES}"),
+        ({"val_check_interval": 2.5}, f"val_check_interval=2.5: {BATCHES}"),
         (
             {"fast_dev_run": -1},
             "fast_dev_run=-1: expected True, False, or a number of batches",
@@ -447,8 +447,9 @@ TIME = "expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or seconds
             "deterministic='error': expected True, False or 'warn'",
         ),
         (
-            {"logger": "csv"},
-            "logger='csv': expected a stratagem.loggers.Logger, a list of them, True or False",
+            {"logger": 7},
+            "logger=7: expected a stratagem.loggers.Logger, the name of one, a list of them, True or "
+            "False",
         ),
         (
             {"callbacks": [1]},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -316,7 +316,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     def to_torchscript(
         self,
         file_path: str | Path | None = None,
-        method: str = "script",
+        method: Literal["script", "trace"] = "script",
         example_inputs: Any = None,
         **options: Any,
     ) -> Any:

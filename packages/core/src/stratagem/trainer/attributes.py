@@ -253,7 +253,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
     # -- how far training is
 
     @property
-    def fit_loop(self) -> FitLoop:
+    def fit_loop(self) -> Any:
         """The limits of fits, to be set, and their position."""
         return FitLoop(self)
 
