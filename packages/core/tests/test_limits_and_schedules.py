@@ -231,7 +231,7 @@ def test_the_limits_of_a_fit_may_be_set_between_fits_and_within() -> None:
     assert trainer.current_epoch == 2
     assert trainer.fit_loop.total_batch_idx == 22
     trainer.fit_loop.epoch_loop.max_steps = 3
-    trainer.fit_loop.min_epochs = None  # type: ignore[assignment]
+    trainer.fit_loop.min_epochs = None
     trainer.fit(Net(), loader())
     assert trainer.global_step == 3
     with pytest.raises(ConfigurationError, match="max_epochs=-2: expected a whole number"):

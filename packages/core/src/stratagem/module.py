@@ -68,7 +68,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     # No annotation, which torch.jit.script would read.
     example_input_array = None  # type: Any
     """Inputs of `forward`, for a ModelSummary and for exports: a tensor, a tuple or a dict."""
-    __jit_unused_properties__ = ()  # type: tuple[str, ...]
+    __jit_unused_properties__ = []  # type: list[str]  # noqa: RUF012  # torch reads a list
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,9 +417,9 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
 
 # torch.jit.script compiles the properties of a class, but for those that it names.
-Module.__jit_unused_properties__ = tuple(
+Module.__jit_unused_properties__ = [
     name for base in Module.__mro__ for name, own in vars(base).items() if isinstance(own, property)
-)
+]
 
 
 def _device_for(map_location: Any) -> Any:

@@ -27,11 +27,11 @@ def to_torchscript(
             script = torch.jit.script(model, **options)
         elif method == "trace":
             inputs = _given(model, example_inputs, "to_torchscript(method='trace')")
-            script = torch.jit.trace(model, inputs, **options)
+            script = torch.jit.trace(model, inputs, **options)  # type: ignore[no-untyped-call]
         else:
             raise UserCodeError(f"to_torchscript(method={method!r}): expected 'script' or 'trace'")
     if file_path is not None:
-        torch.jit.save(script, str(file_path))  # type: ignore[no-untyped-call]
+        torch.jit.save(script, str(file_path))
     return script
 
 
