@@ -1234,7 +1234,7 @@ def test_a_run_within_a_run_of_the_same_trainer_is_refused_and_changes_nothing(
         "returned; to validate while training, pass val_dataloaders to fit() and choose "
         "val_check_interval; for another model, make another Trainer"
     }
-    assert trainer.state == RunState("", "finished")
+    assert trainer.state == RunState("", "finished", "fit")
     for ours, theirs in zip(model.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     trainer.validate(model, loader(), verbose=False)  # and once it has returned, any may follow
