@@ -57,3 +57,71 @@ class Trainer(trainer.Trainer):
             enable_model_summary=enable_model_summary,  # type: ignore[arg-type]
             **options,
         )
+
+    def fit(  # type: ignore[override]
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train a model; as `stratagem.Trainer.fit`.
+
+        Args:
+            model, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as there.
+            weights_only: not needed here: nothing in a checkpoint is ever executed.
+        """
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+
+    def validate(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run validation; as `stratagem.Trainer.validate`, in another order of arguments.
+
+        Args:
+            model, dataloaders, ckpt_path, verbose, datamodule: as there.
+            weights_only: not needed here.
+        """
+        return super().validate(model, dataloaders, datamodule, ckpt_path, verbose)
+
+    def test(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run testing; as `stratagem.Trainer.test`, in another order of arguments.
+
+        Args:
+            model, dataloaders, ckpt_path, verbose, datamodule: as there.
+            weights_only: not needed here.
+        """
+        return super().test(model, dataloaders, datamodule, ckpt_path, verbose)
+
+    def predict(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Predict; as `stratagem.Trainer.predict`.
+
+        Args:
+            model, dataloaders, datamodule, return_predictions, ckpt_path: as there.
+            weights_only: not needed here.
+        """
+        return super().predict(model, dataloaders, datamodule, return_predictions, ckpt_path)
