@@ -19,7 +19,7 @@ class LightningModule(Module):
     """What `forward` is given once for the table of layers; None: nothing."""
 
     @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
+    def load_from_checkpoint(
         cls: type[ModuleType],
         checkpoint_path: str | Path,
         map_location: Any = None,

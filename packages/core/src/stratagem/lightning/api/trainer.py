@@ -58,7 +58,7 @@ class Trainer(trainer.Trainer):
             **options,
         )
 
-    def fit(  # type: ignore[override]
+    def fit(
         self,
         model: Any,
         train_dataloaders: Any = None,
