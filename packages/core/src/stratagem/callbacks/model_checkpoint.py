@@ -271,6 +271,10 @@ class ModelCheckpoint(KeepsCheckpoints):
             if old not in self._spared:
                 trainer.checkpoint_writer.remove(old)
         self._names.release()
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                tell = partial(logger.after_save_checkpoint, self)
+                trainer.strategy.checkpoint_io.when_durable(tell)
 
     def _monitored(self, trainer: Trainer) -> float | None:
         """Return the value that the present checkpoint would be kept for; None: not there yet."""

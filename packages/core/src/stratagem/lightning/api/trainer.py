@@ -7,6 +7,7 @@ from typing import Any
 
 from stratagem import trainer
 from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
 from stratagem.loggers import CSVLogger
 
 
@@ -57,6 +58,8 @@ class Trainer(trainer.Trainer):
             enable_model_summary=enable_model_summary,  # type: ignore[arg-type]
             **options,
         )
+
+    # -- the four runs
 
     def fit(
         self,
@@ -125,3 +128,17 @@ class Trainer(trainer.Trainer):
             weights_only: not needed here.
         """
         return super().predict(model, dataloaders, datamodule, return_predictions, ckpt_path)
+
+    # -- views of loops
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """The limits and the progress of a fit."""
+        return FitLoop(self)
+
+    @property
+    def validate_loop(self) -> EvaluationLoop:
+        """The progress of a validation."""
+        return EvaluationLoop(self)
+
+    test_loop = predict_loop = validate_loop
