@@ -164,17 +164,6 @@ def test_the_line_names_a_lightning_that_is_installed_and_not_used(
     assert "(lightning 2.6.6, which is installed here too, is not used)" in said
 
 
-def test_nothing_of_it_is_imported_by_stratagem() -> None:
-    code = (
-        "import sys, stratagem, stratagem.cli.app; from stratagem import Trainer, Lite, Module;"
-        "print([name for name in sys.modules if 'stratagem.lightning' in name])"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90
-    )
-    assert ran.stdout.strip() == "[]"
-
-
 # -- scripts
 
 SCRIPT = """
@@ -214,7 +203,7 @@ def test_a_script_of_lightnings_runs_unchanged_on_all_its_ranks(
         capture_output=True,
         text=True,
         check=False,
-        timeout=150,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     main = "__mp_main__" if strategy == "ddp_spawn" else "__main__"
@@ -261,7 +250,7 @@ sys.exit(sum(result.failed for result in results))
         capture_output=True,
         text=True,
         check=False,
-        timeout=150,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert int(ran.stdout.splitlines()[-1]) > 10

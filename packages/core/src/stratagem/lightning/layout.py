@@ -307,6 +307,10 @@ _PYTORCH: _Layout = {
     "pytorch.utilities.exceptions": _EXCEPTIONS,
     "pytorch.utilities.grads": {"grad_norm": _MODELS["grad_norm"]},
     "pytorch.utilities.memory": _MEMORY,
+    "pytorch.utilities.imports": _names(
+        # Private, and in Lightning's own examples.
+        {f"{_API}.models": "_OMEGACONF_AVAILABLE _RICH_AVAILABLE _TORCHVISION_AVAILABLE"}
+    ),
     "pytorch.utilities.model_helpers": {
         name: _MODELS[name] for name in ("get_torchvision_model", "is_overridden")
     },
