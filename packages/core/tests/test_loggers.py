@@ -256,7 +256,8 @@ Trainer(accelerator="cpu", logger=False)
 import stratagem.loggers.wandb_logger, stratagem.loggers.mlflow_logger
 import stratagem.loggers.comet_logger, stratagem.loggers.tensorboard_logger
 import stratagem.loggers.neptune_logger
-print({"tensorboard", "mlflow", "wandb", "comet_ml", "neptune"} & set(sys.modules))
+import stratagem.cli, stratagem.cli.training
+print({"jsonargparse", "tensorboard", "mlflow", "wandb", "comet_ml", "neptune"} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

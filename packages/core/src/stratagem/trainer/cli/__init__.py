@@ -1,0 +1,4 @@
+"""Trainer, Module and DataModule from the command line and config files, by jsonargparse.
+
+`stratagem.cli` serves the public names.
+"""
