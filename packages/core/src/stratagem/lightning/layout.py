@@ -28,6 +28,7 @@ _CALLBACKS = _names(
         "LambdaCallback LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary "
         "OnExceptionCheckpoint ProgressBar RichModelSummary=ModelSummary RichProgressBar "
         "StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging",
+        "stratagem.tuner": "BatchSizeFinder LearningRateFinder",
     }
 )
 _LOGGERS = _names({"stratagem.loggers": "CSVLogger Logger"})
@@ -46,7 +47,10 @@ _STRATEGIES = _names(
     }
 )
 _ACCELERATORS = _names(
-    {"stratagem.accelerators": "Accelerator CPUAccelerator CUDAAccelerator XLAAccelerator"}
+    {
+        "stratagem.accelerators": "Accelerator CUDAAccelerator XLAAccelerator",
+        f"{_API}.accelerators": "CPUAccelerator find_usable_cuda_devices",
+    }
 )
 _PRECISION = _names(
     {
@@ -58,9 +62,9 @@ _PRECISION = _names(
 )
 _ENVIRONMENTS = _names(
     {
-        "stratagem.environments": "ClusterEnvironment KubeflowEnvironment LSFEnvironment "
-        "LightningEnvironment=PlainEnvironment MPIEnvironment SLURMEnvironment "
-        "TorchElasticEnvironment",
+        "stratagem.environments": "ClusterEnvironment",
+        f"{_API}.environments": "KubeflowEnvironment LSFEnvironment LightningEnvironment "
+        "MPIEnvironment SLURMEnvironment TorchElasticEnvironment",
     }
 )
 _IO = _names(
@@ -189,7 +193,7 @@ _STRATEGY_LEAVES = {
 _ACCELERATOR_LEAVES = {
     "accelerator": "Accelerator",
     "cpu": "CPUAccelerator",
-    "cuda": "CUDAAccelerator",
+    "cuda": "CUDAAccelerator find_usable_cuda_devices",
     "xla": "XLAAccelerator",
 }
 _ENVIRONMENT_LEAVES = {
@@ -216,12 +220,14 @@ _PYTORCH: _Layout = {
         "pytorch.callbacks",
         _CALLBACKS,
         {
+            "batch_size_finder": "BatchSizeFinder",
             "callback": "Callback",
             "device_stats_monitor": "DeviceStatsMonitor",
             "early_stopping": "EarlyStopping",
             "finetuning": "BackboneFinetuning BaseFinetuning",
             "gradient_accumulation_scheduler": "GradientAccumulationScheduler",
             "lambda_function": "LambdaCallback",
+            "lr_finder": "LearningRateFinder",
             "lr_monitor": "LearningRateMonitor",
             "model_checkpoint": "ModelCheckpoint",
             "model_summary": "ModelSummary",
@@ -267,6 +273,12 @@ _PYTORCH: _Layout = {
     ),
     **_package(
         "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
+    ),
+    "pytorch.core.mixins": _names(
+        {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
+    ),
+    "pytorch.core.mixins.hparams_mixin": _names(
+        {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
     ),
     "pytorch.core.optimizer": _names(
         {"stratagem.lite.optimizer": "LightningOptimizer=LiteOptimizer"}

@@ -7,6 +7,7 @@ from typing import Any
 
 from stratagem import trainer
 from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
 from stratagem.loggers import CSVLogger
 
 
@@ -57,3 +58,17 @@ class Trainer(trainer.Trainer):
             enable_model_summary=enable_model_summary,  # type: ignore[arg-type]
             **options,
         )
+
+    # -- views of loops
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """The limits and the progress of a fit."""
+        return FitLoop(self)
+
+    @property
+    def validate_loop(self) -> EvaluationLoop:
+        """The progress of a validation."""
+        return EvaluationLoop(self)
+
+    test_loop = predict_loop = validate_loop
