@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.discovery import LoggerSpec
+from stratagem.discovery.installed import require_package
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError, MissingPackageError, UnknownNameError
 from stratagem.loggers import CSVLogger, Logger, TensorBoardLogger
-from stratagem.loggers.sdk_logger import DummyExperiment, SDKLogger, require_package
+from stratagem.loggers.sdk_logger import DummyExperiment, SDKLogger
 from stratagem.loggers.uploads import Upload, Uploads
 
 SESSION = "its SDK is not installed here; `nox -s loggers` runs this"

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from stratagem import DataModule, Module
 from stratagem.callbacks import LearningRateMonitor
-from stratagem.discovery import installed
 from stratagem.errors import ConfigurationError, MissingPackageError
 
 yaml = pytest.importorskip("yaml", reason="`nox -s loggers` runs this: PyYAML is not installed")
@@ -198,7 +197,7 @@ def test_arguments_are_linked() -> None:
 
 
 def test_the_optimizer_of_a_config_is_the_models() -> None:
-    args = ["--optimizer=Adam", "--optimizer.lr=0.25", "--lr_scheduler=StepLR"]
+    args = ["--optimizer=torch.optim.Adam", "--optimizer.lr=0.25", "--lr_scheduler=StepLR"]
     cli = made(*args, "--lr_scheduler.step_size=5", model_class=Plain)
     optimizers, schedulers = cli.model.configure_optimizers()
     assert isinstance(optimizers[0], Adam)
@@ -213,7 +212,7 @@ def test_the_optimizer_of_a_config_is_the_models() -> None:
 
 
 def test_an_argument_that_makes_an_optimizer_is_given_one() -> None:
-    args = ["--model.optimizer=Adam", "--model.optimizer.lr=0.125"]
+    args = ["--model.optimizer=torch.optim.Adam", "--model.optimizer.lr=0.125"]
     cli = made(*args, model_class=Injected, auto_configure_optimizers=False)
     optimizer = cli.model.configure_optimizers()
     assert isinstance(optimizer, Adam)
@@ -227,7 +226,7 @@ def test_two_automatic_optimizers_are_refused() -> None:
             parser.add_optimizer_args((Adam,), "two")
 
     with pytest.raises(ConfigurationError, match=r"expected at most one of each .*one, two"):
-        Two(Plain, args=[*QUIET, "--one=SGD", "--one.lr=0.1"], run=False)
+        Two(Plain, args=[*QUIET, "--one=torch.optim.SGD", "--one.lr=0.1"], run=False)
 
 
 def test_before_and_after_a_run_come_the_clis_own_methods() -> None:
@@ -260,7 +259,7 @@ def test_without_jsonargparse_the_command_is_said(
     from stratagem import cli
     from stratagem.cli import training
 
-    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert training.run("fit", ["config.yaml"]) == 2
     assert "pip install 'stratagem-core[cli]'" in capsys.readouterr().err
     monkeypatch.delitem(vars(cli), "TrainerCLI", raising=False)

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.parameters import as_mapping, as_numbers, as_plain
@@ -56,6 +56,7 @@ class WandbLogger(SDKLogger):
 
     package = "wandb"
     extra = "wandb"
+    default_project: ClassVar[str] = "stratagem_logs"
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class WandbLogger(SDKLogger):
             )
         self._folder = Path(dir if dir is not None else save_dir)
         self.save_dir = str(self._folder)
-        self.project = project or os.environ.get("WANDB_PROJECT") or "stratagem_logs"
+        self.project = project or os.environ.get("WANDB_PROJECT") or self.default_project
         self._experiment = experiment
         self._id = version or id
         self._checkpoint_name = checkpoint_name

@@ -7,8 +7,8 @@ from typing import Any
 
 from stratagem import trainer
 from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.loggers import CSVLogger
 from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
-from stratagem.loggers import CSVLogger
 
 
 class Trainer(trainer.Trainer):
@@ -47,7 +47,7 @@ class Trainer(trainer.Trainer):
         plain = not options.get("barebones")
         quick = bool(options.get("fast_dev_run"))
         if plain and not quick and logger in (None, True):
-            logger = CSVLogger(options.get("default_root_dir") or Path.cwd(), "lightning_logs")
+            logger = CSVLogger(options.get("default_root_dir") or Path.cwd())
         if log_every_n_steps is None and plain:
             log_every_n_steps = 50
         if enable_model_summary is None and plain:
