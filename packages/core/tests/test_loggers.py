@@ -176,6 +176,8 @@ def test_rows_are_held_back_as_asked_and_names_have_their_prefix(tmp_path: Path)
     table = (tmp_path / "version_0" / "metrics.csv").read_text().split()
     assert table == ["step,a-loss", "0,0.5", "1,0.25"]
     logger.log_metrics({"loss": 0.125}, 2)
+    logger.log_hyperparams()
+    assert json.loads((tmp_path / "version_0" / "hparams.json").read_text()) == {}
     logger.finalize("success")
     assert (tmp_path / "version_0" / "metrics.csv").read_text().split()[-1] == "2,0.125"
     assert (logger.name, logger.version, logger.root_dir) == ("", 0, str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -256,15 +257,14 @@ def test_what_saves_nothing_or_is_nothing_is_refused() -> None:
 def test_without_jsonargparse_the_command_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stratagem import cli
     from stratagem.cli import training
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert training.run("fit", ["config.yaml"]) == 2
     assert "pip install 'stratagem-core[cli]'" in capsys.readouterr().err
-    monkeypatch.delitem(vars(cli), "TrainerCLI", raising=False)
+    monkeypatch.delitem(sys.modules, "stratagem.trainer.cli")
     with pytest.raises(MissingPackageError, match="TrainerCLI needs the package 'jsonargparse'"):
-        _ = cli.TrainerCLI
+        importlib.import_module("stratagem.trainer.cli")
 
 
 MODEL = """

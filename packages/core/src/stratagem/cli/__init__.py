@@ -30,9 +30,6 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from stratagem.discovery.installed import require_package
-
-        require_package(name, "jsonargparse", "cli")
         value = getattr(importlib.import_module(f"stratagem.trainer.cli.{_HOMES[name]}"), name)
         globals()[name] = value
         return value

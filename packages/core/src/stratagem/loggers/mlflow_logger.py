@@ -55,6 +55,8 @@ class MLFlowLogger(SDKLogger):
 
     Example:
         >>> from stratagem.loggers import MLFlowLogger
+        >>> MLFlowLogger.extra  # pip install 'stratagem-core[mlflow]'
+        'mlflow'
         >>> logger = MLFlowLogger("mnist", tracking_uri="http://localhost:5000")  # doctest: +SKIP
     """
 

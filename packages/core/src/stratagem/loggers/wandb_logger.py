@@ -51,6 +51,8 @@ class WandbLogger(SDKLogger):
 
     Example:
         >>> from stratagem.loggers import WandbLogger
+        >>> WandbLogger.extra  # pip install 'stratagem-core[wandb]'
+        'wandb'
         >>> logger = WandbLogger(project="mnist", offline=True)    # doctest: +SKIP
     """
 

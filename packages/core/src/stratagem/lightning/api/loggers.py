@@ -26,6 +26,16 @@ class CSVLogger(loggers.CSVLogger):
     ) -> None:
         super().__init__(save_dir, name, version, **options)
 
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows that are held back, each with its step."""
+        return [{"step": step, **values} for step, values in self._held]
+
+    @property
+    def metrics_file_path(self) -> str:
+        """The file of the rows."""
+        return str(self._file)
+
 
 class ExperimentWriter:
     """Names of the files of a CSVLogger."""

@@ -2,3 +2,7 @@
 
 `stratagem.cli` serves the public names.
 """
+
+from stratagem.discovery.installed import require_package
+
+require_package("TrainerCLI", "jsonargparse", "cli")
