@@ -137,11 +137,11 @@ class CSVLogger(Logger):
             for name, value in metrics.items()
         }
 
-    def log_hyperparams(self, params: Any = None) -> None:
+    def log_hyperparams(self, params: Any) -> None:
         """Write hparams.json.
 
         Args:
-            params: a mapping, an argparse.Namespace or a dataclass; None: there are none.
+            params: a mapping, an argparse.Namespace or a dataclass.
         """
         text = json.dumps(_with_text_keys(as_mapping(params)), indent=2, default=str)
         (self._folder.make() / "hparams.json").write_text(text + "\n")

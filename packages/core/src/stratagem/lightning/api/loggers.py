@@ -26,6 +26,10 @@ class CSVLogger(loggers.CSVLogger):
     ) -> None:
         super().__init__(save_dir, name, version, **options)
 
+    def log_hyperparams(self, params: Any = None) -> None:
+        """Write them; None: there are none."""
+        super().log_hyperparams(params)
+
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows that are held back, each with its step."""
