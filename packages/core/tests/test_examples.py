@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -13,15 +14,19 @@ import pytest
 
 import stratagem
 
-MODULES = [
-    "stratagem",
-    *(
-        found.name
-        for found in pkgutil.walk_packages(stratagem.__path__, "stratagem.")
-        # Importing it runs the program.
-        if not found.name.endswith("__main__")
-    ),
-]
+
+def modules_in(path: Iterable[str], package: str) -> Iterator[str]:
+    for found in pkgutil.iter_modules(path, f"{package}."):
+        # Importing the one runs the program; the other changes what `import lightning` means, and
+        # has its examples run in a process of its own (test_lightning.py).
+        if found.name.endswith("__main__") or found.name == "stratagem.lightning":
+            continue
+        yield found.name
+        if found.ispkg:
+            yield from modules_in(importlib.import_module(found.name).__path__, found.name)
+
+
+MODULES = ["stratagem", *modules_in(stratagem.__path__, "stratagem")]
 
 # The folders of users' import names.
 HOUSES = (

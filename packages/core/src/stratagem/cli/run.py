@@ -38,6 +38,11 @@ script; what follows `--` is passed on unread:
     stratagem run train.py --devices 2 --lr 0.1
     stratagem run train.py --devices 2 -- --devices "an option of the script"
 
+A script that is written for Lightning runs unchanged, its imports of `lightning` and
+`pytorch_lightning` mean Stratagem; without --devices it starts the ranks that its Trainer asks for:
+
+    stratagem run --as-lightning train.py
+
 The exit code is that of the rank that failed first (128 and the number of the signal, if one ended
 it), or 130 after Ctrl-C, 143 after SIGTERM. Two of Ctrl-C kill the ranks at once.
 
@@ -59,6 +64,7 @@ class Launch:
     script: str
     script_arguments: tuple[str, ...]
     devices: int
+    """0: those that the script starts by itself."""
     num_nodes: int
     node_rank: int
     main_address: str
@@ -67,11 +73,18 @@ class Launch:
     max_restarts: int
     log_dir: Path | None
     prefix: bool
+    as_lightning: bool
+
+    @property
+    def program(self) -> list[str]:
+        """What the interpreter is given to run."""
+        module = ["-m", "stratagem.lightning.script"] if self.as_lightning else []
+        return [*module, self.script, *self.script_arguments]
 
     @property
     def command(self) -> list[str]:
         """What each rank runs."""
-        return [sys.executable, self.script, *self.script_arguments]
+        return [sys.executable, *self.program]
 
     @property
     def world_size(self) -> int:
@@ -92,6 +105,8 @@ def run(arguments: Sequence[str]) -> int:
         except OSError as error:
             print(f"stratagem run: error: --log-dir: {error}", file=sys.stderr)
             return 2
+    if not launch.devices:
+        _become(launch.command, dict(os.environ))
     if launch.max_restarts:
         _become_torchrun(launch)
     return _start_and_watch(launch)
@@ -112,7 +127,17 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     add = parser.add_argument
-    add("--devices", metavar="N", type=_at_least(1), required=True, help="ranks on this node")
+    add(
+        "--devices",
+        metavar="N",
+        type=_at_least(1),
+        help="ranks on this node; needed but with --as-lightning",
+    )
+    add(
+        "--as-lightning",
+        action="store_true",
+        help="let `import lightning` and its other names mean Stratagem in SCRIPT",
+    )
     add("--num-nodes", metavar="N", type=_at_least(1), default=1, help="machines that take part")
     add("--node-rank", metavar="N", type=_at_least(0), help="which of them this is, from 0")
     add("--main-address", metavar="HOST", help="the machine of node rank 0, for several nodes")
@@ -175,11 +200,12 @@ def parse(arguments: Sequence[str]) -> Launch:
         )
     if not Path(script).is_file():
         parser.error(f"script={script!r}: there is no such file in {Path.cwd()}")
+    _check_devices(options, parser)
     _check_nodes(options, parser)
     return Launch(
         script=script,
         script_arguments=tuple(rest[1:]),
-        devices=options.devices,
+        devices=options.devices or 0,
         num_nodes=options.num_nodes,
         node_rank=options.node_rank or 0,
         main_address=options.main_address or "127.0.0.1",
@@ -187,7 +213,20 @@ def parse(arguments: Sequence[str]) -> Launch:
         max_restarts=options.max_restarts,
         log_dir=options.log_dir,
         prefix=options.prefix,
+        as_lightning=options.as_lightning,
     )
+
+
+def _check_devices(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if options.devices is not None:
+        return
+    if not options.as_lightning:
+        parser.error("the following arguments are required: --devices")
+    if options.num_nodes > 1 or options.max_restarts or options.log_dir or options.prefix:
+        parser.error(
+            "--as-lightning without --devices leaves the ranks to the script: give --devices as "
+            "well for --num-nodes, --max-restarts, --log-dir and --prefix"
+        )
 
 
 def _check_nodes(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -340,7 +379,7 @@ def _become_torchrun(launch: Launch) -> NoReturn:
         ]
     if launch.log_dir is not None:
         command += [f"--log-dir={launch.log_dir}", "--redirects=3"]
-    command += [launch.script, *launch.script_arguments]
+    command += launch.program
     environment = {
         **os.environ,
         # With the store of the rendezvous shared, the restart after a `kill -9` failed in 3 of 4
@@ -348,6 +387,10 @@ def _become_torchrun(launch: Launch) -> NoReturn:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": threads_per_rank(launch.devices),
     }
+    _become(command, environment)
+
+
+def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, environment)  # noqa: S606 - no shell, as meant

@@ -1,0 +1,1 @@
+"""Models and data for reports, tests and examples."""

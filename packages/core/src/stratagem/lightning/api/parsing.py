@@ -1,0 +1,75 @@
+"""Attributes that a model, its hyperparameters or its DataModule may have, and namespaces."""
+
+from __future__ import annotations
+
+import pickle
+from argparse import Namespace
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from stratagem.launch.rank_zero import rank_zero_warn
+
+
+def is_picklable(obj: object) -> bool:
+    """Whether pickle takes an object."""
+    try:
+        pickle.dumps(obj)
+    except Exception:  # whatever an object's own methods raise
+        return False
+    return True
+
+
+def clean_namespace(hparams: MutableMapping[str, Any] | Namespace) -> None:
+    """Remove what cannot be pickled, with a warning for each."""
+    held = vars(hparams) if isinstance(hparams, Namespace) else hparams
+    for name in [name for name, value in held.items() if not is_picklable(value)]:
+        rank_zero_warn(f"attribute {name!r} removed from hparams because it cannot be pickled")
+        del held[name]
+
+
+def _holders(model: Any, name: str) -> list[Any]:
+    """Return what has an attribute: the model, its hyperparameters, its trainer's DataModule."""
+    holders = [model] if hasattr(model, name) else []
+    hparams = getattr(model, "hparams", None)
+    if hparams is not None:
+        names = hparams if isinstance(hparams, Mapping) else vars(hparams)
+        holders += [hparams] if name in names else []
+    trainer = vars(model).get("_trainer")
+    datamodule = None if trainer is None else trainer.datamodule
+    return [*holders, datamodule] if hasattr(datamodule, name) else holders
+
+
+def lightning_hasattr(model: Any, attribute: str) -> bool:
+    """Whether a model, its hyperparameters or its DataModule has an attribute."""
+    return bool(_holders(model, attribute))
+
+
+def lightning_getattr(model: Any, attribute: str) -> Any:
+    """Return an attribute of a model's DataModule, its hyperparameters or its own.
+
+    Raises:
+        AttributeError: none of them has it.
+    """
+    holder = _required(model, attribute)[-1]
+    return holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
+
+
+def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
+    """Set an attribute wherever there is one.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    for holder in _required(model, attribute):
+        if isinstance(holder, dict):
+            holder[attribute] = value
+        else:
+            setattr(holder, attribute, value)
+
+
+def _required(model: Any, name: str) -> list[Any]:
+    if holders := _holders(model, name):
+        return holders
+    raise AttributeError(
+        f"neither {type(model).__name__}, its hparams nor its DataModule has {name!r}"
+    )

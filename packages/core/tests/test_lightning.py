@@ -1,0 +1,267 @@
+"""Lightning's names mean Stratagem once they are asked for; its scripts run unchanged."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import stratagem
+from stratagem.callbacks import EarlyStopping
+from stratagem.cli.run import parse
+from stratagem.errors import ConfigurationError
+
+ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
+OURS = "stratagem.lightning"
+
+
+def forget() -> None:
+    """Leave sys.modules without what has one of the names."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ROOTS or name == OURS or name.startswith(f"{OURS}."):
+            del sys.modules[name]
+    vars(stratagem).pop("lightning", None)
+
+
+@pytest.fixture
+def lightning(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """`stratagem.lightning`, for one test."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    forget()
+    yield importlib.import_module(OURS)
+    forget()
+
+
+def imported(text: str) -> dict[str, Any]:
+    """Return what statements bind."""
+    names: dict[str, Any] = {}
+    exec(text, names)
+    return names
+
+
+# -- names
+
+
+def test_every_name_of_lightnings_is_the_same_object(lightning: ModuleType) -> None:
+    names = imported(
+        """
+        import lightning as L
+        import lightning.pytorch as pl
+        import pytorch_lightning as old
+        import lightning.fabric, lightning_fabric
+        from lightning.pytorch.callbacks.early_stopping import EarlyStopping
+        from pytorch_lightning.callbacks import EarlyStopping as OldEarlyStopping
+        import stratagem.lightning.pytorch.callbacks.early_stopping as ours
+        import lightning.pytorch.callbacks.early_stopping as theirs
+        """.replace("\n        ", "\n")
+    )
+    assert names["L"] is lightning
+    assert names["old"] is names["pl"] is lightning.pytorch
+    assert names["lightning_fabric"] is lightning.fabric
+    assert names["ours"] is names["theirs"]
+    assert names["EarlyStopping"] is names["OldEarlyStopping"] is EarlyStopping
+    assert names["ours"].__spec__.name == f"{OURS}.pytorch.callbacks.early_stopping"
+
+
+def test_packages_are_attributes_without_an_import_of_their_own(lightning: ModuleType) -> None:
+    L = imported("import lightning")["lightning"]
+    assert L.pytorch.callbacks.EarlyStopping is EarlyStopping
+    assert L.pytorch.utilities.rank_zero.rank_zero_only.rank == 0
+    assert {"callbacks", "Trainer"} <= set(dir(L.pytorch))
+
+
+def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
+    from stratagem.lightning.layout import LAYOUT
+
+    for module, names in LAYOUT.items():
+        found = importlib.import_module(f"lightning.{module}" if module else "lightning")
+        for name in names:
+            # Those of backends, which may not be installed, say what to install.
+            if not name.startswith(("DeepSpeed", "XLA", "CUDA", "SingleDeviceXLA")):
+                assert hasattr(found, name), (module, name)
+        imported(f"from lightning.{module} import *" if module else "from lightning import *")
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("from lightning import Unheard", "Stratagem has no 'lightning.Unheard'"),
+        ("from lightning.pytorch import Unheard", "has no 'lightning.pytorch.Unheard'"),
+        ("import pytorch_lightning.unheard", "has no 'lightning.pytorch.unheard'"),
+        ("from lightning.pytorch.callbacks.timer import Unheard", "callbacks.timer.Unheard'"),
+        ("import lightning.pytorch.loops.fit_loop", "use Trainer's attributes, and stratagem.Lite"),
+        ("from lightning.pytorch.loggers import LitLogger", "use CSVLogger"),
+        ("import lightning.fabric._graveyard", "is private to Lightning"),
+        ("from lightning.pytorch.trainer import _x", "is private to Lightning"),
+    ],
+)
+def test_what_is_not_there_is_an_import_error_that_says_what_to_use(
+    statement: str, said: str, lightning: ModuleType
+) -> None:
+    with pytest.raises(ImportError) as caught:
+        imported(statement)
+    assert said in str(caught.value)
+
+
+def test_what_is_not_there_is_no_attribute(lightning: ModuleType) -> None:
+    assert not hasattr(lightning.pytorch, "Unheard")
+    with pytest.raises(AttributeError, match=r"Stratagem has no 'lightning\.pytorch\.Unheard'"):
+        _ = lightning.pytorch.Unheard
+
+
+def test_lightning_that_was_imported_before_is_refused(
+    lightning: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget()
+    real = ModuleType("pytorch_lightning")
+    real.__file__ = "/site-packages/pytorch_lightning/__init__.py"
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", real)
+    with pytest.raises(
+        ConfigurationError, match=r"'pytorch_lightning' was imported before .*/site"
+    ):
+        importlib.import_module(OURS)
+
+
+# -- what is said
+
+
+def test_one_line_on_rank_0_says_what_lightning_is(
+    lightning: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget()
+    capsys.readouterr()
+    importlib.import_module(OURS)
+    said = capsys.readouterr().err
+    assert said == f"stratagem: in this process `lightning` is Stratagem {stratagem.__version__}\n"
+    forget()
+    monkeypatch.setenv("RANK", "1")
+    importlib.import_module(OURS)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_line_names_a_lightning_that_is_installed_and_not_used(
+    lightning: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    info = tmp_path / "lightning-2.6.6.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: lightning\nVersion: 2.6.6\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Distribution.from_name("lightning").version == "2.6.6"
+    forget()
+    capsys.readouterr()
+    importlib.import_module(OURS)
+    said = capsys.readouterr().err
+    assert "(lightning 2.6.6, which is installed here too, is not used)" in said
+
+
+def test_nothing_of_it_is_imported_by_stratagem() -> None:
+    code = (
+        "import sys, stratagem, stratagem.cli.app; from stratagem import Trainer, Lite, Module;"
+        "print([name for name in sys.modules if 'stratagem.lightning' in name])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90
+    )
+    assert ran.stdout.strip() == "[]"
+
+
+# -- scripts
+
+SCRIPT = """
+import sys
+
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+class Model(BoringModel):
+    def on_fit_start(self):
+        print(f"{__name__} on rank {self.global_rank} of {self.trainer.world_size}")
+
+
+if __name__ == "__main__":
+    options = dict(logger=False, enable_checkpointing=False, enable_model_summary=False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=int(sys.argv[1]), strategy=sys.argv[2], max_steps=2, **options
+    )
+    trainer.fit(Model())
+    trainer.print("done", trainer.global_step, sys.argv[1:], __file__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("ddp", []), ("ddp_spawn", []), ("ddp", ["--devices", "2"])]
+)
+def test_a_script_of_lightnings_runs_unchanged_on_all_its_ranks(
+    strategy: str, options: list[str], tmp_path: Path, script_environment: dict[str, str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "stratagem.cli", "run", "--as-lightning"]
+    ran = subprocess.run(
+        [*command, str(script), "2", strategy, *options],
+        env=script_environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert ran.returncode == 0, ran.stderr
+    main = "__mp_main__" if strategy == "ddp_spawn" else "__main__"
+    for rank in range(2):
+        assert f"{main} on rank {rank} of 2" in ran.stdout
+    assert f"done 2 ['2', '{strategy}'] {script}" in ran.stdout
+    assert ran.stderr.count("`lightning` is Stratagem") == 1
+
+
+def test_run_needs_devices_unless_the_script_starts_its_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert parse(["--as-lightning", str(script)]).devices == 0
+    launch = parse(["--as-lightning", str(script), "--lr", "1"])
+    assert launch.command[1:] == ["-m", "stratagem.lightning.script", str(script), "--lr", "1"]
+    for arguments, said in [
+        ([str(script)], "--devices"),
+        (["--as-lightning", "--prefix", str(script)], "give --devices as well for"),
+    ]:
+        with pytest.raises(SystemExit):
+            parse(arguments)
+        assert said in capsys.readouterr().err
+
+
+def test_the_examples_in_it_run(tmp_path: Path, script_environment: dict[str, str]) -> None:
+    code = """
+import doctest, importlib, pkgutil, sys
+import stratagem.lightning
+import stratagem.lightning.api as api
+
+names = [f"stratagem.lightning.{name}" for name in ("absent", "importing", "layout")]
+names += [found.name for found in pkgutil.walk_packages(api.__path__, f"{api.__name__}.")]
+names.append("stratagem.lightning")
+results = [doctest.testmod(importlib.import_module(name)) for name in names]
+print(sum(result.attempted for result in results))
+sys.exit(sum(result.failed for result in results))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=script_environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert int(ran.stdout.splitlines()[-1]) > 10
