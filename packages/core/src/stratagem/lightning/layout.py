@@ -24,10 +24,19 @@ def _names(homes: Mapping[str, str]) -> dict[str, str]:
 _CALLBACKS = _names(
     {
         "stratagem.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter Callback "
-        "DeviceStatsMonitor EMAWeightAveraging EarlyStopping GradientAccumulationScheduler "
-        "LambdaCallback LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary "
-        "OnExceptionCheckpoint ProgressBar RichModelSummary=ModelSummary RichProgressBar "
-        "StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging",
+        "DeviceStatsMonitor EMAWeightAveraging GradientAccumulationScheduler "
+        "LambdaCallback LearningRateMonitor ModelPruning ModelSummary "
+        "OnExceptionCheckpoint RichModelSummary=ModelSummary "
+        "StochasticWeightAveraging ThroughputMonitor Timer WeightAveraging",
+        f"{_API}.progress": "ProgressBar TQDMProgressBar",
+        f"{_API}.callbacks": "EarlyStopping EarlyStoppingReason RichProgressBar",
+        f"{_API}.model_checkpoint": "ModelCheckpoint",
+    }
+)
+_PROGRESS = _names(
+    {
+        f"{_API}.progress": "ProgressBar TQDMProgressBar Tqdm get_standard_metrics",
+        f"{_API}.callbacks": "RichProgressBar RichProgressBarTheme",
     }
 )
 _LOGGERS = _names({"stratagem.loggers": "CSVLogger Logger"})
@@ -218,7 +227,7 @@ _PYTORCH: _Layout = {
         {
             "callback": "Callback",
             "device_stats_monitor": "DeviceStatsMonitor",
-            "early_stopping": "EarlyStopping",
+            "early_stopping": "EarlyStopping EarlyStoppingReason",
             "finetuning": "BackboneFinetuning BaseFinetuning",
             "gradient_accumulation_scheduler": "GradientAccumulationScheduler",
             "lambda_function": "LambdaCallback",
@@ -228,9 +237,6 @@ _PYTORCH: _Layout = {
             "on_exception_checkpoint": "OnExceptionCheckpoint",
             "prediction_writer": "BasePredictionWriter",
             "progress": "ProgressBar RichProgressBar TQDMProgressBar",
-            "progress.progress_bar": "ProgressBar",
-            "progress.rich_progress": "RichProgressBar",
-            "progress.tqdm_progress": "TQDMProgressBar",
             "pruning": "ModelPruning",
             "rich_model_summary": "RichModelSummary",
             "stochastic_weight_avg": "StochasticWeightAveraging",
@@ -239,6 +245,15 @@ _PYTORCH: _Layout = {
             "weight_averaging": "EMAWeightAveraging WeightAveraging",
         },
     ),
+    "pytorch.callbacks.progress.progress_bar": {
+        name: _PROGRESS[name] for name in ("ProgressBar", "get_standard_metrics")
+    },
+    "pytorch.callbacks.progress.rich_progress": {
+        name: _PROGRESS[name] for name in ("RichProgressBar", "RichProgressBarTheme")
+    },
+    "pytorch.callbacks.progress.tqdm_progress": {
+        name: _PROGRESS[name] for name in ("TQDMProgressBar", "Tqdm")
+    },
     **_package("pytorch.loggers", _LOGGERS, {"csv_logs": "CSVLogger", "logger": "Logger"}),
     **_package(
         "pytorch.profilers",
