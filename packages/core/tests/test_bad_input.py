@@ -621,35 +621,6 @@ def test_a_process_group_of_another_size_is_not_taken_over(tmp_path: Path) -> No
         torch.set_num_threads(threads)
 
 
-def test_methods_that_would_not_be_called_are_refused() -> None:
-    class Overrides(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any: ...
-
-        def configure_optimizers(self) -> Any: ...
-
-        def optimizer_step(self) -> None: ...
-
-    with pytest.raises(UserCodeError, match="defines optimizer_step, which Stratagem does not"):
-        Trainer(accelerator="cpu", logger=False).fit(Overrides(), [1])
-
-
-def test_lbfgs_needs_manual_optimization() -> None:
-    class Line(Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.layer(batch).sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.LBFGS(self.parameters())
-
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(UserCodeError, match="returned LBFGS, whose step computes the loss several"):
-        trainer.fit(Line(), [torch.ones(2, 1)])
-
-
 def test_an_optimizer_of_parameters_that_are_gone_is_refused_before_training() -> None:
     class Replaced(Line):
         def __init__(self) -> None:

@@ -491,17 +491,6 @@ def test_a_model_may_prepare_data_once_a_node_before_anything_else() -> None:
     assert called == ["prepare", "loader"]
 
 
-def test_a_hook_that_would_end_an_epoch_elsewhere_is_refused() -> None:
-    class Ends(Regression):
-        def on_train_batch_start(  # type: ignore[override]
-            self, batch: Any, batch_idx: int
-        ) -> int:
-            return -1
-
-    with pytest.raises(UserCodeError, match="on_train_batch_start returned -1, which does not end"):
-        quiet(max_epochs=1).fit(Ends(), loader(8))
-
-
 @pytest.mark.parametrize(("fast", "batches"), [(True, 1), (3, 3)])
 def test_fast_dev_run_runs_a_few_batches_of_everything_and_writes_nothing(
     fast: bool | int, batches: int, tmp_path: Path

@@ -235,7 +235,6 @@ def test_a_datamodule_hears_of_an_exception() -> None:
 @pytest.mark.parametrize(
     ("method", "remedy"),
     [
-        ("backward", "use automatic_optimization = False, a Callback or a Strategy"),
         ("configure_sharded_model", "rename it to configure_model"),
         ("training_step_end", "put it into training_step"),
         ("validation_epoch_end", "rename it to on_validation_epoch_end, and keep outputs"),
@@ -251,16 +250,15 @@ def test_a_method_that_would_not_be_called_is_refused_with_what_to_do(
 
 
 def test_each_of_several_uncalled_methods_has_its_remedy() -> None:
-    names = ("training_epoch_end", "backward", "optimizer_step", "configure_sharded_model")
+    names = ("training_epoch_end", "training_step_end", "configure_sharded_model")
     model = type("Old", (Line,), dict.fromkeys(names, lambda self: None))()
     with pytest.raises(UserCodeError) as raised:
         quiet().fit(model, loader())
     assert str(raised.value) == (
-        "Old defines backward, configure_sharded_model, optimizer_step, training_epoch_end, which "
-        "Stratagem does not call, so training would differ silently: for backward, optimizer_step, "
-        "use automatic_optimization = False, a Callback or a Strategy for what it does; for "
-        "configure_sharded_model, rename it to configure_model; for training_epoch_end, rename it "
-        "to on_train_epoch_end, and keep outputs in an attribute"
+        "Old defines configure_sharded_model, training_epoch_end, training_step_end, which "
+        "Stratagem does not call, so training would differ silently: for configure_sharded_model, "
+        "rename it to configure_model; for training_epoch_end, rename it to on_train_epoch_end, "
+        "and keep outputs in an attribute; for training_step_end, put it into training_step"
     )
 
 

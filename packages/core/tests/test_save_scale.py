@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -417,7 +418,9 @@ def test_the_plan_and_its_layout_are_those_of_dcp(seed: int) -> None:
         own = found.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
         assert isinstance(own, TensorStorageMetadata)
-        assert (own.size, own.properties) == (entry.size, entry.properties)
+        # torch 2.15 notes strides too, and reads a layout without them, as older ones have left it.
+        noted: dict[str, Any] = {"strides": None} if hasattr(entry.properties, "strides") else {}
+        assert (own.size, own.properties) == (entry.size, replace(entry.properties, **noted))
         assert sorted((c.offsets, c.sizes) for c in own.chunks) == sorted(
             (c.offsets, c.sizes) for c in entry.chunks
         )

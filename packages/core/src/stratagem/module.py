@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stratagem.callbacks.module_hooks import ModuleHooks
+from stratagem.callbacks.step_hooks import StepHooks
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import UserCodeError
 from stratagem.state.hyperparameters import HyperParametersMixin, arguments_from
@@ -34,7 +35,7 @@ class LogOptions(NamedTuple):
     add_dataloader_idx: bool
 
 
-class Module(HyperParametersMixin, ModuleHooks):
+class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     """A model with its training step and optimizers: what a Trainer trains.
 
     Override `training_step` and `configure_optimizers`, and what else is needed. The hooks of
@@ -73,7 +74,9 @@ class Module(HyperParametersMixin, ModuleHooks):
         self.__dict__["_metrics"] = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_trainer": None, "_metrics": None}
+        state = {**self.__dict__, "_trainer": None, "_metrics": None}
+        state.pop("_untoggled", None)
+        return state
 
     # -- to be overridden
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.interfaces.compiling import compile_model
@@ -27,6 +27,8 @@ class PreparedModel:
         evaluation_module: what to call where no gradient is wanted; differs from `module` if the
             wrapper communicates in forward and ranks may run different numbers of batches.
         clear_gradients: sets the gradients of each optimizer's parameters to None.
+        run_backward: runs backward from a loss, which comes first, with the arguments of
+            `Tensor.backward`; a Module's own `backward` takes its place.
 
     Example:
         >>> from torch import nn
@@ -43,8 +45,10 @@ class PreparedModel:
     optimizers: list[Optimizer]
     evaluation_module: nn.Module
     clear_gradients: list[Callable[[], None]] = field(init=False)
+    run_backward: Callable[..., None] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.run_backward = Tensor.backward
         self.clear_gradients = [self.gradient_clearer(one) for one in self.optimizers]
 
     def compile(self, compilation: Compilation) -> None:

@@ -119,7 +119,7 @@ class Stepping:
         """Run backward from `loss`, a scalar; further arguments are those of `Tensor.backward`."""
         if self.precision.scales_loss:
             loss = self.precision.scale_loss(loss)
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        prepared.run_backward(loss, *args, **kwargs)
 
     def clip_gradients(
         self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip

@@ -48,6 +48,29 @@ class GradientClip:
             )
 
 
+def gradient_clip(value: float | None, algorithm: str) -> GradientClip | None:
+    """Return how to clip, or None.
+
+    Args:
+        value: the largest norm or value of gradients; None or 0: no clipping.
+        algorithm: "norm" or "value".
+
+    Raises:
+        ConfigurationError: one of them is something else.
+    """
+    if algorithm not in ("norm", "value"):
+        raise ConfigurationError(
+            f"gradient_clip_algorithm={algorithm!r}: expected 'norm' or 'value'"
+        )
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ConfigurationError(f"gradient_clip_val={value!r}: expected a number above 0, or None")
+    return (
+        GradientClip(float(value), "value" if algorithm == "value" else "norm") if value else None
+    )
+
+
 @final
 @dataclass(frozen=True)
 class StepOptions:

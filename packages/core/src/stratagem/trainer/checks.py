@@ -23,15 +23,9 @@ if TYPE_CHECKING:
     from stratagem.trainer.job import Job
     from stratagem.trainer.run import Run
 
-_OTHERWISE = "use automatic_optimization = False, a Callback or a Strategy for what it does"
 # Methods of the library that our users come from, which are not called here, and what to do.
 _UNCALLED = {
-    "backward": _OTHERWISE,
-    "configure_gradient_clipping": _OTHERWISE,
     "configure_sharded_model": "rename it to configure_model",
-    "lr_scheduler_step": _OTHERWISE,
-    "optimizer_step": _OTHERWISE,
-    "optimizer_zero_grad": _OTHERWISE,
     "training_epoch_end": "rename it to on_train_epoch_end, and keep outputs in an attribute",
     "training_step_end": "put it into training_step",
     "validation_epoch_end": (

@@ -9,7 +9,8 @@ import torch
 
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.open_data import data_of, reopen_in_epoch
-from stratagem.trainer.step import Step, make_step
+from stratagem.trainer.step import EndOfEpoch, Step
+from stratagem.trainer.steps import make_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +127,14 @@ def _train_steps(
             return True, is_due or interval == float("inf")
         return progress.batches >= end, is_due or interval == float("inf")
 
-    return run.profiling.wrap("run_training_epoch", train_steps)
+    def until_the_end(interval: float) -> tuple[bool, bool]:
+        try:
+            return train_steps(interval)
+        except EndOfEpoch:
+            step.abandon()
+            return True, False
+
+    return run.profiling.wrap("run_training_epoch", until_the_end)
 
 
 def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from stratagem.errors import UserCodeError
@@ -73,12 +73,6 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
         raise UserCodeError(
             f"{who} returned {len(optimizers)} optimizers; automatic optimization takes one: set "
             "automatic_optimization = False and step them in training_step"
-        )
-    if module.automatic_optimization and isinstance(optimizers[0], LBFGS):
-        raise UserCodeError(
-            f"{who} returned LBFGS, whose step computes the loss several times; automatic "
-            "optimization computes it once: set automatic_optimization = False and call "
-            "self.optimizers().step(closure) in training_step"
         )
     automatic = module.automatic_optimization
     configs = [_scheduler_config(s, who, automatic=automatic) for s in schedulers]

@@ -12,7 +12,7 @@ import torch
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.plan.compilation import Compilation
-from stratagem.plan.step_options import GradientClip, StepOptions, seconds
+from stratagem.plan.step_options import StepOptions, gradient_clip, seconds
 from stratagem.storage import paths
 from stratagem.trainer.divergence import DEFAULT_INTERVAL
 
@@ -281,21 +281,6 @@ def check_accumulation(value: int | Mapping[int, int]) -> dict[int, int]:
         check_whole("accumulate_grad_batches", count, 1)
     schedule.setdefault(0, 1)
     return schedule
-
-
-def gradient_clip(value: float | None, algorithm: str) -> GradientClip | None:
-    """Return how to clip, or None."""
-    if algorithm not in ("norm", "value"):
-        raise ConfigurationError(
-            f"gradient_clip_algorithm={algorithm!r}: expected 'norm' or 'value'"
-        )
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ConfigurationError(f"gradient_clip_val={value!r}: expected a number above 0, or None")
-    return (
-        GradientClip(float(value), "value" if algorithm == "value" else "norm") if value else None
-    )
 
 
 def root_folder(given: str | Path | None) -> paths.Location:

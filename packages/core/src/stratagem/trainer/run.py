@@ -18,6 +18,7 @@ from stratagem.storage import paths
 from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
 from stratagem.trainer.failure import end_failed
 from stratagem.trainer.former_runs import release_others
+from stratagem.trainer.hooked_step import check_closure, check_step_hooks
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.interruption import Interruption
 from stratagem.trainer.loaders import EvaluationLoader, source_of
@@ -96,15 +97,14 @@ class Run:
         self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks, self.profiling.wrap)
         loggers = trainer.loggers if trainer.is_global_zero else ()
         self.rows = Rows(loggers, self.strategy.accelerator)
-        every = trainer.log_every_n_steps
-        self.metrics: Metrics = Metrics(self.strategy, self.rows, latest, every_n_steps=every)
+        self.metrics: Metrics = Metrics(
+            self.strategy, self.rows, latest, every_n_steps=trainer.log_every_n_steps
+        )
         """What training logs to."""
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
         """The optimizers as user code sees them: their steps go through the strategy."""
-        self.schedulers: Schedulers = Schedulers(
-            self.progress, self.metric, automatic=job.model.automatic_optimization
-        )
+        self.schedulers: Schedulers = Schedulers(self.progress, self.metric, job.model)
         self.rank_state: RankState | None = None
         """Once a fit has begun: what this rank saves for itself and restores."""
         if before is not None and before.module is job.model:
@@ -192,6 +192,7 @@ class Run:
     def _fit(self) -> None:
         trainer, module, strategy = self.trainer, self.module, self.strategy
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
+        check_step_hooks(module, strategy, trainer.plan, trainer.step_options)
         checks.give_hints(strategy)
         self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
         self.restarts = Restarts(
@@ -233,6 +234,10 @@ class Run:
             self.schedulers.configs = []
             return []
         optimizers, self.schedulers.configs = configure(self.module)
+        if self.module.automatic_optimization:
+            check_closure(
+                optimizers[0], self.strategy, self.launched.plan, self.trainer.step_options
+            )
         checks.check_parameters(optimizers, self.module)
         return optimizers
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from stratagem.trainer.optimizers import SchedulerConfig
 
 if TYPE_CHECKING:
+    from stratagem.module import Module
     from stratagem.trainer.progress import Progress
 
 
@@ -20,16 +21,18 @@ class Schedulers:
         progress: of the run.
         metric: returns the latest logged value of a name, for whom is named after it; an error if
             there is none.
-        automatic: whether they are stepped here; False: the user's own code steps them.
+        module: whose `lr_scheduler_step` steps them; with manual optimization the user's own code
+            does.
     """
 
     def __init__(
-        self, progress: Progress, metric: Callable[[str, str], Tensor], *, automatic: bool
+        self, progress: Progress, metric: Callable[[str, str], Tensor], module: Module
     ) -> None:
         self.configs: list[SchedulerConfig] = []
-        self._automatic = automatic
+        self._automatic = module.automatic_optimization
         self._progress = progress
         self._metric = metric
+        self._take_step = module.lr_scheduler_step
         self._names_of_validation: set[str] = set()
 
     def suspend(self) -> None:
@@ -42,7 +45,7 @@ class Schedulers:
             return
         for config in self.configs:
             if config.is_due(interval, count):
-                config.scheduler.step()
+                self._take_step(config.scheduler, None)
 
     def step_after_validation(self, names: Collection[str]) -> None:
         """Step those that wait for one of the values that validation has logged."""
@@ -68,7 +71,8 @@ class Schedulers:
             if name is None or (self._progress.epoch + 1) % config.frequency:
                 continue
             if is_there(name):
-                config.scheduler.step(self._metric(name, type(config.scheduler).__name__))
+                value = self._metric(name, type(config.scheduler).__name__)
+                self._take_step(config.scheduler, value)
 
     def state(self) -> list[Any]:
         """Return the state of each."""

@@ -15,20 +15,17 @@ from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.train_step import TrainStep
 from stratagem.trainer.batch_transfer import batch_converter
 from stratagem.trainer.hooks import positional_parameters
-from stratagem.trainer.strategy_check import StrategyCheck, takes_own_steps
+from stratagem.trainer.strategy_check import StrategyCheck
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.module import Module
-    from stratagem.plan.step_options import GradientClip
     from stratagem.trainer.hooks import Hook
     from stratagem.trainer.run import Run
 
 
-_NO_END_OF_EPOCH = (
-    "on_train_batch_start returned -1, which does not end the epoch here; expected None: pass "
-    "limit_train_batches=..., or set trainer.should_stop = True to end training after this step"
-)
+class EndOfEpoch(Exception):  # no error: user code asks for it
+    """Raised where `on_train_batch_start` returns -1: the epoch ends before that batch."""
 
 
 class Step(TrainStep):
@@ -128,6 +125,14 @@ class Step(TrainStep):
         if stepped and self._logged.row:
             self._logged.end_step(self._progress.global_step - 1)
 
+    def abandon(self) -> None:
+        """Forget the step that is under way: the epoch ends here, and it is not taken."""
+        self._micro_batches = self._begun = 0
+        self._batch = self._logged.batch = self._outputs = self._loss = None
+        self._logged.row = {}
+        for optimizer in self._run.optimizers:
+            optimizer.zero_grad()
+
     def epoch_context(self) -> AbstractContextManager[Any]:
         """Return the context in which an epoch's steps are taken."""
         return nullcontext()
@@ -178,7 +183,7 @@ class Step(TrainStep):
         for hook in self._on_batch_start:
             returned = hook(batch, self.batch_idx)
             if type(returned) is int and returned == -1:
-                raise UserCodeError(_NO_END_OF_EPOCH)
+                raise EndOfEpoch
         return batch
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
@@ -328,31 +333,6 @@ def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any
     if type(called) is StepModule and called.module is module and not hooked:
         return module.training_step
     return partial(called, "training_step")
-
-
-class _WatchedStep(Step):
-    """A step under a strategy that takes its steps itself: notes whether it reads how to clip."""
-
-    @property
-    def clip(self) -> GradientClip | None:
-        """How gradients are to be clipped."""
-        self._check.clip_was_read = True
-        return self._clip
-
-    @clip.setter
-    def clip(self, value: GradientClip | None) -> None:
-        self._clip = value
-
-
-def make_step(run: Run, prepared: PreparedModel) -> Step:
-    """Return the step of a fit: one graph if that was asked for; else watched where needed."""
-    compilation = run.trainer.step_options.compilation
-    if compilation is not None and compilation.whole_step:
-        # It is a Step itself, and only those who ask for it import what makes graphs.
-        from stratagem.trainer.graph_step import GraphStep
-
-        return GraphStep(run, prepared, compilation)
-    return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)
 
 
 def _described(outputs: Any) -> str:
