@@ -64,6 +64,11 @@ class ProgressBar(Callback):
         """What goes on: an epoch, and validation within it."""
         self._evaluated_from = 0.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: not the run, nor the stream that shows it."""
+        shown = {"_trainer": None, "_display": None, "_rows": [], "_due": float("inf")}
+        return {**vars(self), **shown}
+
     # -- what users call and override
 
     @property

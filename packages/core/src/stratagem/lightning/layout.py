@@ -315,7 +315,10 @@ _PYTORCH: _Layout = {
     },
     "pytorch.utilities.model_summary": _names({f"{_API}.summary": "ModelSummary summarize"}),
     "pytorch.utilities.model_summary.model_summary": _names(
-        {f"{_API}.summary": "ModelSummary summarize"}
+        {
+            f"{_API}.summary": "LEFTOVER_PARAMS_NAME ModelSummary NOT_APPLICABLE UNKNOWN_SIZE "
+            "summarize"
+        }
     ),
     "pytorch.utilities.parameter_tying": {
         name: _MODELS[name] for name in ("find_shared_parameters", "set_shared_parameters")

@@ -177,7 +177,7 @@ class TQDMProgressBar(ProgressBar):
         self._bars: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_bars": {}}  # tqdm's hold a lock and a stream
+        return {**super().__getstate__(), "_bars": {}}
 
     @property
     def is_enabled(self) -> bool:
