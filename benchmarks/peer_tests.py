@@ -18,23 +18,21 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from peer_selection import select
 
-SECONDS = 20  # of one test
-FILE_SECONDS = 900
+FILE_SECONDS = 1800
 
 
 def results_of(work: Path, label: str, file: str) -> dict[str, dict[str, Any]]:
@@ -53,9 +51,10 @@ def wanted(
     done = results_of(work, label, file)
     whole = {case: r["outcome"] for case, r in done.items() if r["outcome"] != "started"}
     settled = [case for case, outcome in whole.items() if outcome == "passed" or not failing]
-    if label == "peer":
+    of_peer = results_of(work, "peer", file)
+    if label == "peer" or not of_peer:
         return {"functions": functions, "settled": settled}
-    passing = [r for r in results_of(work, "peer", file).values() if r["outcome"] == "passed"]
+    passing = [r for r in of_peer.values() if r["outcome"] == "passed"]
     return {"cases": {r["case"]: [r["function"], r["index"]] for r in passing}, "settled": settled}
 
 
@@ -88,35 +87,53 @@ def _run_process(
         asked = Path(folder) / "request.json"
         asked.write_text(json.dumps(request), encoding="utf-8")
         (Path(folder) / "cwd").mkdir()
+        arguments = ["-q", "--tb=short", "-p", "peer_plugin", "-p", "no:cacheprovider"]
+        arguments += ["--rootdir", str(tests), "-c", str(tests / "pytest.ini"), str(tests / file)]
+        arguments += [f"--timeout={os.environ['PEER_TESTS_SECONDS']}", "--timeout-method=signal"]
+        arguments += [f"--basetemp={folder}/tmp"]
         environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "VIRTUAL_ENV"))},
-            "PYTHONPATH": os.pathsep.join([str(tests), str(Path(__file__).resolve().parent)]),
             "PEER_TESTS_REQUEST": str(asked),
             "PEER_TESTS_RESULTS": str(out),
-            "PEER_TESTS_LABEL": label,
             "HOME": folder,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [python, "-m", "pytest", "-q", "--tb=short", "-p", "peer_plugin"]
-        command += ["--rootdir", str(tests), "-c", str(tests / "pytest.ini"), str(tests / file)]
-        command += [f"--timeout={SECONDS}", "--timeout-method=signal", "-p", "no:cacheprovider"]
-        command += [f"--basetemp={folder}/tmp"]
-        with out.with_suffix(".log").open("w") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=Path(folder) / "cwd",
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=FILE_SECONDS)
-            # What the tests have started and left behind goes with them: their session only.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        zygote = _zygote(work, label, python)
+        assert zygote.stdin is not None
+        assert zygote.stdout is not None
+        job = {
+            "arguments": arguments,
+            "environment": environment,
+            "folder": str(Path(folder) / "cwd"),
+            "log": str(out.with_suffix(".log")),
+            "seconds": FILE_SECONDS,
+        }
+        zygote.stdin.write(json.dumps(job) + "\n")
+        zygote.stdin.flush()
+        if not zygote.stdout.readline():
+            raise RuntimeError(f"{python} has ended while it ran {file}")
+
+
+_threads = threading.local()
+
+
+def _zygote(work: Path, label: str, python: str) -> subprocess.Popen[str]:
+    """Return this thread's process, from which those of the files are forked."""
+    zygote: subprocess.Popen[str] | None = getattr(_threads, "zygote", None)
+    if zygote is None:
+        here = Path(__file__).resolve().parent
+        zygote = _threads.zygote = subprocess.Popen(
+            [python, str(here / "peer_zygote.py")],
+            env={
+                **{k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "VIRTUAL_"))},
+                "PYTHONPATH": os.pathsep.join([str(work / "tests"), str(here)]),
+                "PEER_TESTS_LABEL": label,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    return zygote
 
 
 def run(work: Path, label: str, python: str, only: str, failing: bool, jobs: int) -> None:
@@ -127,7 +144,10 @@ def run(work: Path, label: str, python: str, only: str, failing: bool, jobs: int
             if not re.search(only, file):
                 continue
             request = wanted(work, label, file, functions, failing)
-            if label != "peer" and not set(request["cases"]) - set(request["settled"]):
+            outcomes = {r["outcome"] for r in results_of(work, label, file).values()}
+            if "functions" in request and outcomes and "started" not in outcomes:
+                continue
+            if not set(request.get("cases", functions)) - set(request["settled"]):
                 continue
             waiting.append(pool.submit(run_file, work, label, python, file, request))
         for done in concurrent.futures.as_completed(waiting):
@@ -209,6 +229,7 @@ def main() -> None:
     running.add_argument("--only", default="", help="a regular expression for files")
     running.add_argument("--failing", action="store_true", help="runs again what has failed")
     running.add_argument("--jobs", type=int, default=1)
+    running.add_argument("--seconds", type=int, default=20, help="of a test; more under load")
     showing = commands.add_parser("table")
     showing.add_argument("work", type=Path)
     showing.add_argument("--label", default="stratagem")
@@ -217,6 +238,7 @@ def main() -> None:
         select(options.checkout, options.work)
     elif options.command == "run":
         work = options.work.resolve()
+        os.environ["PEER_TESTS_SECONDS"] = str(options.seconds)
         run(work, options.label, options.python, options.only, options.failing, options.jobs)
     else:
         table(options.work, options.label)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -24,6 +25,8 @@ from stratagem import Callback, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.data.pytree import move_to_device
 
+# torch 2.9's own DataLoader passes what its own pin_memory calls deprecated.
+warnings.filterwarnings("ignore", "The argument 'device' of Tensor", DeprecationWarning)
 folder = Path(sys.argv[1])
 out: dict[str, Any] = {}
 BATCHES = 6
@@ -142,6 +145,7 @@ out["careless"] = {
 }
 
 # -- stopped with a batch in flight, and resumed
+torch.accelerator.synchronize(2)  # the last copies of the last mover are under way
 stops = Stops()
 with suppress(SystemExit):
     train(ModelCheckpoint(folder / "stopped"), stops)

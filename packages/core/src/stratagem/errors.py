@@ -5,7 +5,8 @@
     StratagemError
     ├── ConfigurationError          what was asked for cannot be (also a ValueError)
     │   ├── UnknownNameError        no component has that name (also a LookupError)
-    │   └── AmbiguousNameError      several distributions claim that name
+    │   ├── AmbiguousNameError      several distributions claim that name
+    │   └── MissingPackageError     an optional package is not installed (also an ImportError)
     ├── PluginError                 a plugin, or a component of one, breaks its contract
     ├── UserCodeError               a Module, loader or callback breaks its contract
     │   └── NonFiniteLossError      the loss is NaN or infinite and detection is on
@@ -39,6 +40,7 @@ __all__ = [
     "CommunicationError",
     "ConfigurationError",
     "DivergenceError",
+    "MissingPackageError",
     "NonFiniteLossError",
     "PluginError",
     "RankFailedError",
@@ -62,6 +64,14 @@ class UnknownNameError(ConfigurationError, LookupError):
 
 class AmbiguousNameError(ConfigurationError):
     """Several distributions claim that name, and it was selected without a qualifier."""
+
+
+class MissingPackageError(ConfigurationError, ModuleNotFoundError):
+    """What was asked for needs a package that is not installed; names the command for it."""
+
+    # ModuleNotFoundError formats its own arguments; ours is one sentence.
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class PluginError(StratagemError):

@@ -195,23 +195,26 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
     @property
     def global_rank(self) -> int:
-        """This process's rank among all."""
-        return self.trainer.global_rank
+        """This process's rank among all; 0 without a Trainer."""
+        trainer: Trainer | None = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return self.trainer.local_rank
+        """This process's rank on its node; 0 without a Trainer."""
+        trainer: Trainer | None = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.local_rank
 
     @property
     def logger(self) -> Any:
-        """The Trainer's first logger, or None."""
-        return self.trainer.logger
+        """The Trainer's first logger, or None; None without a Trainer."""
+        return next(iter(self.loggers), None)
 
     @property
     def loggers(self) -> list[Any]:
-        """The Trainer's loggers."""
-        return list(self.trainer.loggers)
+        """The Trainer's loggers; none without a Trainer."""
+        trainer: Trainer | None = self.__dict__["_trainer"]
+        return [] if trainer is None else list(trainer.loggers)
 
     def freeze(self) -> None:
         """Let no parameter require a gradient, and set evaluation mode."""
@@ -273,11 +276,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         """
         metrics: Metrics | None = self.__dict__["_metrics"]
         if metrics is None:
-            raise UserCodeError(
-                f"self.log({name!r}, ...) works while a Trainer runs this model, in its steps and "
-                "in hooks up to the end of an epoch (on_train_epoch_end, on_validation_epoch_end, "
-                "on_test_epoch_end); later, use self.logger.log_metrics({...})"
-            )
+            self._log_outside_of_a_run(name, value)
+            return
         if rank_zero_only:
             sync_dist = False
         # Once for each value of each step: LogOptions(...) itself takes 0.5 us more.
@@ -286,6 +286,13 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx),
         )
         metrics.log(name, value, options, batch_size)
+
+    def _log_outside_of_a_run(self, name: str, value: Any) -> None:
+        raise UserCodeError(
+            f"self.log({name!r}, ...) works while a Trainer runs this model, in its steps and "
+            "in hooks up to the end of an epoch (on_train_epoch_end, on_validation_epoch_end, "
+            "on_test_epoch_end); later, use self.logger.log_metrics({...})"
+        )
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
         """Log several values, with the options of `log`."""

@@ -311,6 +311,10 @@ class ModelCheckpoint(KeepsCheckpoints):
         if self.verbose:
             score = f", {self.monitor} {value:.4g}" if self.monitor and value is not None else ""
             trainer.print(f"stratagem: ModelCheckpoint: saved {path}{score}")
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                tell = partial(logger.after_save_checkpoint, self)
+                trainer.strategy.checkpoint_io.when_durable(tell)
 
     def _monitored(self, trainer: Trainer) -> float | None:
         """Return the value that the present checkpoint would be kept for; None: not there yet."""

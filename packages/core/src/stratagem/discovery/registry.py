@@ -124,8 +124,8 @@ class Registry:
         """Return the component that a name means.
 
         Args:
-            kind: "strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment" or
-                "launcher".
+            kind: "strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment",
+                "launcher" or "logger".
             name: a name, an alias, or the qualified form `"distribution:name"`.
 
         Raises:

@@ -291,6 +291,14 @@ class LauncherSpec(ComponentSpec):
     how often it was started again, and where rank 0 listens."""
 
 
+@final
+class LoggerSpec(ComponentSpec):
+    """Describes a logger; its target is called with `save_dir`, a local folder, if it takes it."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = "logger"
+
+
 def load_target(target: Target, *, what: str) -> Any:
     """Import `"module:attribute"`, or return a target that is an object already.
 

@@ -31,6 +31,7 @@ _CALLBACKS = _names(
         f"{_API}.progress": "ProgressBar TQDMProgressBar",
         f"{_API}.callbacks": "EarlyStopping EarlyStoppingReason RichProgressBar",
         f"{_API}.model_checkpoint": "ModelCheckpoint",
+        "stratagem.tuner": "BatchSizeFinder LearningRateFinder",
     }
 )
 _PROGRESS = _names(
@@ -55,7 +56,10 @@ _STRATEGIES = _names(
     }
 )
 _ACCELERATORS = _names(
-    {"stratagem.accelerators": "Accelerator CPUAccelerator CUDAAccelerator XLAAccelerator"}
+    {
+        "stratagem.accelerators": "Accelerator CUDAAccelerator XLAAccelerator",
+        f"{_API}.accelerators": "CPUAccelerator find_usable_cuda_devices",
+    }
 )
 _PRECISION = _names(
     {
@@ -67,9 +71,9 @@ _PRECISION = _names(
 )
 _ENVIRONMENTS = _names(
     {
-        "stratagem.environments": "ClusterEnvironment KubeflowEnvironment LSFEnvironment "
-        "LightningEnvironment=PlainEnvironment MPIEnvironment SLURMEnvironment "
-        "TorchElasticEnvironment",
+        "stratagem.environments": "ClusterEnvironment",
+        f"{_API}.environments": "KubeflowEnvironment LSFEnvironment LightningEnvironment "
+        "MPIEnvironment SLURMEnvironment TorchElasticEnvironment",
     }
 )
 _IO = _names(
@@ -198,7 +202,7 @@ _STRATEGY_LEAVES = {
 _ACCELERATOR_LEAVES = {
     "accelerator": "Accelerator",
     "cpu": "CPUAccelerator",
-    "cuda": "CUDAAccelerator",
+    "cuda": "CUDAAccelerator find_usable_cuda_devices",
     "xla": "XLAAccelerator",
 }
 _ENVIRONMENT_LEAVES = {
@@ -225,12 +229,14 @@ _PYTORCH: _Layout = {
         "pytorch.callbacks",
         _CALLBACKS,
         {
+            "batch_size_finder": "BatchSizeFinder",
             "callback": "Callback",
             "device_stats_monitor": "DeviceStatsMonitor",
             "early_stopping": "EarlyStopping EarlyStoppingReason",
             "finetuning": "BackboneFinetuning BaseFinetuning",
             "gradient_accumulation_scheduler": "GradientAccumulationScheduler",
             "lambda_function": "LambdaCallback",
+            "lr_finder": "LearningRateFinder",
             "lr_monitor": "LearningRateMonitor",
             "model_checkpoint": "ModelCheckpoint",
             "model_summary": "ModelSummary",
@@ -282,6 +288,12 @@ _PYTORCH: _Layout = {
     ),
     **_package(
         "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
+    ),
+    "pytorch.core.mixins": _names(
+        {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
+    ),
+    "pytorch.core.mixins.hparams_mixin": _names(
+        {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
     ),
     "pytorch.core.optimizer": _names(
         {"stratagem.lite.optimizer": "LightningOptimizer=LiteOptimizer"}

@@ -10,8 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
 
+from torch import Tensor
+
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
+from stratagem.loggers.parameters import as_mapping
+from stratagem.loggers.version_folder import VersionFolder
 
 _PIECE = 2**20
 """Bytes of a file that are read at once."""
@@ -25,12 +29,20 @@ class CSVLogger(Logger):
     Rows are in the file when `log_metrics` returns, so that a kill loses none of them; a Trainer
     hands over those of two seconds at once. They are safe from a power cut once `finalize` returns.
     Columns that come up later are added by copying the file once for all of a call's rows, piece by
-    piece, beside it: whoever reads it finds the old one or the new one.
+    piece, beside it: whoever reads it finds the old one or the new one. Hyperparameters go to
+    `hparams.json` beside it.
 
     Args:
-        save_dir: folder of all runs.
-        name: folder of this experiment.
-        version: an int or a name, added to if it is there; None: the next that is free.
+        save_dir: folder of all experiments.
+        name: folder of this experiment; None or "": `save_dir` itself.
+        version: of the run, an int or a name, added to if it is there; None: that of the run which
+            a fit resumes, or the next that is free.
+        prefix: goes before each name, with a "-".
+        flush_logs_every_n_steps: hold so many rows of `log_metrics` back before they are written.
+        root_dir: another name for `save_dir`.
+
+    Raises:
+        ConfigurationError: no rows are to be held back, or `save_dir` and `root_dir` are given.
 
     Example:
         >>> import tempfile
@@ -44,15 +56,51 @@ class CSVLogger(Logger):
 
     def __init__(
         self,
-        save_dir: str | Path = ".",
-        name: str = "stratagem_logs",
+        save_dir: str | Path | None = None,
+        name: str | None = "stratagem_logs",
         version: int | str | None = None,
+        *,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 1,
+        root_dir: str | Path | None = None,
     ) -> None:
-        self.save_dir = Path(save_dir).expanduser()
-        self._root = self.save_dir / name
-        self._version = version
+        if save_dir is not None and root_dir is not None:
+            raise ConfigurationError(
+                f"CSVLogger(save_dir={str(save_dir)!r}, root_dir={str(root_dir)!r}): expected one "
+                "of the two, which mean the same"
+            )
+        if flush_logs_every_n_steps < 1:
+            raise ConfigurationError(
+                f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): expected a whole "
+                "number of at least 1"
+            )
+        self.save_dir = Path(save_dir or root_dir or ".").expanduser()
+        self.name = name or ""
+        self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
+        self._prefix = prefix
+        self._flush_every = flush_logs_every_n_steps
+        self._held: list[tuple[int | None, Mapping[str, float]]] = []
         self._columns: list[str] = []
         self._written = False
+
+    @property
+    def experiment(self) -> Any:
+        """The logger itself: it writes through nothing else."""
+        return self
+
+    @property
+    def root_dir(self) -> str:
+        """The folder of this experiment."""
+        return str(self._folder.root)
+
+    @property
+    def version(self) -> int | str:  # type: ignore[override]  # chosen when it is asked for
+        """The run's number or name; choosing a free one makes its folder.
+
+        Raises:
+            ConfigurationError: it cannot be made.
+        """
+        return self._folder.version
 
     @property
     def log_dir(self) -> str:
@@ -61,50 +109,52 @@ class CSVLogger(Logger):
         Raises:
             ConfigurationError: it cannot be made.
         """
-        if self._version is None:
-            self._version = self._claim_version()
-        name = f"version_{self._version}" if isinstance(self._version, int) else self._version
-        return str(self._root / name)
+        return str(self._folder.path)
 
-    def _claim_version(self) -> int:
-        try:
-            self._root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(
-                f"CSVLogger: the folder {str(self._root)!r} cannot be made "
-                f"({type(error).__name__}: {error}): pass a save_dir that can be written to"
-            ) from error
-        version = 0
-        while True:
-            # Making the folder claims the number: two runs at once get two of them.
-            try:
-                (self._root / f"version_{version}").mkdir()
-            except FileExistsError:
-                version += 1
-            else:
-                return version
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        """Go on in the folder of a run that is resumed, unless a version was given."""
+        self._folder.begin_run(run_id, is_resumed=resumed_at is not None)
 
     @property
     def _file(self) -> Path:
-        return Path(self.log_dir) / "metrics.csv"
+        return self._folder.path / "metrics.csv"
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append a row."""
-        self._append([(step, metrics)])
+        self._held.append((step, self._named(metrics)))
+        if len(self._held) >= self._flush_every:
+            self.save()
 
     def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Append rows."""
-        self._append(rows)
+        self._held += [(step, self._named(values)) for step, values in rows]
+        self.save()
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write hparams.json."""
-        folder = Path(self.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_with_text_keys(params), indent=2, default=str)
-        (folder / "hparams.json").write_text(text + "\n")
+    def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        begin = f"{self._prefix}-" if self._prefix else ""
+        return {
+            f"{begin}{name}": value.item() if isinstance(value, Tensor) else value
+            for name, value in metrics.items()
+        }
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Write hparams.json.
+
+        Args:
+            params: a mapping, an argparse.Namespace or a dataclass.
+        """
+        text = json.dumps(_with_text_keys(as_mapping(params)), indent=2, default=str)
+        (self._folder.make() / "hparams.json").write_text(text + "\n")
+
+    def save(self) -> None:
+        """Write the rows that are held back."""
+        rows, self._held = self._held, []
+        if rows:
+            self._append(rows)
 
     def finalize(self, status: str) -> None:
         """Wait until the disk has every row."""
+        self.save()
         if self._written:
             with self._file.open("rb") as file:
                 os.fsync(file.fileno())
@@ -118,7 +168,7 @@ class CSVLogger(Logger):
         new = list(dict.fromkeys(c for row in extended for c in row if c not in known))
         file = self._file
         if not self._written:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.make()
         elif new:
             self._add_columns(new)
         self._columns += new

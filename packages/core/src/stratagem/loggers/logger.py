@@ -5,19 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from stratagem.callbacks import ModelCheckpoint
 
 
 class Logger(ABC):
     """Receives values, on rank 0.
 
     Call sequence:
-        0. `save_dir` before processes start, `log_dir` when a run begins.
-        1. `log_hyperparams`, once, if the Module has hyperparameters.
-        2. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, and at
+        0. `save_dir` before processes start; `on_rank_zero` is set, on every rank.
+        1. `begin_run` when a fit begins, then `log_dir`.
+        2. `log_hyperparams`, once, if the Module has hyperparameters, and `log_graph`.
+        3. `log_rows` with the rows of the last steps, every two seconds or every 256 rows, and at
            the end of each epoch. By default it calls `log_metrics` for each of them, in the order
            of steps (an evaluation's batches are numbered from 0), and then `save`.
-        3. `finalize`, when the run ends, however it ends; all rows have come before.
+        4. `after_save_checkpoint` once a checkpoint of a ModelCheckpoint is durable.
+        5. `finalize`, when the run ends, however it ends; all rows have come before.
 
     Example:
         >>> from stratagem import Lite
@@ -32,6 +39,15 @@ class Logger(ABC):
     save_dir: str | Path | None = None
     """The local folder that it writes into, which a Trainer tries before it starts processes; None:
     there is none to try."""
+    name: str | None = None
+    """Of the experiment, which holds many runs; None: it has none."""
+    version: int | str | None = None
+    """Of the run; None: it has none."""
+    experiment: Any = None
+    """What the logger's library writes through, for whatever it can do beyond values, such as
+    pictures; on ranks other than 0 an object that takes every call. None: there is none."""
+    on_rank_zero: bool | None = None
+    """Whether this process is the one that writes; None: nobody has said."""
 
     @property
     def log_dir(self) -> str:
@@ -40,6 +56,14 @@ class Logger(ABC):
         A Trainer puts checkpoints beside it, or else into its `default_root_dir`.
         """
         return "" if self.save_dir is None else str(self.save_dir)
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        """Choose where this run's values go; one that is resumed goes on in its own place.
+
+        Args:
+            run_id: of the fit, 16 hexadecimal digits; a fit that resumes it has the same.
+            resumed_at: optimizer steps that were taken before it was resumed; None: it is new.
+        """
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -53,6 +77,12 @@ class Logger(ABC):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Take the hyperparameters."""
+
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Take the graph of a model; `input_array`: None: its `example_input_array`."""
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Take what a ModelCheckpoint has just saved."""
 
     def save(self) -> None:
         """Write what is held back."""

@@ -8,6 +8,7 @@ from stratagem.discovery import (
     CheckpointIOSpec,
     ComponentSpec,
     LauncherSpec,
+    LoggerSpec,
     PrecisionSpec,
     hookimpl,
 )
@@ -34,6 +35,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
         *_checkpoint_formats(),
         *_launchers(),
         *environments(),
+        *_loggers(),
     )
 
 
@@ -160,4 +162,19 @@ def _launchers() -> tuple[ComponentSpec, ...]:
             interactive=True,
             new_processes=True,
         ),
+    )
+
+
+def _loggers() -> tuple[ComponentSpec, ...]:
+    classes = (
+        ("csv", "CSVLogger", "values in a CSV file"),
+        ("tensorboard", "TensorBoardLogger", "files that TensorBoard shows"),
+        ("mlflow", "MLFlowLogger", "an MLflow server, or a local database"),
+        ("wandb", "WandbLogger", "Weights & Biases"),
+        ("comet", "CometLogger", "Comet"),
+        ("neptune", "NeptuneLogger", "a Neptune server"),
+    )
+    return tuple(
+        LoggerSpec(name=name, target=f"stratagem.loggers:{target}", api_version=1, summary=summary)
+        for name, target, summary in classes
     )

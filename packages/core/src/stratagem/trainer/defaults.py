@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
+from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.lite.request import as_list
-from stratagem.loggers import CSVLogger, Logger
+from stratagem.loggers import Logger
 from stratagem.storage import paths
 from stratagem.trainer.checks import check_state_keys
 from stratagem.trainer.options import of_barebones, with_defaults
 
 if TYPE_CHECKING:
     from stratagem.profilers import Profiler
+
+Loggers = Logger | str | Sequence[Logger | str] | bool | None
+"""What a Trainer takes as `logger`."""
 
 
 def make_profiler(given: str | Profiler | None) -> Profiler | None:
@@ -61,9 +66,7 @@ def _with_schedule(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "accumulate_grad_batches": schedules[0]}
 
 
-def make_loggers(
-    given: Logger | Sequence[Logger] | bool | None, root: paths.Location, *, quick: bool
-) -> list[Logger]:
+def make_loggers(given: Loggers, root: paths.Location, *, quick: bool) -> list[Logger]:
     """Return the loggers.
 
     Args:
@@ -72,20 +75,30 @@ def make_loggers(
         quick: a `fast_dev_run` has none.
 
     Raises:
-        ConfigurationError: one is no Logger.
+        ConfigurationError: one is no Logger, and no name of one.
     """
     if quick or given is False:
         return []
+    folder = Path.cwd() if paths.is_url(root) else Path(root)
     if given is None or given is True:
-        return [CSVLogger(Path.cwd() if paths.is_url(root) else root)]
-    loggers = as_list(given)
-    for logger in loggers:
-        if not isinstance(logger, Logger):
-            raise ConfigurationError(
-                f"logger={logger!r}: expected a stratagem.loggers.Logger, a list of them, True or "
-                "False"
-            )
-    return loggers
+        given = "csv"
+    return [_make_logger(logger, folder) for logger in as_list(given)]
+
+
+def _make_logger(given: Any, folder: Path) -> Logger:
+    """Return a logger, made by its name where one was given: in the Trainer's folder."""
+    made = given
+    if isinstance(given, str):
+        candidate = get_registry().find("logger", given)
+        target = candidate.spec.load()
+        takes_folder = "save_dir" in inspect.signature(target).parameters
+        made = candidate.spec.build(**({"save_dir": folder} if takes_folder else {}))
+    if not isinstance(made, Logger):
+        raise ConfigurationError(
+            f"logger={made!r}: expected a stratagem.loggers.Logger, the name of one, a list of "
+            "them, True or False"
+        )
+    return made
 
 
 def make_callbacks(given: Mapping[str, Any], *, quick: bool) -> list[Callback]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,15 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare
 from stratagem.storage import paths
-from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results
+from stratagem.trainer import (
+    checks,
+    evaluation,
+    fit_loop,
+    folders,
+    options,
+    results,
+    run_loggers,
+)
 from stratagem.trainer.failure import end_failed
 from stratagem.trainer.former_runs import release_others
 from stratagem.trainer.hooked_step import check_closure, check_step_hooks
@@ -35,7 +42,6 @@ from stratagem.trainer.resume.checkpoint import (
     restore_training,
 )
 from stratagem.trainer.resume.find import find_checkpoint
-from stratagem.trainer.resume.restarts import Restarts
 from stratagem.trainer.rows import Rows
 from stratagem.trainer.schedulers import Schedulers
 from stratagem.trainer.step import Step
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.metrics import LatestValues
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.resume.rank_state import RankState
+    from stratagem.trainer.resume.restarts import Restarts
     from stratagem.trainer.train_loader import TrainLoader
     from stratagem.trainer.trainer import Trainer
 
@@ -72,6 +79,8 @@ class Run:
     has_ended_epoch = False
     """In a fit: whether an epoch has ended in it, with its values."""
     has_failed = False
+    asked: str | Path | None = None
+    """In a fit: what to resume from, which was asked for or which a restart calls for."""
 
     def __init__(
         self,
@@ -152,6 +161,7 @@ class Run:
         )
         self.profiling.begin(self)
         try:
+            run_loggers.begin(self)
             self.job.prepare_data(ranks)
             if datamodule is not None:
                 datamodule.setup(stage)
@@ -194,11 +204,7 @@ class Run:
         checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
         check_step_hooks(module, strategy, trainer.plan, trainer.step_options)
         checks.give_hints(strategy)
-        self.run_id = strategy.ranks.broadcast(secrets.token_hex(8))
-        self.restarts = Restarts(
-            strategy, trainer.default_root_dir, saves=bool(trainer.checkpoint_callbacks)
-        )
-        path = self.resumed_from = self._find(self.restarts.begin(self.job.ckpt_path))
+        path = self.resumed_from = self.resumed_from or self._find(self.asked)
         loader = open_fit_data(self)
         strategy.take_batch_size(loader.batch_size)
         prepared = self._prepare_to_train()
@@ -208,6 +214,7 @@ class Run:
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
         checks.hand_over_hyperparameters(self)
+        run_loggers.log_graph(self)
         with module.logging_to(self.metrics):
             self.hooks.call("on_fit_start")
             if path is None and joined is None:

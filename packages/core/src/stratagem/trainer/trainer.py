@@ -59,7 +59,8 @@ class Trainer(TrainerAttributes):
         num_nodes: machines taking part.
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
         plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
-        logger: a Logger, several, False for none, or True for a CSVLogger.
+        logger: a Logger or its name ("tensorboard", ...), several, False for none, or True for a
+            CSVLogger.
         callbacks: a Callback or several.
         max_epochs: epochs to train; -1: no limit; None: 1000, unless max_steps or max_time is set.
         min_epochs, min_steps: train at least so long before `should_stop` counts.
@@ -123,7 +124,7 @@ class Trainer(TrainerAttributes):
         num_nodes: int = 1,
         precision: str | int | Precision = "32-true",
         plugins: Plugin | Sequence[Plugin] | None = None,
-        logger: Logger | Sequence[Logger] | bool | None = None,
+        logger: Logger | str | Sequence[Logger | str] | bool | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,

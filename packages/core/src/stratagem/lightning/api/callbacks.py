@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from stratagem import callbacks
-from stratagem.lightning.api.progress import get_standard_metrics
+from stratagem.lightning.api.progress import ProgressBar
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -71,7 +71,7 @@ class RichProgressBarTheme:
     metrics_format: str = ".3f"
 
 
-class RichProgressBar(callbacks.RichProgressBar):
+class RichProgressBar(callbacks.RichProgressBar, ProgressBar):
     """Stratagem's, which shows the version of the logs too, and numbers as the theme has it.
 
     Args:
@@ -96,9 +96,9 @@ class RichProgressBar(callbacks.RichProgressBar):
         super().__init__(refresh_rate, leave, console_kwargs=console_kwargs)
         self.theme = theme or RichProgressBarTheme()
 
-    def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
-        """Return what is shown beside the bar."""
-        return {**get_standard_metrics(trainer), **super().get_metrics(trainer, module)}
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Find out where to show it, as Stratagem's does."""
+        callbacks.ProgressBar.setup(self, trainer, module, stage)
 
     def _text(self, value: Any) -> str:
         whole = isinstance(value, (str, int))

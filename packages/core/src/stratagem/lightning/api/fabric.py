@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.module import LightningModule
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.lite import Lite, PathLike
 from stratagem.lite.module import LiteModule
@@ -13,6 +18,9 @@ from stratagem.lite.optimizer import LiteOptimizer
 def is_wrapped(obj: object) -> bool:
     """Whether an object is what `setup` or `setup_dataloaders` returned."""
     return isinstance(obj, (LiteModule, LiteOptimizer, LiteDataLoader))
+
+
+Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 class Fabric(Lite):
@@ -27,6 +35,74 @@ class Fabric(Lite):
         """
         return self.loggers[0]
 
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write several values to every logger, on rank 0; as Fabric's, by keyword."""
+        if self.is_global_zero:
+            plain = {name: float(value) for name, value in metrics.items()}
+            for logger in self.loggers:
+                logger.log_metrics(metrics=plain, step=step)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every callback that has it, with the arguments that it takes.
+
+        What is no method is left out with a warning.
+        """
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if callable(method):
+                method(*args, **_taken(method, kwargs))
+                continue
+            warnings.warn(
+                f"Skipping the callback `{type(callback).__name__}.{hook_name}` because it is not "
+                "callable.",
+                stacklevel=2,
+            )
+
+    def setup(self, module: Any, *optimizers: Any, **options: Any) -> Any:
+        """Prepare a model and its optimizers; as `Lite.setup`.
+
+        Args:
+            module: a LightningModule logs through this Fabric from now on.
+            *optimizers, **options: as there.
+        """
+        result = super().setup(module, *optimizers, **options)
+        if isinstance(module, LightningModule):
+            module.fabric = self
+            wrapped = result[1:] if isinstance(result, tuple) else ()
+            module.__dict__["_fabric_optimizers"] = wrapped
+        return result
+
+    def setup_dataloaders(self, *dataloaders: Any, **options: Any) -> Any:
+        """Prepare data loaders; as `Lite.setup_dataloaders`.
+
+        Raises:
+            ConfigurationError: there is none, or one was set up before.
+        """
+        if not dataloaders:
+            raise ConfigurationError(
+                "`setup_dataloaders` requires at least one dataloader as input."
+            )
+        if any(isinstance(loader, LiteDataLoader) for loader in dataloaders):
+            raise ConfigurationError(
+                "A dataloader should be passed only once to the `setup_dataloaders` method."
+            )
+        return super().setup_dataloaders(*dataloaders, **options)
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Start the processes; as `Lite.launch`.
+
+        Raises:
+            TypeError: the function takes no argument, and is to be given this object.
+        """
+        if function is not None and not inspect.signature(function).parameters:
+            raise TypeError(
+                f"`Fabric.launch(function={function})` needs to take at least one argument. The "
+                "launcher will pass in the `Fabric` object so you can use it inside the function."
+            )
+        return super().launch(function, *args, **kwargs)
+
     def init_module(self, empty_init: bool | None = None) -> Any:
         """Return a context in which to build a model.
 
@@ -35,6 +111,24 @@ class Fabric(Lite):
                 the values that the constructor draws.
         """
         return super().init_module()
+
+    def save(
+        self, path: PathLike | Mapping[str, Any], state: Any = None, filter: Filter | None = None
+    ) -> None:
+        """Save state; as `Lite.save`.
+
+        Args:
+            path, state: as there.
+            filter: for names in `state`, a function of a key and its value: whether to save it.
+
+        Raises:
+            TypeError: `filter` is no dict of functions.
+            ValueError: it names what is not in `state`.
+        """
+        if filter is not None:
+            state, path = (path, state) if isinstance(path, Mapping) else (state, path)
+            state = _filtered(state, filter)
+        super().save(path, state)
 
     def load(
         self,
@@ -51,3 +145,52 @@ class Fabric(Lite):
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
         return super().load(path, state, strict=strict)
+
+    def load_raw(
+        self, path: PathLike, obj: Any, *, strict: bool = True, weights_only: bool | None = None
+    ) -> None:
+        """Fill a model or an optimizer from a file that is its state dict.
+
+        Args:
+            path: where from.
+            obj: a model or an optimizer.
+            strict: refuse weights that do not match the model's.
+            weights_only: not needed here: nothing in a checkpoint is ever executed.
+        """
+        state = super().load(path)
+        if isinstance(obj, (LiteOptimizer,)) or not hasattr(obj, "named_parameters"):
+            obj.load_state_dict(state)
+        else:
+            obj.load_state_dict(state, strict=strict)
+
+
+def _taken(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return those keyword arguments that a method takes; all, if it does not say which."""
+    try:
+        accepted = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return arguments
+    if any(p.kind is p.VAR_KEYWORD for p in accepted):
+        return arguments
+    names = {p.name for p in accepted if p.kind is not p.VAR_POSITIONAL}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def _filtered(state: Mapping[str, Any], filter: Any) -> dict[str, Any]:
+    if not isinstance(filter, Mapping):
+        raise TypeError(f"Filter should be a dictionary, given {filter!r}")
+    if strangers := filter.keys() - state.keys():
+        raise ValueError(f"The filter keys {strangers} are not present in the state keys")
+    for keep in filter.values():
+        if not callable(keep):
+            raise TypeError(f"Expected `fabric.save(filter=...)` to be callable, given {keep!r}")
+    kept: dict[str, Any] = {}
+    for name, value in state.items():
+        if name not in filter:
+            kept[name] = value
+            continue
+        items: Iterable[tuple[str, Any]] = (
+            value.state_dict() if hasattr(value, "state_dict") else value
+        ).items()
+        kept[name] = {key: part for key, part in items if filter[name](key, part)}
+    return kept

@@ -47,8 +47,8 @@ class ProgressBar(callbacks.ProgressBar):
     test_description = "Testing"
     predict_description = "Predicting"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._loader: int | None = None
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stratagem import callbacks as own
 from stratagem import trainer
 from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.callbacks import RichProgressBar
+from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
+from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
 from stratagem.loggers import CSVLogger
 
 
@@ -53,7 +58,36 @@ class Trainer(trainer.Trainer):
             enable_model_summary = not quick
         super().__init__(
             logger=logger,
+            callbacks=_with_defaults(options.pop("callbacks", None), options) if plain else None,
             log_every_n_steps=log_every_n_steps,  # type: ignore[arg-type]
             enable_model_summary=enable_model_summary,  # type: ignore[arg-type]
             **options,
         )
+
+    # -- views of loops
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """The limits and the progress of a fit."""
+        return FitLoop(self)
+
+    @property
+    def validate_loop(self) -> EvaluationLoop:
+        """The progress of a validation."""
+        return EvaluationLoop(self)
+
+    test_loop = predict_loop = validate_loop
+
+
+def _with_defaults(given: Any, options: Mapping[str, Any]) -> list[Any]:
+    """Return callbacks with a ModelCheckpoint and a progress bar of Lightning's classes."""
+    callbacks = [given] if isinstance(given, own.Callback) else list(given or ())
+    wanted: list[tuple[str, type[own.Callback], type[own.Callback]]] = [
+        ("enable_checkpointing", own.ModelCheckpoint, ModelCheckpoint),
+        ("enable_progress_bar", own.ProgressBar, RichProgressBar),
+    ]
+    for argument, kind, default in wanted:
+        there = any(isinstance(callback, kind) for callback in callbacks)
+        if options.get(argument) in (None, True) and not there:
+            callbacks.append(default())
+    return callbacks

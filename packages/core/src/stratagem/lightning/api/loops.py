@@ -1,0 +1,121 @@
+"""What scripts read of Lightning's loops, as views of a Trainer that has none of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from stratagem import trainer
+
+
+class Counts(NamedTuple):
+    """How many of something were begun and ended; here nothing is in between when it is asked."""
+
+    ready: int
+    started: int
+    processed: int
+    completed: int
+
+
+class Progress(NamedTuple):
+    """How far a loop is: in this epoch or run, and in all."""
+
+    current: Counts
+    total: Counts
+
+
+def _progress(current: int, total: int) -> Progress:
+    return Progress(Counts(*[current] * 4), Counts(*[total] * 4))
+
+
+class _View:
+    """Reads and sets what a Trainer has under a loop's names."""
+
+    shown: tuple[str, ...] = ()
+
+    def __init__(self, of: trainer.Trainer) -> None:
+        vars(self)["trainer"] = of
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.shown:
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r} here; it shows {', '.join(self.shown)} of "
+                "the Trainer: docs/from-lightning.md says what differs"
+            )
+        return getattr(vars(self)["trainer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.shown:
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be set here")
+        setattr(vars(self)["trainer"], name, value)
+
+
+class EvaluationLoop(_View):
+    """`validate_loop`, `test_loop` and `predict_loop`."""
+
+    shown = ("trainer", "inference_mode")
+
+    @property
+    def batch_progress(self) -> Progress:
+        """The batches of the last run."""
+        run = self.trainer._run
+        count = 0 if run is None else run.evaluated_batches
+        return _progress(count, count)
+
+
+class EpochLoop(_View):
+    """`fit_loop.epoch_loop`."""
+
+    shown = ("trainer", "max_steps", "min_steps", "global_step")
+
+    @property
+    def batch_idx(self) -> int:
+        """The last batch of this epoch that was trained on; -1: none."""
+        return int(self.trainer.batches_that_trained) - 1
+
+    @property
+    def batch_progress(self) -> Progress:
+        """The batches of this epoch."""
+        count = self.trainer.batches_that_trained
+        return _progress(count, count)
+
+    @property
+    def val_loop(self) -> EvaluationLoop:
+        """The validation within a fit."""
+        return EvaluationLoop(self.trainer)
+
+
+class FitLoop(_View):
+    """`trainer.fit_loop`."""
+
+    shown = ("trainer", "max_epochs", "min_epochs", "max_steps", "min_steps", "current_epoch")
+
+    @property
+    def epoch_loop(self) -> EpochLoop:
+        """The loop over batches."""
+        return EpochLoop(self.trainer)
+
+    @property
+    def epoch_progress(self) -> Progress:
+        """The epochs that were trained."""
+        return _progress(self.trainer.current_epoch, self.trainer.current_epoch)
+
+    @property
+    def batch_idx(self) -> int:
+        """The last batch of this epoch that was trained on; -1: none."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def max_batches(self) -> float:
+        """Batches of an epoch."""
+        return float(self.trainer.num_training_batches)
+
+    @property
+    def done(self) -> bool:
+        """Whether a limit is reached."""
+        of = self.trainer
+        return bool(
+            of.should_stop
+            or of.limit_train_batches == 0
+            or -1 < of.max_steps <= of.global_step
+            or -1 < of.max_epochs <= of.current_epoch
+        )

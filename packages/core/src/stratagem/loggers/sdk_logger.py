@@ -1,0 +1,123 @@
+"""SDKLogger: what loggers have in common that write through somebody's library."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch.distributed
+
+from stratagem.errors import MissingPackageError
+from stratagem.loggers.logger import Logger
+
+
+class DummyExperiment:
+    """Stands for an experiment on ranks that write nothing: it takes every call and index.
+
+    Example:
+        >>> experiment = DummyExperiment()
+        >>> experiment.add_image("sample", [[0]])
+        >>> experiment["anything"].append(1.0)
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # not what copy and pickle ask for
+            raise AttributeError(name)
+        return self._nothing
+
+    def _nothing(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def __getitem__(self, name: Any) -> DummyExperiment:
+        return self
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class SDKLogger(Logger):
+    """A logger whose `experiment` is an object of a library, made when it is first needed.
+
+    It is made on rank 0: when a fit begins, so that a server that cannot be reached costs no
+    training, or with the first value.
+
+    Args:
+        prefix: goes before each name, with a "-".
+
+    Raises:
+        MissingPackageError: the library is not installed.
+    """
+
+    package: ClassVar[str]
+    """The library's import name."""
+    extra: ClassVar[str] = ""
+    """Of stratagem-core, which installs it."""
+
+    def __init__(self, prefix: str | None = "") -> None:
+        require_package(type(self).__name__, self.package, self.extra)
+        self.prefix = prefix or ""
+        self.run_id = ""
+        self.resumed_at: int | None = None
+        self._experiment: Any = None
+
+    @property
+    def experiment(self) -> Any:
+        """The library's object; on ranks other than 0 one that takes every call."""
+        if self._experiment is None:
+            if not self.writes_here:
+                return DummyExperiment()
+            self._experiment = self._start()
+        return self._experiment
+
+    @property
+    def writes_here(self) -> bool:
+        """Whether this process is the one that writes."""
+        return is_rank_zero() if self.on_rank_zero is None else self.on_rank_zero
+
+    @abstractmethod
+    def _start(self) -> Any:
+        """Make the library's object; called once, on rank 0."""
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        """Make the experiment, that of the run which is resumed where it can be found."""
+        self.run_id, self.resumed_at = run_id, resumed_at
+        assert self.experiment is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What writes belongs to this process.
+        return {**self.__dict__, "_experiment": None}
+
+
+def require_package(who: str, package: str, extra: str) -> None:
+    """Look for a package, without importing it.
+
+    Args:
+        who: needs it.
+        package: its import name.
+        extra: of stratagem-core, which installs it.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    try:
+        found = importlib.util.find_spec(package)
+    except ValueError:  # a module that a program has put there itself
+        return
+    if found is None:
+        raise MissingPackageError(
+            f"{who} needs the package {package!r}, which is not installed here: "
+            f"pip install 'stratagem-core[{extra}]'"
+        )
+
+
+def is_rank_zero() -> bool:
+    """Return whether this process is rank 0, as far as is known outside of a Trainer or Lite."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"

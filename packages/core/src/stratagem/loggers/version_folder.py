@@ -1,0 +1,130 @@
+"""VersionFolder: the folder of one run among those of its experiment, `root/version_N`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stratagem.errors import ConfigurationError
+
+_MARK = ".run"
+"""A file in the folder with the names of the runs that wrote there, one a line."""
+
+
+class VersionFolder:
+    """Chooses the folder of a run, and finds it again when the run is resumed.
+
+    A resumed run is found by the mark that it has left in its folder: its checkpoint says which
+    run it is, and names no place.
+
+    Args:
+        owner: the logger's name, for messages.
+        root: folder of all runs.
+        version: an int or a name, used whether it is there or not; None: that of the run which is
+            resumed, or else the next that is free.
+
+    Example:
+        >>> import tempfile
+        >>> root = Path(tempfile.mkdtemp())
+        >>> folder = VersionFolder("CSVLogger", root, None)
+        >>> folder.begin_run("0123456789abcdef", is_resumed=False)
+        >>> folder.version
+        0
+        >>> again = VersionFolder("CSVLogger", root, None)
+        >>> again.begin_run("0123456789abcdef", is_resumed=True)
+        >>> again.version
+        0
+    """
+
+    def __init__(self, owner: str, root: Path, version: int | str | None) -> None:
+        self.root = root
+        self._owner = owner
+        self._version = version
+        self._run_id = ""
+
+    @property
+    def version(self) -> int | str:
+        """The version; choosing a free one makes its folder.
+
+        Raises:
+            ConfigurationError: it cannot be made.
+        """
+        if self._version is None:
+            self._version = self._claim()
+            self._mark()
+        return self._version
+
+    @property
+    def path(self) -> Path:
+        """The folder of this run."""
+        return self.of(self.root, self.version)
+
+    @staticmethod
+    def of(root: Path, version: int | str) -> Path:
+        """Return the folder of a version."""
+        return root / (f"version_{version}" if isinstance(version, int) else version)
+
+    def make(self) -> Path:
+        """Make the folder of this run and return it."""
+        path = self.path
+        path.mkdir(parents=True, exist_ok=True)
+        self._mark()
+        return path
+
+    def begin_run(self, run_id: str, *, is_resumed: bool) -> None:
+        """Say which run it is whose folder this will be, or is."""
+        self._run_id = run_id
+        if self._version is None and is_resumed:
+            self._version = self._find(run_id)
+        elif self._version is not None:
+            self._mark()
+
+    def _claim(self) -> int:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            version = 1 + max(self._numbers(), default=-1)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self._owner}: the folder {str(self.root)!r} cannot be made "
+                f"({type(error).__name__}: {error}): pass a save_dir that can be written to"
+            ) from error
+        while True:
+            # Making the folder claims the number: two runs at once get two of them.
+            try:
+                self.of(self.root, version).mkdir()
+            except FileExistsError:
+                version += 1
+            else:
+                return version
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers of the versions that are there."""
+        numbers = (name.removeprefix("version_") for name in self._names())
+        return [int(number) for number in numbers if number.isascii() and number.isdecimal()]
+
+    def _names(self) -> list[str]:
+        return [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
+
+    def _find(self, run_id: str) -> int | str | None:
+        """Return the version that the run has begun to write to last."""
+        versions: list[int | str] = [*self._numbers(), *self._names()]
+        own = {
+            v: self.of(self.root, v) for v in versions if run_id in _runs_of(self.of(self.root, v))
+        }
+        return max(own, key=lambda v: (own[v] / _MARK).stat().st_mtime_ns, default=None)
+
+    def _mark(self) -> None:
+        path = self.path
+        if not self._run_id or not path.is_dir():
+            return
+        if self._run_id in _runs_of(path):
+            (path / _MARK).touch()
+            return
+        with (path / _MARK).open("a") as file:
+            file.write(self._run_id + "\n")
+
+
+def _runs_of(folder: Path) -> list[str]:
+    try:
+        return (folder / _MARK).read_text(errors="replace").split()
+    except OSError:  # another tool's folder, or another user's
+        return []

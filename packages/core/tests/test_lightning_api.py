@@ -1,0 +1,225 @@
+"""What Lightning's classes have beside ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.accelerators import CPUAccelerator
+from stratagem.lightning.api.datamodule import LightningDataModule
+from stratagem.lightning.api.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from stratagem.lightning.api.environments import (
+    KubeflowEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from stratagem.lightning.api.fabric import Fabric
+from stratagem.lightning.api.module import LightningModule
+from stratagem.lightning.api.trainer import Trainer
+from stratagem.lightning.api.warnings import LightningDeprecationWarning
+
+
+def loader(samples: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(samples)))
+
+
+class Noting:
+    """A logger, and a callback, that keeps what it is given."""
+
+    not_a_method = 1
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: Any) -> None:
+        self.given.append((dict(metrics), step))
+
+    def on_end(self, loss: float) -> None:
+        self.given.append(loss)
+
+
+def test_fabric_saves_what_its_filter_keeps_and_loads_a_bare_state_dict(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = torch.nn.Linear(2, 1)
+    state = {"model": model, "steps": 3}
+    fabric.save(tmp_path / "part.ckpt", state, filter={"model": lambda name, _: name == "bias"})
+    assert fabric.load(tmp_path / "part.ckpt", weights_only=True)["model"].keys() == {"bias"}
+    for wrong, error in (
+        ("model", TypeError),
+        ({"model": "bias"}, TypeError),
+        ({"other": bool}, ValueError),
+    ):
+        with pytest.raises(error, match=r"Filter should be|to be callable|are not present"):
+            fabric.save(tmp_path / "none.ckpt", state, filter=wrong)  # type: ignore[arg-type]
+    torch.save(model.state_dict(), tmp_path / "bare.pt")
+    other = torch.nn.Linear(2, 1)
+    fabric.load_raw(tmp_path / "bare.pt", other)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_fabric_calls_with_what_a_callback_takes_and_leaves_out_what_is_no_method() -> None:
+    noting = Noting()
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=noting, loggers=noting)
+    fabric.call("on_end", loss=1.0, step=2)
+    with pytest.warns(UserWarning, match=r"Skipping the callback `Noting.not_a_method`"):
+        fabric.call("not_a_method")
+    fabric.log("loss", 2, step=7)
+    assert noting.given == [1.0, ({"loss": 2.0}, 7)]
+
+
+def test_fabric_refuses_loaders_that_it_has_set_up_and_functions_without_an_argument() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    ready = fabric.setup_dataloaders(loader(2))
+    with pytest.raises(ConfigurationError, match="passed only once"):
+        fabric.setup_dataloaders(ready)
+    with pytest.raises(ConfigurationError, match="at least one dataloader"):
+        fabric.setup_dataloaders()
+    with pytest.raises(TypeError, match="needs to take at least one argument"):
+        fabric.launch(lambda: None)
+
+
+def test_a_module_logs_and_goes_backward_through_fabric() -> None:
+    noting = Noting()
+    fabric = Fabric(accelerator="cpu", devices=1, loggers=noting)
+
+    class Logging(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("seen", 1)
+            return super().training_step(batch, batch_idx)
+
+    module = Logging()
+    with pytest.warns(UserWarning, match="nothing is logged"):
+        module.training_step(torch.ones(1, 32), 0)
+    assert (module.global_rank, module.local_rank, module.logger) == (0, 0, None)
+    model = fabric.setup(module)
+    model.training_step(torch.ones(1, 32), 0)
+    assert noting.given == [({"seen": 1.0}, None)]
+    assert module.logger is noting
+    manual = ManualOptimBoringModel()
+    fabric.setup(manual)
+    manual.manual_backward(manual(torch.ones(1, 32)).sum())
+    assert manual.layer.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_module_is_exported_to_torchscript() -> None:
+    model = BoringModel()
+    inputs = torch.ones(2, 32)
+    with pytest.warns(LightningDeprecationWarning, match="use torch.export"):
+        script = model.to_torchscript()
+    assert torch.equal(script(inputs), model(inputs))
+    assert model.training
+    model.example_input_array = inputs
+    with pytest.warns(LightningDeprecationWarning):
+        assert torch.equal(model.to_torchscript(method="trace")(inputs), model(inputs))
+    model.example_input_array = None
+    for method, words in (("trace", "requires either"), ("other", "only supports")):
+        with (
+            pytest.warns(LightningDeprecationWarning),
+            pytest.raises(ConfigurationError, match=words),
+        ):
+            model.to_torchscript(method=method)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="Could not export to ONNX"):
+        model.to_onnx("model.onnx")
+
+
+def test_a_datamodule_says_how_many_samples_it_has_and_reads_hyperparameters_from_yaml(
+    tmp_path: Path,
+) -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return [loader(3), iter([])]
+
+        def val_dataloader(self) -> Any:
+            return loader(2)
+
+        def test_dataloader(self) -> Any:
+            raise AttributeError("not set up")
+
+    assert str(Data()).split(os.linesep) == [
+        "{Train dataloader: 1. size=3 ; 2. size=NA}",
+        "{Validation dataloader: size=2}",
+        "{Test dataloader: None}",
+        "{Predict dataloader: None}",
+    ]
+
+    class Sized(LightningModule):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.width = width
+
+    torch.save({"state_dict": {}}, tmp_path / "empty.ckpt")
+    (tmp_path / "hparams.yaml").write_text("width: 3\n")
+    model = Sized.load_from_checkpoint(
+        tmp_path / "empty.ckpt", hparams_file=tmp_path / "hparams.yaml", weights_only=True
+    )
+    assert model.width == 3
+
+
+def test_environments_are_asked_without_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert not TorchElasticEnvironment.detect()
+    assert not SLURMEnvironment.detect()
+    assert LightningEnvironment.detect()
+    with pytest.raises(NotImplementedError, match="can't be detected"):
+        KubeflowEnvironment.detect()
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert SLURMEnvironment.detect()
+    assert SLURMEnvironment.job_id() == 17
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    assert not SLURMEnvironment.detect()
+    assert SLURMEnvironment.job_id() is None
+    plain = LightningEnvironment()
+    plain.set_global_rank(3)
+    plain.set_world_size(4)
+    assert (plain.global_rank(), plain.world_size()) == (3, 4)
+    plain.validate_settings(num_devices=2, num_nodes=2)
+    with pytest.raises(ConfigurationError, match=r"the product \(1 \* 2\) does not match"):
+        plain.validate_settings(num_devices=1, num_nodes=2)
+
+
+def test_the_cpu_accelerator_is_asked_without_an_object() -> None:
+    assert CPUAccelerator.is_available()
+    assert CPUAccelerator.auto_device_count() == 1
+    assert CPUAccelerator.get_parallel_devices("2") == [torch.device("cpu")] * 2
+    assert "cpu_seconds" in CPUAccelerator().get_device_stats("cpu")
+    with pytest.raises(ConfigurationError, match="expected a number above 0"):
+        CPUAccelerator.parse_devices(0)
+
+
+def test_loops_are_views_of_the_trainer() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        limit_train_batches=3,
+        limit_val_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    assert not trainer.fit_loop.done
+    trainer.fit(BoringModel())
+    loop = trainer.fit_loop
+    assert (loop.max_epochs, loop.max_batches, loop.done) == (1, 3, True)
+    assert loop.epoch_progress.current.completed == 1
+    assert loop.epoch_loop.global_step == 3
+    loop.max_epochs = 2
+    assert trainer.max_epochs == 2
+    assert not loop.done
+    trainer.validate(BoringModel())
+    assert trainer.validate_loop.batch_progress.current.completed == 2
+    with pytest.raises(AttributeError, match="FitLoop has no 'advance' here; it shows"):
+        loop.advance()
+    with pytest.raises(AttributeError, match=r"FitLoop.advance cannot be set"):
+        loop.advance = None
