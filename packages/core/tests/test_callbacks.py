@@ -386,7 +386,7 @@ def test_learning_rates_of_a_group_that_was_added_and_of_two_optimizers(tmp_path
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.parameters(), lr=rate) for rate in (0.1, 0.2)]
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             for optimizer in self.optimizers():
                 optimizer.zero_grad()
                 self.manual_backward(self.head(self.backbone(batch[0])).sum())

@@ -66,7 +66,12 @@ class ProgressBar(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: not the run, nor the stream that shows it."""
-        shown = {"_trainer": None, "_display": None, "_rows": [], "_due": float("inf")}
+        shown: dict[str, Any] = {
+            "_trainer": None,
+            "_display": None,
+            "_rows": [],
+            "_due": float("inf"),
+        }
         return {**vars(self), **shown}
 
     # -- what users call and override
@@ -113,7 +118,7 @@ class ProgressBar(Callback):
             ...         shown = super().get_metrics(trainer, module)
             ...         return {n: f"{v:.0%}" if n == "acc" else v for n, v in shown.items()}
         """
-        return dict(trainer.progress_bar_metrics)
+        return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print without breaking the bar; what `Module.print` calls on rank 0.

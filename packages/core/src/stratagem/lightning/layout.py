@@ -28,7 +28,8 @@ _CALLBACKS = _names(
         "LambdaCallback LearningRateMonitor ModelPruning ModelSummary "
         "OnExceptionCheckpoint RichModelSummary=ModelSummary "
         "StochasticWeightAveraging ThroughputMonitor Timer WeightAveraging",
-        f"{_API}.progress": "ProgressBar TQDMProgressBar",
+        f"{_API}.progress": "ProgressBar",
+        f"{_API}.tqdm_bar": "TQDMProgressBar",
         f"{_API}.callbacks": "EarlyStopping EarlyStoppingReason RichProgressBar",
         f"{_API}.model_checkpoint": "ModelCheckpoint",
         "stratagem.tuner": "BatchSizeFinder LearningRateFinder",
@@ -36,7 +37,8 @@ _CALLBACKS = _names(
 )
 _PROGRESS = _names(
     {
-        f"{_API}.progress": "ProgressBar TQDMProgressBar Tqdm get_standard_metrics",
+        f"{_API}.progress": "ProgressBar get_standard_metrics",
+        f"{_API}.tqdm_bar": "TQDMProgressBar Tqdm",
         f"{_API}.callbacks": "RichProgressBar RichProgressBarTheme",
     }
 )

@@ -56,9 +56,10 @@ class Trainer(trainer.Trainer):
             log_every_n_steps = 50
         if enable_model_summary is None and plain:
             enable_model_summary = not quick
+        if plain:
+            options["callbacks"] = _with_defaults(options)
         super().__init__(
             logger=logger,
-            callbacks=_with_defaults(options.pop("callbacks", None), options) if plain else None,
             log_every_n_steps=log_every_n_steps,  # type: ignore[arg-type]
             enable_model_summary=enable_model_summary,  # type: ignore[arg-type]
             **options,
@@ -79,15 +80,19 @@ class Trainer(trainer.Trainer):
     test_loop = predict_loop = validate_loop
 
 
-def _with_defaults(given: Any, options: Mapping[str, Any]) -> list[Any]:
-    """Return callbacks with a ModelCheckpoint and a progress bar of Lightning's classes."""
+def _with_defaults(options: Mapping[str, Any]) -> list[Any]:
+    """Return the callbacks, with a ModelCheckpoint and a progress bar of Lightning's classes."""
+    given = options.get("callbacks")
     callbacks = [given] if isinstance(given, own.Callback) else list(given or ())
-    wanted: list[tuple[str, type[own.Callback], type[own.Callback]]] = [
-        ("enable_checkpointing", own.ModelCheckpoint, ModelCheckpoint),
-        ("enable_progress_bar", own.ProgressBar, RichProgressBar),
-    ]
-    for argument, kind, default in wanted:
-        there = any(isinstance(callback, kind) for callback in callbacks)
-        if options.get(argument) in (None, True) and not there:
-            callbacks.append(default())
+    if _wants(options, "enable_checkpointing", callbacks, own.ModelCheckpoint):
+        callbacks.append(ModelCheckpoint())
+    if _wants(options, "enable_progress_bar", callbacks, own.ProgressBar):
+        callbacks.insert(0, RichProgressBar())
     return callbacks
+
+
+def _wants(
+    options: Mapping[str, Any], argument: str, callbacks: list[Any], kind: type[own.Callback]
+) -> bool:
+    is_there = any(isinstance(callback, kind) for callback in callbacks)
+    return options.get(argument) in (None, True) and not is_there
