@@ -18,6 +18,7 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
@@ -105,8 +106,13 @@ class DeferredBuild(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _register(self, module: nn.Module, name: str, parameter: Any) -> None:
-        if parameter is not None:
-            self._keep(parameter)
+        if parameter is None:
+            return
+        replaced = module._parameters.get(name)
+        if isinstance(parameter, DTensor) and replaced is not None and not replaced.requires_grad:
+            # torch 2.9's parallelize_module makes what it divides trainable.
+            parameter.requires_grad_(False)
+        self._keep(parameter)
 
     def _keep(self, parameter: nn.Parameter) -> None:
         """Count a new parameter among those that are whole; put others away if there are many."""
