@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 PRELOADED = (
     *("peer_plugin", "torch", "torch.distributed", "torch.optim", "torchmetrics", "sklearn"),
-    *("sklearn.datasets", "torch.utils.data", "torch.utils.tensorboard", "torch._dynamo"),
+    "sklearn.datasets",
 )
 
 

@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stratagem.cli.private_imports import private_imports_of
+
 PLUGINS = sorted(Path(__file__).parents[1].glob("examples/plugins/*/pyproject.toml"))
-PUBLIC = {
-    "stratagem",
-    *("stratagem.accelerators", "stratagem.callbacks", "stratagem.checkpoint"),
-    *("stratagem.discovery", "stratagem.environments", "stratagem.errors", "stratagem.launch"),
-    *("stratagem.loggers", "stratagem.precision", "stratagem.strategies", "stratagem.testing"),
-}
-"""The modules that users and authors import from."""
-
-
-def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of what a module imports; "" stands for the module itself."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield from ((node.module, alias.name) for alias in node.names)
-
-
-def private_imports(path: Path) -> list[str]:
-    """Return what a file imports from Stratagem that is not public."""
-    found = []
-    for module, name in imported(ast.parse(path.read_text())):
-        if module.partition(".")[0] != "stratagem":
-            continue
-        listed = getattr(importlib.import_module(module), "__all__", None)
-        is_public = module in PUBLIC and not name.startswith("_")
-        if not is_public or (name and listed is not None and name not in listed):
-            found.append(f"{path.name}: {module} {name}".rstrip())
-    return found
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.parent.name)
@@ -47,7 +17,7 @@ def test_an_example_plugin_imports_public_names_only(plugin: Path) -> None:
         path for folder in ("src", "tests") for path in plugin.parent.joinpath(folder).rglob("*.py")
     ]
     assert files
-    assert [text for path in files for text in private_imports(path)] == []
+    assert [text for path in files for text in private_imports_of(path)] == []
 
 
 def test_a_private_import_is_noticed(tmp_path: Path) -> None:
@@ -58,8 +28,8 @@ def test_a_private_import_is_noticed(tmp_path: Path) -> None:
         "from stratagem.plan.plan import RunPlan\n"
         "from stratagem.strategies import _private\n"
     )
-    assert private_imports(file) == [
-        "plugin.py: stratagem.launch supervisor",
-        "plugin.py: stratagem.plan.plan RunPlan",
-        "plugin.py: stratagem.strategies _private",
+    assert [text.partition(" is not")[0] for text in private_imports_of(file)] == [
+        "plugin.py, line 2: stratagem.launch supervisor",
+        "plugin.py, line 3: stratagem.plan.plan RunPlan",
+        "plugin.py, line 4: stratagem.strategies _private",
     ]

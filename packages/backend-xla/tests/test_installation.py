@@ -97,7 +97,7 @@ def test_where_a_tpu_is_the_command_brings_libtpu(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_imported_is_an_error_and_not_an_undefined_symbol(install: Install) -> None:
-    install(torch_xla="2.9.0")
+    install(torch="2.13.0", torch_xla="2.9.0")
     with pytest.raises(
         ConfigurationError, match=r"PyTorch/XLA cannot be used here: torch_xla 2\.9"
     ):

@@ -38,6 +38,7 @@ PUBLIC = {
     "stratagem.environments": "ClusterEnvironment",
     "stratagem.launch": "Launcher RunPlan RunRequest Selection rank_environment free_port pack "
     "run_packed pack_result unpack_result rank_failure run_as_rank",
+    "stratagem.data": "map_tensors",
     "stratagem.loggers": "Logger",
     "stratagem.callbacks": "Callback",
     "stratagem.errors": "*",

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,16 @@ class ByHand(ParallelStrategy):
 
 
 # ---------------------------------------------------------------- gradients
+
+
+class AveragesUnderTheTrainer(ByHand):
+    """Averages in what only the Trainer calls, so that replicas drift apart under Lite."""
+
+
+class LeavesClippingToDDP(DDPStrategy):
+    """owns_clipping=True of a class that clips as DDP does, which leaves it to the front end."""
+
+    capabilities = replace(DDPStrategy.capabilities, owns_clipping=True)
 
 
 class NotAveraged(ParallelStrategy):

@@ -159,6 +159,12 @@ MISTAKES = {
         "",
         "Contradicts.capabilities has owns_clipping=True, but the class overrides none of",
     ),
+    "leaves_to_ddp": (
+        "averaging_classes:LeavesToDDP",
+        "launchers=None, one_process=False, many_devices=True, multi_node=True, owns_clipping=True",
+        "",
+        "LeavesToDDP.capabilities has owns_clipping=True, but the class overrides none of",
+    ),
     "no_capabilities": (
         "averaging_classes:NoCapabilities",
         "",
@@ -210,8 +216,9 @@ MISTAKES = {
     ),
 }
 WRONG_CLASSES = """
+    from dataclasses import replace
     from stratagem.discovery import Capabilities
-    from stratagem.strategies import SingleDeviceStrategy, Strategy
+    from stratagem.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
     VALUE = 3
 
@@ -232,6 +239,9 @@ WRONG_CLASSES = """
 
     class Contradicts(Differs):
         capabilities = Capabilities(owns_clipping=True)
+
+    class LeavesToDDP(DDPStrategy):
+        capabilities = replace(DDPStrategy.capabilities, owns_clipping=True)
 
     class NoCapabilities(Strategy): ...
 
@@ -290,6 +300,26 @@ def test_a_method_that_nearly_has_the_name_of_one_that_is_called_is_a_warning(
     ]
 
 
+def test_an_import_that_is_not_public_is_a_warning_and_names_what_is(program: Program) -> None:
+    program.install("averaging", GOOD, requires=RANGE)
+    private = (
+        "from stratagem.native.strategies.ddp import DDPStrategy\n"
+        "import stratagem.plan.resolve\n"
+        "from stratagem.launch import Launcher, supervisor\n"
+        "from stratagem import errors, discovery\n"
+    )
+    write(program, "averaging_classes", private + textwrap.dedent(CLASSES))
+    may = "is not public, and may change in any release"
+    found = program.json("doctor", "averaging")
+    assert [c["detail"] for c in found["checks"] if c["name"] == "imports"] == [
+        f"averaging_classes.py, line 1: stratagem.native.strategies.ddp DDPStrategy {may}: import "
+        "DDPStrategy from stratagem.strategies",
+        f"averaging_classes.py, line 2: stratagem.plan.resolve {may}",
+        f"averaging_classes.py, line 3: stratagem.launch supervisor {may}",
+    ]
+    assert {c["status"] for c in found["checks"] if c["name"] == "imports"} == {"warning"}
+
+
 # -- metadata, and what an import costs
 
 REQUIREMENTS = {
@@ -305,14 +335,10 @@ REQUIREMENTS = {
 
 
 @pytest.mark.parametrize("requires", REQUIREMENTS)
-def test_a_requirement_that_will_not_last_is_a_warning(program: Program, requires: str) -> None:
+def test_a_requirement_that_will_not_last_is_a_problem(program: Program, requires: str) -> None:
     program.install("averaging", NOTHING, requires=requires)
-    said = program("doctor", "averaging").stdout
-    (line,) = [line for line in said.splitlines() if line.startswith("requirement on core")]
-    assert line.split(maxsplit=4)[3] == "warning"
-    assert REQUIREMENTS[requires] in line
-    assert "stratagem-core>=0.1,<0.2" in line
-    assert said.endswith("\nNo problem found; 1 warning above.\n")
+    (problem,) = program.json("doctor", "averaging", code=1)["problems"]
+    assert problem == f"requirement on core: {REQUIREMENTS[requires]}stratagem-core>=0.1,<0.2"
 
 
 def test_a_version_that_is_none_is_a_problem(program: Program) -> None:
@@ -463,6 +489,13 @@ def test_a_name_that_nothing_has_is_refused(program: Program) -> None:
         "no distribution or plugin 'ddp' is installed: expected one of stratagem-core, averaging, "
     )
     assert said.endswith("; 'ddp' is provided by stratagem-core\n")
+    said = program("doctor", "averaing", code=2).stderr
+    assert said.startswith(
+        "no distribution or plugin 'averaing' is installed (did you mean 'averaging'?): expected "
+    )
+    # What most names begin with is no likeness.
+    said = program("doctor", "stratagem-backend-zzz", code=2).stderr
+    assert said.startswith("no distribution or plugin 'stratagem-backend-zzz' is installed: exp")
     said = program("doctor", "plug", code=2).stderr
     assert said == (
         "'plug' is the entry point of several distributions: name one of them, averaging or "

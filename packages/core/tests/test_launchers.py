@@ -129,6 +129,30 @@ def test_a_function_of_lite_returns_the_plain_data_of_rank_0(
     assert f"the launcher '{launcher}' runs a function in new processes, so launch()" in output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+def test_ranks_draw_what_the_launching_process_would_draw(
+    launcher: str, run_script: RunScript
+) -> None:
+    text = f"""
+    import random
+    import numpy
+    from stratagem import seed_everything
+
+    def draw(lite=None):
+        own = [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+        return own if lite is None else [own, lite.broadcast(own, 1)]
+
+    if __name__ == "__main__":
+        seed_everything(5)
+        draw()
+        lite = Lite(accelerator="cpu", devices=2, strategy={started_by(launcher)})
+        ranks = lite.launch(draw)
+        print("ALIKE", ranks == [draw()] * 2)
+    """
+    assert "ALIKE True" in run_script(COMMON + textwrap.dedent(text)).stdout
+
+
 def test_fork_after_computing_threads_uses_one_thread_in_each_rank(run_script: RunScript) -> None:
     text = """
     def work(lite):

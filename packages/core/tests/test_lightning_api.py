@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError
 from stratagem.lightning.api.accelerators import CPUAccelerator
 from stratagem.lightning.api.datamodule import LightningDataModule
@@ -223,3 +224,51 @@ def test_loops_are_views_of_the_trainer() -> None:
         loop.advance()
     with pytest.raises(AttributeError, match=r"FitLoop.advance cannot be set"):
         loop.advance = None
+
+
+def test_the_environment_gives_arguments_that_are_not_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
+    monkeypatch.setenv("PL_TRAINER_LOGGER", "False")
+    monkeypatch.setenv("PL_TRAINER_ACCELERATOR", "cpu")
+    trainer = Trainer(enable_checkpointing=False)
+    assert (trainer.max_steps, trainer.loggers, trainer.accelerator.name) == (7, [], "cpu")
+    assert Trainer(max_steps=3, enable_checkpointing=False).max_steps == 3
+
+
+def test_what_is_left_out_is_what_lightning_takes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "limit_train_batches": 2,
+        "limit_val_batches": 1,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": tmp_path,
+    }
+
+    class Numbered(BoringModel):
+        def on_train_epoch_end(self) -> None:
+            self.log("epochs", float(-self.current_epoch))
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("norm", self.layer.weight.detach().norm())
+
+    model = Numbered()
+    saver = ModelCheckpoint(monitor="epochs", mode="max")
+    trainer = Trainer(callbacks=[saver], **options)
+    with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
+        trainer.fit(model, ckpt_path="last")
+    assert trainer.ckpt_path is None
+    present = trainer.test(model, verbose=False)[0]["norm"]
+    with pytest.warns(UserWarning, match="The best model of the previous `fit` call"):
+        best = trainer.test(verbose=False)[0]["norm"]
+    assert best != present
+    assert trainer.ckpt_path == saver.best_model_path
+    again = Trainer(callbacks=[ModelCheckpoint()], **options)
+    again.fit(Numbered(), ckpt_path="last")
+    assert again.global_step == 4
+    assert again.ckpt_path == saver.best_model_path

@@ -123,6 +123,16 @@ REFUSED = {
     "such as 'my_ddp'",
     "auto": "NAME='auto' is how users leave the choice of a strategy to Stratagem: choose another "
     "one, such as 'my_auto'",
+    "fork": "NAME='fork' is what stratagem-core calls a launcher of its own: choose another one, "
+    "such as 'my_fork'",
+    "cpu": "NAME='cpu' is what stratagem-core calls an accelerator of its own: choose another one, "
+    "such as 'my_cpu'",
+    "torch": "NAME='torch' is the library that all strategies stand on, and would be taken for it: "
+    "choose another one, such as 'my_torch'",
+    "core": "NAME='core' is Stratagem's core, and would be taken for it: choose another one, such "
+    "as 'my_core'",
+    "hpu_ipu": "the distribution stratagem-backend-hpu-ipu is one of Stratagem's own: choose "
+    "another name by --distribution",
     # Of a distribution that need not be installed.
     "deepspeed_stage_9": "NAME='deepspeed_stage_9' is what stratagem-backend-deepspeed calls a "
     "strategy of its own: choose another one, such as 'my_deepspeed_stage_9'",
@@ -137,6 +147,8 @@ def test_a_name_is_refused(name: str, here: Path, capsys: pytest.CaptureFixture[
 
 
 DISTRIBUTION_REFUSED = {
+    "Stratagem_Core": "the distribution Stratagem_Core is one of Stratagem's own: choose another "
+    "name by --distribution",
     "../up": "--distribution='../up': expected letters, digits, '-', '_' and '.', beginning with "
     "a letter",
     "pytest": "is installed: choose another name by --distribution, or remove it first: pip "

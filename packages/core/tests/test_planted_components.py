@@ -49,6 +49,8 @@ OPTIONS = {
     "logger": {"read": f"{FILE}:read_rows"},
 }
 
+# In place of torch's advice, which is to set weights_only=False.
+UNPICKLING = ("safety/nothing executed", "torch refuses to make all of it (the file is another")
 # The kind, the class, the check that fails, and what it says.
 PLANTED = [
     ("accelerator", "NoReason", "availability/reason", "gives no reason"),
@@ -78,6 +80,9 @@ PLANTED = [
     ("checkpoint_io", "Pickled", "values/refused", "was not refused with CheckpointContentError"),
     ("checkpoint_io", "Pickled", "safety/damage", "an interrupted run would"),
     ("checkpoint_io", "InPlace", "safety/failed save", "destroyed the checkpoint before"),
+    ("checkpoint_io", "NeverSyncs", "durability/fsync", "call os.fsync on each file"),
+    ("checkpoint_io", "SyncsTooEarly", "durability/fsync", "flush the file first"),
+    ("checkpoint_io", "PassesOnTorchsError", *UNPICKLING),
     ("checkpoint_io", "RemovesNeighbours", "paths/removed", "damaged the checkpoint"),
     ("checkpoint_io", "NamesFiles", "safety/names stay inside", "as names in the checkpoint say"),
     ("checkpoint_io", "NeverCorrupt", "safety/damage", "an interrupted run would choose it"),
@@ -183,8 +188,10 @@ PLUGINS = {
         "import/no side effects",
         "changes environment variables; what it prints",
     ),
-    "unbounded": ("", "", "stratagem-core>=0.1", "metadata/requirement on core", "upper bound"),
-    "wide": ("", "", "stratagem-core<9,>=0.1", "metadata/requirement on core", "upper bound"),
+    "unbounded": ("", "", "stratagem-core>=0.1", "metadata/requirement on core", "next minor"),
+    "none": ("", "", "", "metadata/requirement on core", "requires no release"),
+    "one": ("", "", "stratagem-core==0.1.0", "metadata/requirement on core", "one release"),
+    "wide": ("", "", "stratagem-core<9,>=0.1", "metadata/requirement on core", "next minor"),
     "target": (":SingleDevice", ":NoDevice", REQUIRES, "specs/targets", "cannot import strategy"),
     "kind": ("StrategySpec(", "LauncherSpec(", REQUIRES, "specs/targets", "is no Launcher"),
     "alias": (

@@ -21,11 +21,16 @@ REPLICA = Path(__file__).with_name("replica.py")
 class Replica:
     """A run of `replica.py`; it waits at its beginning for the replica `peer`, if one is named."""
 
-    def __init__(self, folder: Path, lighthouse: str, name: str, number: int, peer: str) -> None:
+    def __init__(
+        self, folder: Path, lighthouse: str, name: str, number: int, peer: str, timeout: float
+    ) -> None:
         self.path, self.output = folder / f"{name}.jsonl", folder / f"{name}.txt"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(REPLICA), str(folder), name, str(number), peer or name],
+                [
+                    *(sys.executable, str(REPLICA), str(folder)),
+                    *(name, str(number), peer or name, str(timeout)),
+                ],
                 env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"},
                 stdout=output,
                 stderr=output,
@@ -56,8 +61,8 @@ def lighthouse() -> Iterator[str]:
 def start(tmp_path: Path, lighthouse: str) -> Iterator[Callable[..., Replica]]:
     started: list[Replica] = []
 
-    def start(name: str, number: int, peer: str = "") -> Replica:
-        started.append(Replica(tmp_path, lighthouse, name, number, peer))
+    def start(name: str, number: int, peer: str = "", timeout: float = 60.0) -> Replica:
+        started.append(Replica(tmp_path, lighthouse, name, number, peer, timeout))
         return started[-1]
 
     yield start
@@ -104,3 +109,35 @@ def test_a_replica_is_killed_the_other_goes_on_and_it_rejoins(
         assert len({*of_one, *of_other}) == len(of_one) + len(of_other)
         if after[0]["epoch"] < epoch < first[-1]["epoch"]:
             assert len(of_one) + len(of_other) == 256
+
+
+@pytest.mark.parametrize("where", ["within", "between"])
+def test_a_replica_that_stood_still_for_several_steps_ends_and_says_so(
+    where: str, start: Callable[..., Replica], tmp_path: Path
+) -> None:
+    """A machine that was suspended: its run counts its own steps, which are not the others'."""
+    one = start("one", 0, peer="other", timeout=15.0)
+    one.wait_for_lines(1)
+    other = start("other", 1, timeout=15.0)
+    other.wait_for_lines(10)
+    asked = tmp_path / f"other.{where}"
+    asked.touch()
+    until = time.monotonic() + 60
+    while asked.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    stopped_at = other.lines()[-1]["step"]
+    one.wait_for_lines(stopped_at + 5)
+    other.process.send_signal(signal.SIGCONT)
+    assert other.process.wait(120) == 1
+    said = other.output.read_text()
+    assert "steps of the others while it ran: start it again, and it goes on from their" in said
+    # Nothing was trained on what it had in its hands, and the other one has not noticed.
+    assert other.lines()[-1]["step"] <= stopped_at + 1
+    seen = len(one.lines())
+    one.wait_for_lines(seen + 5)
+    again = start("again", 1, timeout=15.0)
+    again.wait_for_lines(3)
+    assert again.lines()[0]["step"] > seen
+    weights = {line["step"]: line["weights"] for line in one.lines()}
+    assert all(weights[each["step"]] == each["weights"] for each in again.lines()[:2])

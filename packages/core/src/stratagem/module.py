@@ -216,13 +216,13 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         trainer: Trainer | None = self.__dict__["_trainer"]
         return [] if trainer is None else list(trainer.loggers)
 
-    def freeze(self) -> None:
-        """Let no parameter require a gradient, and set evaluation mode."""
-        self.requires_grad_(False).eval()
+    def freeze(self: ModuleType) -> ModuleType:
+        """Let no parameter require a gradient, and set evaluation mode; return the module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Let every parameter require a gradient, and set training mode."""
-        self.requires_grad_(True).train()
+    def unfreeze(self: ModuleType) -> ModuleType:
+        """Let every parameter require a gradient, and set training mode; return the module."""
+        return self.requires_grad_(True).train()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, above the progress bar."""

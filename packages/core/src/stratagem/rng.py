@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +190,34 @@ def _device_state(state: dict[str, Any], device: torch.device) -> Any:
     # saw, under the type of device.
     of_all, index = state.get(device.type, []), device.index or 0
     return of_all[index] if index < len(of_all) else None
+
+
+def inherited_rng() -> dict[str, Any]:
+    """Return what `inherit_rng` gives to a process that this one starts: plain data.
+
+    Example:
+        >>> import torch
+        >>> inherited = inherited_rng()
+        >>> first = torch.rand(1)
+        >>> inherit_rng(inherited)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+    return {"seed": torch.initial_seed(), "host": rng_state()}
+
+
+def inherit_rng(inherited: Mapping[str, Any]) -> None:
+    """Draw from here on what the process would draw that returned this from `inherited_rng`.
+
+    Devices, of which that process may have used none yet, are seeded as it was.
+    """
+    torch.manual_seed(inherited["seed"])
+    if SEED_VARIABLE in os.environ:
+        for seed_devices in _seeders.values():
+            seed_devices(chosen_seed())
+    if "numpy" in inherited["host"]:
+        importlib.import_module("numpy")
+    set_rng_state(inherited["host"])
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +100,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         self._dht: Any = None
         self._shared: dict[Optimizer, Any] = {}
         """hivemind's optimizer around each of the user's, once peers share it."""
+        self._idle: dict[Optimizer, ThreadPoolExecutor] = {}
         self._micro_batches = 1
         self._epochs: list[int] = []
         """hivemind's counts, of a checkpoint that was loaded before peers were met."""
@@ -139,6 +142,7 @@ class HivemindStrategy(SingleDeviceStrategy):
             if number < len(self._epochs):
                 _count_from(shared, self._epochs[number])
             self._shared[optimizer] = shared
+            self._idle[optimizer] = _end_with_program(shared.tracker)
         return self._shared[optimizer]
 
     def join_training(
@@ -217,9 +221,28 @@ class HivemindStrategy(SingleDeviceStrategy):
             shared = self._shared.pop(optimizer, None)
             if shared is not None:
                 shared.shutdown()
+                self._idle.pop(optimizer).shutdown()
         if self._dht is not None and not self._shared:
             self._dht.shutdown()
             self._dht = None
+
+
+def _end_with_program(tracker: Any) -> ThreadPoolExecutor:
+    """Let a tracker end where an exception ends the program; return what to shut down before.
+
+    Python waits for the threads of all executors, and so for the tracker's, before it calls what
+    was registered for the end, such as `teardown`. To an idle one it says so.
+    """
+    idle = ThreadPoolExecutor(1)
+    told = idle.submit(threading.current_thread).result()
+
+    def end() -> None:
+        told.join()
+        if not tracker.shutdown_triggered.is_set():
+            tracker.shutdown(timeout=1.0)
+
+    threading.Thread(target=end, daemon=True).start()
+    return idle
 
 
 def _count_from(shared: Any, epoch: int) -> None:

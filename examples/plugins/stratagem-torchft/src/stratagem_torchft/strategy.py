@@ -75,6 +75,8 @@ class TorchFTStrategy(ParallelStrategy):
         """The checkpoint of another replica, until it is loaded."""
         self._counted = {"step": 0, "batches_committed": 0}
         """torchft's counts, of a checkpoint that was loaded before there is a manager."""
+        self._at = 0
+        """torchft's count of steps when the present step began."""
         self._has_quorum = False
         self._was_stepped = False
         """The others have taken the present step, and this replica has their weights already."""
@@ -166,6 +168,8 @@ class TorchFTStrategy(ParallelStrategy):
         self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
     ) -> None:
         """Run a step in which all replicas take part that are there."""
+        assert self._manager is not None
+        self._at = self._manager.current_step()
         if not self._has_quorum:
             self._meet()
         super().train_step(prepared, step, micro_batches)
@@ -186,13 +190,12 @@ class TorchFTStrategy(ParallelStrategy):
             # Each is waited for by itself: a failure is kept by the manager, and the rest left out.
             for tensor in averaged:
                 manager.allreduce(tensor).wait()
-            before = manager.current_step()
             if self._received is None and manager.should_commit():
                 return gradients.put_back(averaged)
             # A replica has died: meet those that are left, and exchange the same gradients again.
             self._meet()
             if self._received is not None:
-                self._heal(prepared, manager.current_step() - before)
+                self._heal(prepared, manager.current_step() - self._at)
                 return True
 
     def _heal(self, prepared: PreparedModel, behind: int) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stratagem._version import __version__
 from stratagem.cli.doctor import SLOW_IMPORT, listed_component, plugins_checks
 from stratagem.cli.plugins import failed_commands
+from stratagem.cli.private_imports import private_imports
 from stratagem.cli.strategies import why_not
 from stratagem.cli.tables import print_table
 from stratagem.discovery import Check, ComponentSpec, StrategySpec
@@ -23,12 +24,13 @@ from stratagem.discovery.entry_points import (
     installed_entries,
     misplaced_entries,
     normalise,
-    takes_next_minor,
+    why_not_lasting,
 )
+from stratagem.discovery.hints import names_by_distribution
 from stratagem.discovery.import_cost import import_alone
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.loading import PluginReport
-from stratagem.discovery.registry import Candidate, Registry
+from stratagem.discovery.registry import Candidate, Registry, nearest_of
 from stratagem.discovery.specs import load_target
 from stratagem.errors import UnknownNameError
 from stratagem.plan.cluster import CLUSTER_VARIABLE
@@ -42,6 +44,7 @@ _KINDS = (
     "cluster_environment",
     "launcher",
 )
+_FIRST_WORDS = re.compile(r"^stratagem-(backend-)?")
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def examine_distribution(name: str, registry: Registry) -> Examination:
     reports = [report for report in registry.reports if report.distribution == distribution]
     components, checks = [], [*_metadata_checks(distribution, entries)]
     checks += _plugin_checks(reports, registry)
+    checks += _import_checks(distribution, entries, registry)
     for kind in _KINDS:
         for candidate in registry.candidates(kind):
             if candidate.distribution == distribution:
@@ -150,9 +154,14 @@ def distribution_named(name: str, registry: Registry) -> str:
         for candidate in registry.candidates(kind)
         if name.casefold() in (candidate.spec.name.casefold(), *candidate.spec.aliases)
     )
+    known = [*distributions, *(report.entry_point for report in registry.reports)]
+    # Without what most names begin with, which makes any two of them alike.
+    short = {_FIRST_WORDS.sub("", normalise(each)): each for each in reversed(known)}
+    nearest = "" if providers else nearest_of(_FIRST_WORDS.sub("", wanted), list(short))
     raise UnknownNameError(
-        f"no distribution or plugin {name!r} is installed: expected one of "
-        f"{', '.join(distributions)}"
+        f"no distribution or plugin {name!r} is installed"
+        + (f" (did you mean {short[nearest]!r}?)" if nearest else "")
+        + f": expected one of {', '.join(distributions)}"
         + (f"; {name!r} is provided by {', '.join(providers)}" if providers else "")
     )
 
@@ -201,18 +210,8 @@ def _judge_version(version: str) -> tuple[Any, str]:
 
 def _judge_requirement(clauses: str) -> tuple[Any, str]:
     """Return the status and detail of a requirement on core, such as "<0.2,>=0.1"."""
-    major, minor = __version__.split(".")[:2]
-    advice = f"expected a range such as {CORE}>={major}.{minor},<{major}.{int(minor) + 1}"
-    if not clauses:
-        return "warning", f"it requires no release of {CORE} in particular: {advice}"
-    if "==" in clauses:
-        return "warning", f"{CORE}{clauses} is one release, and pip refuses every other: {advice}"
-    if takes_next_minor(clauses):
-        return "warning", (
-            f"{CORE}{clauses} takes the next minor release, so that pip installs it beside a core "
-            f"whose plugin API it does not know: {advice}"
-        )
-    return "ok", f"{CORE}{clauses}"
+    why = why_not_lasting(clauses)
+    return ("error", why) if why else ("ok", f"{CORE}{clauses}")
 
 
 def _plugin_checks(reports: list[PluginReport], registry: Registry) -> Iterator[Check]:
@@ -251,6 +250,21 @@ def _judge_import(module: str) -> tuple[Any, str]:
     if cost.seconds > SLOW_IMPORT:
         return "warning", f"{took}, which every program that uses Stratagem pays"
     return "ok", took
+
+
+def _import_checks(
+    distribution: str, entries: list[PluginEntry], registry: Registry
+) -> Iterator[Check]:
+    if distribution == CORE or distribution in names_by_distribution():
+        return  # released together with what they import
+    named = [entry.value for entry in entries] + [
+        candidate.spec.target
+        for kind in _KINDS
+        for candidate in registry.candidates(kind)
+        if candidate.distribution == distribution and isinstance(candidate.spec.target, str)
+    ]
+    for sentence in private_imports(named):
+        yield Check("imports", "warning", sentence)
 
 
 def _mistakes(spec: ComponentSpec, registry: Registry) -> list[str]:

@@ -13,7 +13,8 @@ from string import Template
 from stratagem._version import __version__
 from stratagem.cli.arguments import parser_of
 from stratagem.discovery import PLUGIN_API_VERSION
-from stratagem.discovery.hints import distribution_of
+from stratagem.discovery.entry_points import CORE, core_range, normalise
+from stratagem.discovery.hints import distribution_of, names_by_distribution
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.registry import Registry, get_registry
 from stratagem.errors import ConfigurationError
@@ -40,6 +41,21 @@ _FILES = {
 }
 """Where each file goes, and which one in the folder `template` it is made of; None: it is empty."""
 
+_KINDS = (
+    "strategy",
+    "accelerator",
+    "precision",
+    "checkpoint_io",
+    "cluster_environment",
+    "launcher",
+)
+_NOT_OURS_TO_GIVE = {
+    "core": "Stratagem's core",
+    "native": "the plugin of Stratagem's core",
+    "stratagem": "Stratagem itself",
+    "torch": "the library that all strategies stand on",
+}
+"""Names that no component has, and what a user would take them for."""
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _DISTRIBUTION = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -100,17 +116,29 @@ def names_of(name: str, distribution: str | None, registry: Registry) -> dict[st
             "case: letters, digits and single '_', beginning with a letter"
             + (f", such as {nearest!r}" if nearest else "")
         )
-    for candidate in registry.candidates("strategy"):
-        if name in (known.casefold() for known in (candidate.spec.name, *candidate.spec.aliases)):
-            raise _taken(name, candidate.distribution)
+    for kind in _KINDS:
+        for candidate in registry.candidates(kind):
+            names = (candidate.spec.name, *candidate.spec.aliases)
+            if name in (known.casefold() for known in names):
+                raise _taken(name, candidate.distribution, _called(kind))
     if name == "auto":
         raise ConfigurationError(
             "NAME='auto' is how users leave the choice of a strategy to Stratagem: choose another "
             "one, such as 'my_auto'"
         )
     if known := distribution_of(name):
-        raise _taken(name, known)
+        raise _taken(name, known, "a strategy")
+    if name in _NOT_OURS_TO_GIVE:
+        raise ConfigurationError(
+            f"NAME={name!r} is {_NOT_OURS_TO_GIVE[name]}, and would be taken for it: choose "
+            f"another one, such as 'my_{name}'"
+        )
     distribution = distribution or f"stratagem-backend-{name.replace('_', '-')}"
+    if normalise(distribution) in (CORE, *names_by_distribution()):
+        raise ConfigurationError(
+            f"the distribution {distribution} is one of Stratagem's own: choose another name by "
+            "--distribution"
+        )
     if not _DISTRIBUTION.fullmatch(distribution):
         raise ConfigurationError(
             f"--distribution={distribution!r}: expected letters, digits, '-', '_' and '.', "
@@ -138,28 +166,21 @@ def names_of(name: str, distribution: str | None, registry: Registry) -> dict[st
     }
 
 
-def _taken(name: str, distribution: str) -> ConfigurationError:
+def _taken(name: str, distribution: str, what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"NAME={name!r} is what {distribution} calls a strategy of its own: choose another one, "
+        f"NAME={name!r} is what {distribution} calls {what} of its own: choose another one, "
         f"such as 'my_{name}'"
     )
+
+
+def _called(kind: str) -> str:
+    """Return a kind of component with its article."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind.replace('_', ' ')}"
 
 
 def _words_of(name: str) -> str:
     """Return `LocalSGD` as `local_sgd`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).casefold()
-
-
-def core_range(version: str) -> str:
-    """Return the releases of core that a plugin written for one of them is expected to work with.
-
-    Example:
-        >>> from stratagem.cli.new_backend import core_range
-        >>> core_range("0.1.3")
-        '>=0.1,<0.2'
-    """
-    major, minor = version.split(".")[:2]
-    return f">={major}.{minor},<{major}.{int(minor) + 1}"
 
 
 def rendered(names: Mapping[str, str]) -> dict[str, str]:

@@ -15,6 +15,12 @@ def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
 
     Goes into dicts, lists, tuples, named tuples and dataclasses and keeps their types; any other
     object is returned as it is.
+
+    Example:
+        >>> import torch
+        >>> from stratagem.data import map_tensors
+        >>> map_tensors(torch.numel, {"image": torch.zeros(2, 3), "names": ["a", "b"]})
+        {'image': 6, 'names': ['a', 'b']}
     """
     if isinstance(data, torch.Tensor):
         return function(data)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from importlib.machinery import ModuleSpec
@@ -33,21 +33,24 @@ _BASES = {"Strategy": True, "ParallelStrategy": False, "SingleDeviceStrategy": T
 """Bases that leave every part of a step as it is, and whether they are one process."""
 
 
-def contradictions(name: str, can: Capabilities, overrides: Collection[str]) -> Iterator[str]:
+def contradictions(
+    name: str, can: Capabilities, *, clips: bool, runs_backward: bool
+) -> Iterator[str]:
     """Yield what a class says of itself that it leaves to a base class which does not do it.
 
     Args:
         name: of the class.
         can: its capabilities.
-        overrides: the methods that it overrides.
+        clips: whether it overrides one of OWN_CLIPPING.
+        runs_backward: whether it overrides one of OWN_BACKWARD.
     """
-    if can.owns_clipping and not set(OWN_CLIPPING) & set(overrides):
+    if can.owns_clipping and not clips:
         yield (
             f"{name}.capabilities has owns_clipping=True, but the class overrides none of "
             f"{', '.join(OWN_CLIPPING)}, so that nothing of its own clips: leave owns_clipping "
             "out, or clip in one of them"
         )
-    if not can.manual_backward and not set(OWN_BACKWARD) & set(overrides):
+    if not can.manual_backward and not runs_backward:
         yield (
             f"{name}.capabilities has manual_backward=False, but the class overrides none "
             f"of {', '.join(OWN_BACKWARD)}, so that it runs backward as user code does: leave "
@@ -103,14 +106,26 @@ def check_source(spec: StrategySpec, registry: Registry) -> Iterator[str]:
         is_known = inherited is not None or bases[0] in ("Strategy", "ParallelStrategy")
         if is_known and (text := difference(source.name, spec.capabilities, inherited)):
             yield text
-    if bases and set(bases) <= set(_BASES):
-        yield from contradictions(source.name, spec.capabilities, source.methods)
-        can = spec.capabilities
-        if can.one_process and can.many_devices and not any(map(_BASES.__getitem__, bases)):
-            yield (
-                f"{source.name}.capabilities has one_process=True and many_devices=True, but a "
-                "ParallelStrategy has a process for each device: set one_process=False"
-            )
+    can = spec.capabilities
+    if bases and all(_leaves_steps(base, registry) for base in bases):
+        yield from contradictions(
+            source.name,
+            can,
+            clips=not source.methods.isdisjoint(OWN_CLIPPING),
+            runs_backward=not source.methods.isdisjoint(OWN_BACKWARD),
+        )
+    drives_one = [_BASES.get(base, True) for base in bases]
+    if drives_one and not any(drives_one) and can.one_process and can.many_devices:
+        yield (
+            f"{source.name}.capabilities has one_process=True and many_devices=True, but a "
+            "ParallelStrategy has a process for each device: set one_process=False"
+        )
+
+
+def _leaves_steps(base: str, registry: Registry) -> bool:
+    """Whether a base class is one that neither clips nor runs backward in place of the user."""
+    can = Capabilities() if base in _BASES else _capabilities_of_core(base, registry)
+    return can is not None and can.manual_backward and not can.owns_clipping
 
 
 def _capabilities_of_core(class_name: str, registry: Registry) -> Capabilities | None:

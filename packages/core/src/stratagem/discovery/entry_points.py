@@ -340,16 +340,42 @@ def fits(clauses: str, version: str) -> bool | None:
         return None
 
 
-def takes_next_minor(clauses: str) -> bool:
-    """Whether a requirement on core takes a release of which its author can know nothing yet.
+def why_not_lasting(clauses: str) -> str:
+    """Return why a requirement on core serves no distribution for long; "": it does.
+
+    Args:
+        clauses: such as "<0.2,>=0.1"; "": there is no requirement.
 
     Example:
-        >>> from stratagem.discovery.entry_points import takes_next_minor
-        >>> takes_next_minor(">=0.1,<9"), takes_next_minor("")
-        (True, True)
+        >>> from stratagem.discovery.entry_points import why_not_lasting
+        >>> why_not_lasting(">=0.1,<9")[:48]
+        'stratagem-core>=0.1,<9 takes the next minor rele'
     """
     major, minor = __version__.split(".")[:2]
-    return fits(clauses, f"{major}.{int(minor) + 1}") is True
+    if not clauses:
+        why = f"it requires no release of {CORE} in particular"
+    elif "==" in clauses:
+        why = f"{CORE}{clauses} is one release, and pip refuses every other"
+    elif fits(clauses, f"{major}.{int(minor) + 1}"):
+        why = (
+            f"{CORE}{clauses} takes the next minor release, so that pip installs it beside a core "
+            "whose plugin API it does not know"
+        )
+    else:
+        return ""
+    return f"{why}: expected a range such as {CORE}{core_range(__version__)}"
+
+
+def core_range(version: str) -> str:
+    """Return the releases of core that a plugin written for one of them is expected to work with.
+
+    Example:
+        >>> from stratagem.discovery.entry_points import core_range
+        >>> core_range("0.1.3")
+        '>=0.1,<0.2'
+    """
+    major, minor = version.split(".")[:2]
+    return f">={major}.{minor},<{major}.{int(minor) + 1}"
 
 
 def _holds(clause: str, version: tuple[int, ...]) -> bool:

@@ -152,7 +152,7 @@ class Registry:
         qualifier, _, plain = name.rpartition(":")
         parts = [f"unknown {kind.replace('_', ' ')} {name!r}."]
         holders = self._candidates.get((kind, plain.casefold()), [])
-        near = _nearest(plain.casefold(), known)
+        near = nearest_of(plain.casefold(), known)
         if holders:
             others = ", ".join(repr(f"{holder.distribution}:{plain}") for holder in holders)
             parts.append(f"{qualifier!r} provides none of that name; there is {others}.")
@@ -311,7 +311,7 @@ def get_registry() -> Registry:
     return _registry
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest_of(name: str, known: list[str]) -> str:
     """Return the name that was probably meant, or "".
 
     Of those that are about as near, one of the same length: letters are changed or swapped more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -125,13 +125,27 @@ def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
     Raises:
         ConfigurationError: names the capability.
     """
-    overridden = [
-        name
-        for name in {*OWN_CLIPPING, *OWN_BACKWARD}
-        if getattr(kind, name) is not getattr(base, name)
-    ]
-    for text in contradictions(kind.__name__, can, overridden):
+
+    def overrides(methods: Iterable[str], says: Callable[[Capabilities], bool]) -> bool:
+        # What is inherited from a class that does not say it of itself does not do it.
+        without = next(
+            each for each in kind.__mro__ if each is base or says(_said_by(each, can)) is False
+        )
+        return any(getattr(kind, name) is not getattr(without, name) for name in methods)
+
+    for text in contradictions(
+        kind.__name__,
+        can,
+        clips=overrides(OWN_CLIPPING, lambda said: said.owns_clipping),
+        runs_backward=overrides(OWN_BACKWARD, lambda said: not said.manual_backward),
+    ):
         raise ConfigurationError(text)
+
+
+def _said_by(kind: type, otherwise: Capabilities) -> Capabilities:
+    """Return the capabilities that a class has itself; a mixin has none."""
+    said = getattr(kind, "capabilities", None)
+    return said if isinstance(said, Capabilities) else otherwise
 
 
 def check_strategy(strategy: object, spec: ComponentSpec | None, base: type) -> None:

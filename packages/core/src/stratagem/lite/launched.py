@@ -31,6 +31,7 @@ from stratagem.lite.request import Devices, Plugin, expand_shorthands, sort_plug
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
 from stratagem.plan.step_options import StepOptions
+from stratagem.rng import inherit_rng, inherited_rng
 
 REQUESTED = (
     *("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins"),
@@ -142,7 +143,17 @@ class Launched(Ranked):
                     "the code into run() of a subclass"
                 )
             return launcher.launch(self.plan, self._setup_environment)
-        return launcher.launch(self.plan, self._run_on_rank, function, self, *args, **kwargs)
+        call = (function, self, *args)
+        if self.plan.runs_elsewhere:
+            return launcher.launch(
+                self.plan, self._run_on_new_rank, inherited_rng(), *call, **kwargs
+            )
+        return launcher.launch(self.plan, self._run_on_rank, *call, **kwargs)
+
+    def _run_on_new_rank(self, inherited: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Run on a rank that draws what the launching process would draw, did it run this."""
+        inherit_rng(inherited)
+        return self._run_on_rank(*args, **kwargs)
 
     def _run_on_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._setup_environment()

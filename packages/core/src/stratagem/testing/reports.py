@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
+
+_TORCHS_REFUSAL = re.compile(r"Weights only load failed\b.*?(?:torch\.load\.html\.|\Z)", re.DOTALL)
+_REFUSED = re.compile(r"GLOBAL ([\w.]+\w)")
 
 
 def sentence_of(function: Callable[..., Any]) -> str:
@@ -21,5 +25,23 @@ def sentence_of(function: Callable[..., Any]) -> str:
 
 
 def failure_of(name: str, what: str, about: str) -> str:
-    """Return what is said of a check that failed: its name, what is wrong, and what it means."""
-    return f"{name}: {what}\n({about})"
+    """Return what is said of a check that failed: its name, what is wrong, and what it means.
+
+    Example:
+        >>> said = failure_of("save", "Weights only load failed. GLOBAL mine.Clock was not", "")
+        >>> said.partition(").")[0]
+        'save: torch refuses to make all of it (the file names mine.Clock'
+    """
+    return f"{name}: {_TORCHS_REFUSAL.sub(_other_advice, what)}\n({about})"
+
+
+def _other_advice(refusal: re.Match[str]) -> str:
+    """Return what to say for torch's refusal of a pickle, whose advice is to execute it."""
+    found = _REFUSED.search(refusal[0])
+    named = f"the file names {found[1]}" if found else "the file is another pickle"
+    return (
+        f"torch refuses to make all of it ({named}). Keep weights_only=True, without which a "
+        "checkpoint executes what it says: save tensors and plain data alone, build objects from "
+        "them in load_state_dict, and where a format reads a file, raise CheckpointCorruptError "
+        "from torch's UnpicklingError"
+    )

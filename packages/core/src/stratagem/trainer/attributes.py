@@ -13,8 +13,6 @@ from stratagem.lite.ranked import Ranked
 from stratagem.trainer.options import OptionAttributes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from stratagem.datamodule import DataModule
     from stratagem.interfaces.accelerator import Accelerator
     from stratagem.interfaces.strategy import Strategy
@@ -69,9 +67,16 @@ class TrainerAttributes(Ranked, OptionAttributes):
         return None if self._run is None else self._run.datamodule
 
     @property
-    def ckpt_path(self) -> str | Path | None:
-        """What the present run was given to load, or the one before."""
-        return None if self._run is None else self._run.job.ckpt_path
+    def ckpt_path(self) -> str | None:
+        """What the present run has loaded, or the one before; None: nothing.
+
+        Before it is found: what was asked for, "best" and "last" too.
+        """
+        if self._run is None:
+            return None
+        run = self._run
+        path = run.resumed_from or run.evaluated_from or run.job.ckpt_path
+        return None if path is None else str(path)
 
     @property
     def training(self) -> bool:

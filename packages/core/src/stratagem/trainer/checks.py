@@ -17,7 +17,7 @@ from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions
 from stratagem.state.hyperparameters import HyperParametersMixin, savable
-from stratagem.trainer.progress import RunState
+from stratagem.trainer.progress import Progress, RunState
 
 if TYPE_CHECKING:
     from stratagem.trainer.job import Job
@@ -96,6 +96,27 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
         raise UserCodeError(
             f"{type(model).__name__} does not define {' and '.join(missing)}, which "
             f"trainer.{stage} needs"
+        )
+
+
+def check_that_it_ends(run: Run, before: Progress) -> None:
+    """Refuse to go on after an epoch whose batches were all skipped, if nothing ends the fit.
+
+    Args:
+        run: a fit, whose last step had no loss.
+        before: its progress when the epoch began, or was resumed.
+
+    Raises:
+        UserCodeError: only a number of steps would end it.
+    """
+    trainer, progress = run.trainer, run.progress
+    took_none = progress.global_step == before.global_step and progress.batches > before.batches
+    endless = trainer.max_epochs == -1 and trainer.max_time is None and trainer.max_steps != -1
+    if took_none and endless and run.module.automatic_optimization:
+        raise UserCodeError(
+            f"{type(run.module).__name__}.training_step returned None for all {progress.batches} "
+            f"batches of an epoch, and only max_steps={trainer.max_steps}, which counts optimizer "
+            "steps, would end this fit: return a loss, or pass max_epochs"
         )
 
 

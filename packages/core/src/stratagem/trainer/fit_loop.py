@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.trainer.checks import check_that_it_ends
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.open_data import data_of, reopen_in_epoch
 from stratagem.trainer.step import EndOfEpoch, Step
@@ -55,6 +57,7 @@ def fit(
             hooks.call("on_train_epoch_start")
             run.metrics.in_step = True
             rank_state.begin_epoch()
+            before = replace(progress)
             # What follows sees the epoch as finished, so that a checkpoint saved from here on
             # resumes with the next one. A stop in the middle leaves it unfinished.
             with step.epoch_context():
@@ -66,6 +69,8 @@ def fit(
             run.end_train_epoch()
             if not progress.epoch_is_done:
                 break
+            if not step.has_loss:
+                check_that_it_ends(run, before)
             progress.next_epoch()
     except RuntimeError as error:
         explained = step.explain(error) or run.strategy.explain(prepared, error)

@@ -59,6 +59,11 @@ class RunState:
     status: str = "finished"
 
     @property
+    def fn(self) -> str | None:
+        """The stage under the name that Lightning has for it; None between runs."""
+        return self.stage or None
+
+    @property
     def finished(self) -> bool:
         """Whether the last run has ended without an exception."""
         return self.status == "finished"

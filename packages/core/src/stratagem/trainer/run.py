@@ -127,6 +127,8 @@ class Run:
         """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
         self.resumed_from: paths.Location | None = None
         """In a fit that was resumed: from what, which the user named and no checkpoint did."""
+        self.evaluated_from: paths.Location | None = None
+        """In an evaluation: the checkpoint whose weights it was given."""
         self.evaluation_loaders: dict[str, list[EvaluationLoader]] = {}
         """This rank's, by what they are for."""
         self.evaluated_batches = 0
@@ -264,7 +266,7 @@ class Run:
         return evaluation.predict(self, self._prepare_to_evaluate(), loaders)
 
     def _prepare_to_evaluate(self) -> PreparedModel:
-        path = self._find(self.job.ckpt_path)
+        path = self.evaluated_from = self._find(self.job.ckpt_path)
         if self.prepared is None:
             self.prepared = prepare(self.strategy, self.module)
         if path is not None:

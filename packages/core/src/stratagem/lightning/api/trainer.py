@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stratagem import callbacks as own
 from stratagem import trainer
+from stratagem.checkpoint.catalog import find_all
 from stratagem.errors import ConfigurationError
+from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.callbacks import RichProgressBar
 from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
 from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
 from stratagem.loggers import CSVLogger
+from stratagem.storage import paths
 
 
 class Trainer(trainer.Trainer):
@@ -25,6 +30,8 @@ class Trainer(trainer.Trainer):
         enable_model_summary: None: print the table of layers, but in a quick run.
         model_registry: not here: expected None.
         **options: those of `stratagem.Trainer`.
+
+    What is not given is read from the environment, from PL_TRAINER_MAX_STEPS for `max_steps`.
 
     Raises:
         ConfigurationError: the request cannot be met; nothing has been started.
@@ -44,6 +51,14 @@ class Trainer(trainer.Trainer):
         model_registry: str | None = None,
         **options: Any,
     ) -> None:
+        named = {
+            "logger": logger,
+            "log_every_n_steps": log_every_n_steps,
+            "enable_model_summary": enable_model_summary,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        options = {**_of_environment(), **options, **given}
+        logger, log_every_n_steps, enable_model_summary = (options.pop(n, None) for n in named)
         if model_registry is not None:
             raise ConfigurationError(
                 f"model_registry={model_registry!r} is a service of Lightning's: leave it out"
@@ -60,10 +75,103 @@ class Trainer(trainer.Trainer):
             options["callbacks"] = _with_defaults(options)
         super().__init__(
             logger=logger,
-            log_every_n_steps=log_every_n_steps,  # type: ignore[arg-type]
-            enable_model_summary=enable_model_summary,  # type: ignore[arg-type]
+            log_every_n_steps=log_every_n_steps,
+            enable_model_summary=enable_model_summary,
             **options,
         )
+
+    # -- the four runs
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train a model; as `stratagem.Trainer.fit`.
+
+        Args:
+            model, train_dataloaders, val_dataloaders, datamodule: as there.
+            ckpt_path: as there; "last" begins anew, with a warning, where nothing is saved yet.
+            weights_only: not needed here: nothing in a checkpoint is ever executed.
+        """
+        if ckpt_path == "last" and not self._has_saved():
+            rank_zero_warn(
+                'ckpt_path="last" is set, but there is no checkpoint in the folders of the '
+                "ModelCheckpoints. No checkpoint will be loaded: the fit begins anew"
+            )
+            ckpt_path = None
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+
+    def validate(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run validation; as `stratagem.Trainer.validate`, but for a model that is not given.
+
+        Args:
+            model: None: the one that was fitted, with its best weights where some were saved.
+            dataloaders, datamodule, ckpt_path, verbose: as there.
+            weights_only: not needed here: nothing in a checkpoint is ever executed.
+        """
+        path = self._best_if_left_out(model, ckpt_path)
+        return super().validate(model, dataloaders, datamodule, path, verbose)
+
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run testing. Arguments as in `validate`."""
+        path = self._best_if_left_out(model, ckpt_path)
+        return super().test(model, dataloaders, datamodule, path, verbose)
+
+    def predict(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Predict; as `stratagem.Trainer.predict`, with `model` and `ckpt_path` of `validate`."""
+        path = self._best_if_left_out(model, ckpt_path)
+        return super().predict(model, dataloaders, datamodule, return_predictions, path)
+
+    def _best_if_left_out(self, model: Any, ckpt_path: str | Path | None) -> str | Path | None:
+        """Return "best" where neither model nor checkpoint is named, as Lightning has it."""
+        saved = any(saver.best_model_path for saver in self.checkpoint_callbacks)
+        if model is not None or ckpt_path is not None or not saved:
+            return ckpt_path
+        rank_zero_warn(
+            "neither a model nor ckpt_path is given. The best model of the previous `fit` call "
+            "will be used; pass the model to use its present weights"
+        )
+        return "best"
+
+    def _has_saved(self) -> bool:
+        """Whether a ModelCheckpoint has something to go on from."""
+        savers = self.checkpoint_callbacks
+        alone = self.default_root_dir if not self.loggers else None
+        folders = [
+            saver.dirpath or (None if alone is None else paths.join(alone, "checkpoints"))
+            for saver in savers
+        ]
+        there = list(find_all(folder for folder in folders if folder is not None))
+        return bool(there) or any(saver.kept_paths for saver in savers)
 
     # -- views of loops
 
@@ -96,3 +204,19 @@ def _wants(
 ) -> bool:
     is_there = any(isinstance(callback, kind) for callback in callbacks)
     return options.get(argument) in (None, True) and not is_there
+
+
+_PREFIX = "PL_TRAINER_"
+
+
+def _of_environment() -> dict[str, Any]:
+    """Return the arguments that environment variables give, as Python reads them."""
+    found: dict[str, Any] = {}
+    for name, text in os.environ.items():
+        if not name.startswith(_PREFIX):
+            continue
+        try:
+            found[name.removeprefix(_PREFIX).lower()] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            found[name.removeprefix(_PREFIX).lower()] = text
+    return found

@@ -62,6 +62,23 @@ def fail_sync(which: int) -> Broke:
     return lambda: count >= which
 
 
+def note_syncs() -> dict[int, int]:
+    """Note from now on by its inode what this process makes durable, and its size at that time."""
+    noted: dict[int, int] = {}
+
+    def noting(sync: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noted_sync(descriptor: Any) -> None:
+            sync(descriptor)
+            status = os.fstat(descriptor)
+            noted[status.st_ino] = status.st_size
+
+        return noted_sync
+
+    for name in ("fsync", "fdatasync"):
+        setattr(os, name, noting(getattr(os, name)))
+    return noted
+
+
 def limit_file_size(size: int) -> Broke:
     """Let every write beyond so many bytes of a file fail with EFBIG."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

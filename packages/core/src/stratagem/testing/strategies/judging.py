@@ -46,6 +46,7 @@ def judge_losses(found: Found, precision: str = "32-true") -> None:
     tolerance = found.target.tolerance_of(precision)
     if not found.target.equal:
         _judge_loosely(own, expected, tolerance)
+        judge_replicas(found)
         return
     for step, (mine, other) in enumerate(zip(own, expected, strict=True)):
         assert math.isclose(mine, other, rel_tol=tolerance, abs_tol=tolerance), (

@@ -91,7 +91,7 @@ class Probe:
             "shard": list(trainer.ranks.data_shard),
             "losses": learner.losses,
             "weights": self.weights(trainer),
-            "own": self.own_weights(trainer),
+            "own": self.own_weights(trainer.run.require_prepared().original),
         }
 
     def weights(self, trainer: Trainer) -> dict[str, list[float]]:
@@ -99,13 +99,12 @@ class Probe:
         prepared = trainer.run.require_prepared()
         return flat(trainer.strategy.model_state(prepared))
 
-    def own_weights(self, trainer: Trainer) -> dict[str, list[float]]:
-        """Return the parameters that this rank has, where it has whole ones."""
-        capabilities = trainer.strategy.capabilities
+    def own_weights(self, net: nn.Module) -> dict[str, list[float]]:
+        """Return the parameters that this rank has of a user's model, where it has whole ones."""
+        capabilities = self.target.capabilities()
         if capabilities.sharded_state or not capabilities.replicated:
             return {}
-        prepared = trainer.run.require_prepared()
-        return flat(dict(prepared.original.named_parameters()))
+        return flat(dict(net.named_parameters()))
 
     def attempt(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what an action returns, with `refused`: the error that it ends with, or None.

@@ -17,6 +17,7 @@ from stratagem.errors import CheckpointError, CheckpointNotFoundError
 from stratagem.testing.components.bench import Bench, brief
 from stratagem.testing.components.check import check
 from stratagem.testing.components.checks.checkpoint_io import NAME, number_in, saved
+from stratagem.testing.durability.faults import note_syncs
 from stratagem.testing.durability.saver import Subject
 from stratagem.testing.durability.scenarios import Row, Scenarios
 
@@ -211,6 +212,32 @@ def _half(bench: Bench) -> None:
 
 
 # -- durability: what `stratagem checkpoint durability` does, in small
+
+
+@check(KIND, "durability/fsync")
+def _synced(bench: Bench) -> None:
+    """A save calls fsync on each file when it is whole, and on the folder that names it.
+
+    A kill of the process shows nothing of this: what the kernel holds is lost with the power only.
+    """
+    io = bench.make()
+    path = bench.folder / NAME
+    sizes = note_syncs()
+    saved(io, path, 1)
+    folders = [] if path.is_file() else [path, *(f for f in path.rglob("*") if f.is_dir())]
+    for place in (*_files(path), *folders, bench.folder):
+        status = place.stat()
+        kind = "folder" if place.is_dir() else "file"
+        size = sizes.get(status.st_ino)
+        assert size is not None, (
+            f"the {kind} {place.name!r} was not made durable when the save was over, so that a "
+            "loss of power takes a checkpoint that counts as saved: call os.fsync on each file "
+            "before it gets its name, and on the folder afterwards"
+        )
+        assert place.is_dir() or size == status.st_size, (
+            f"os.fsync was called when {size} of the {status.st_size} bytes of {place.name!r} were "
+            "written: flush the file first"
+        )
 
 
 def _scenarios(bench: Bench) -> tuple[Scenarios, Subject]:

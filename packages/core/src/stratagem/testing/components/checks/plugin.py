@@ -13,7 +13,7 @@ from stratagem.discovery.entry_points import (
     PluginEntry,
     installed_entries,
     normalise,
-    takes_next_minor,
+    why_not_lasting,
 )
 from stratagem.discovery.import_cost import import_alone
 from stratagem.discovery.registry import Registry, get_registry
@@ -133,15 +133,11 @@ def _side_effects(bench: Bench) -> None:
 
 @check(KIND, "metadata/requirement on core")
 def _requirement(bench: Bench) -> None:
-    """The distribution requires a core of which the next minor version is excluded."""
+    """The distribution requires a range of core without the next minor version, as doctor says."""
     for entry in _entries(bench):
         if entry.distribution == CORE:
             continue
-        assert not takes_next_minor(entry.requires_core), (
-            f"{entry.distribution} requires {CORE}{entry.requires_core or ' not at all'}: expected "
-            "an upper bound, as in 'stratagem-core>=0.1,<0.2', so that pip does not install it "
-            "beside a core that it was not made for"
-        )
+        assert not (why := why_not_lasting(entry.requires_core)), why
 
 
 @check(KIND, "metadata/disabled by name", slow=True)

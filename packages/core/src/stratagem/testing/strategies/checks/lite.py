@@ -51,7 +51,11 @@ def _loop(
                 lite.clip_gradients(model, optimizer, max_norm=clip)
             optimizer.step()
             optimizer.zero_grad()
-    return {"shard": list(lite.ranks.data_shard), "losses": losses, "own": {}}
+    return {
+        "shard": list(lite.ranks.data_shard),
+        "losses": losses,
+        "own": probe.own_weights(net),
+    }
 
 
 def _register(name: str, about: str, **options: Any) -> None:

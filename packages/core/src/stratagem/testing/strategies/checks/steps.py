@@ -44,7 +44,7 @@ def _one_step(probe: Probe, count: int = 1, **options: Any) -> dict[str, Any]:
         # What torch alone finds for this rank's samples.
         "alone": plain_gradient(learner.seen),
         "steps": trainer.global_step,
-        "own": probe.own_weights(trainer),
+        "own": probe.own_weights(trainer.run.require_prepared().original),
     }
 
 
