@@ -322,9 +322,9 @@ def test_learning_rates_are_those_of_the_next_step(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     one = trainer(monitor, logger=logger, max_epochs=3)
     one.fit(Net(), loader())
-    assert monitor.lrs["lr-SGD"] == pytest.approx([0.1, 0.09, 0.081])
-    assert monitor.lrs["lr-SGD-momentum"] == [0.9] * 3
-    assert monitor.lrs["lr-SGD-weight_decay"] == [0.0] * 3
+    assert monitor.lrs == {"lr-SGD": pytest.approx([0.1, 0.09, 0.081])}
+    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.9}
+    assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.0}
     assert float(one.callback_metrics["lr-SGD"]) == pytest.approx(0.081)
     logged = {row["step"]: float(row["lr-SGD"]) for row in rows(logger) if row["lr-SGD"]}
     assert logged == {"0": 0.1, "6": pytest.approx(0.09), "12": pytest.approx(0.081)}
@@ -354,6 +354,55 @@ def test_several_groups_and_names_of_schedulers(tmp_path: Path) -> None:
         trainer(monitor, max_steps=2).fit(Net(), loader())
     with pytest.raises(ConfigurationError, match="logging_interval='batch'"):
         LearningRateMonitor("batch")  # type: ignore[arg-type]
+
+    class Twice(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(
+                [{"params": [p], "name": "same"} for p in self.head.parameters()], lr=0.1
+            )
+
+    with pytest.raises(ConfigurationError, match="several groups of an optimizer are called"):
+        trainer(LearningRateMonitor(), logger=CSVLogger(tmp_path), max_steps=2).fit(
+            Twice(), loader()
+        )
+
+
+def test_learning_rates_of_a_group_that_was_added_and_of_two_optimizers(tmp_path: Path) -> None:
+    class Later(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.backbone)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.5)
+
+    class Plain(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    class Two(Net):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=rate) for rate in (0.1, 0.2)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.head(self.backbone(batch[0])).sum())
+                optimizer.step()
+
+    monitor = LearningRateMonitor("epoch")
+    trainer(Later(), monitor, logger=CSVLogger(tmp_path), max_epochs=2).fit(Plain(), loader())
+    assert monitor.lrs == {"lr-SGD/pg1": [0.1, 0.1], "lr-SGD/pg2": [0.5]}
+
+    # Each batch takes two steps, so that none begins one before the one that is logged.
+    monitor = LearningRateMonitor("step")
+    logger = CSVLogger(tmp_path)
+    one = trainer(monitor, logger=logger, max_epochs=1, log_every_n_steps=2)
+    one.fit(Two(), loader())
+    assert monitor.lrs == {"lr-SGD": [0.1] * 6, "lr-SGD-1": [0.2] * 6}
+    assert len([row for row in rows(logger) if row["lr-SGD-1"]]) == 6
 
 
 def test_throughput_counts_batches_samples_and_items(tmp_path: Path) -> None:

@@ -638,9 +638,9 @@ def test_a_save_by_steps_waits_for_the_first_value_that_it_monitors(tmp_path: Pa
     saver = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", every_n_train_steps=1)
     with pytest.warns(UserWarning, match=r"step 1: .*monitor='val_loss'.*there is no"):
         fit_epochs(saver, 2)
-    # Of the first epoch's value, which is the smaller one; the first step after it.
-    assert names(tmp_path) == ["step=3.ckpt"]
-    assert saver.best_model_score == 1.0
+    # With the value of these very weights, which is the smaller one.
+    assert names(tmp_path) == ["step=2.ckpt"]
+    assert saver.best_model_score == saver.current_score - 1.0 == 1.0
     never = ModelCheckpoint(tmp_path / "never", monitor="loss", every_n_train_steps=1)
     with (
         pytest.warns(UserWarning, match="there is no value yet"),

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
 
 
-def filled(filename: str, values: Mapping[str, Any]) -> str:
+def filled(filename: str, values: Mapping[str, Any], *, with_names: bool = True) -> str:
     """Return a file name with values in the place of its braces.
+
+    Args:
+        filename: with names in braces.
+        values: by name.
+        with_names: write the name before each value.
 
     Raises:
         ConfigurationError: there is no value of a name in it.
@@ -35,7 +40,7 @@ def filled(filename: str, values: Mapping[str, Any]) -> str:
                 f"{', '.join(sorted(values))}"
             )
         text = format(values[name], form)
-        return f"{name.replace('/', '_')}={text}"
+        return f"{name.replace('/', '_')}={text}" if with_names else text
 
     return re.sub(r"\{([^}]+)\}", fill, filename)
 
@@ -45,9 +50,13 @@ class CheckpointNames:
 
     A name is claimed until something is there, so that two runs which choose at the same moment do
     not choose the same one.
+
+    Args:
+        replaces: choose a name that something has, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, replaces: bool = False) -> None:
+        self._replaces = replaces
         self._claims: list[Claim] = []
         self._claim_on_last: Claim | None = None
         self._moves_last = False
@@ -55,7 +64,8 @@ class CheckpointNames:
     def choose(self, ranks: Ranks, folder: paths.Location, name: str) -> str:
         """Return a path that nothing has and nobody is about to have; called on every rank.
 
-        It is `folder/name.ckpt`, or with `-v1`, `-v2` and so on after the name.
+        It is `folder/name.ckpt`, or with `-v1`, `-v2` and so on after the name. Where names are
+        replaced, something may have it.
 
         Raises:
             CheckpointSaveError: the folder cannot be written to.
@@ -73,11 +83,12 @@ class CheckpointNames:
 
     def _claim(self, folder: paths.Location, name: str) -> str:
         # Listed once: to look at one name after the other takes a listing for each.
-        taken = paths.names(folder)
+        taken = () if self._replaces else paths.names(folder)
         version = 0
         while True:
             versioned = (f"{name}-v{version}" if version else name) + SUFFIX
-            claimed = None if versioned in taken else claim(paths.join(folder, versioned))
+            path = paths.join(folder, versioned)
+            claimed = None if versioned in taken else claim(path, may_exist=self._replaces)
             if claimed is not None:
                 self._claims.append(claimed)
                 return str(claimed.path)

@@ -33,6 +33,11 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: check when a training epoch ends, and not after validation; False:
             after each validation; None: where the value is complete.
 
+    Attributes:
+        stopped_by: what has ended training: "patience_exhausted", "stopping_threshold",
+            "divergence_threshold" or "non_finite_metric"; "": nothing has.
+        stopping_reason_message: the same in words; None: nothing has.
+
     Example:
         >>> from stratagem.callbacks import EarlyStopping
         >>> EarlyStopping("val_acc", mode="max", patience=5).state_key
@@ -73,8 +78,13 @@ class EarlyStopping(Callback):
         self.best_score = math.inf if mode == "min" else -math.inf
         self.wait_count = 0
         self.stopped_epoch = 0
-        self.stopping_reason = ""
+        self.stopped_by = ""
+        self.stopping_reason_message: str | None = None
+
+    @property
+    def stopping_reason(self) -> Any:
         """Why it has ended training, in words; "" where it has not."""
+        return self.stopping_reason_message or ""
 
     @property
     def state_key(self) -> str:
@@ -124,17 +134,18 @@ class EarlyStopping(Callback):
                     f"{self.monitor} is {score}. check_finite=False goes on",
                     stacklevel=2,
                 )
-            self._stop(trainer, f"{self.monitor} is {score}")
+            self._stop(trainer, "non_finite_metric", f"{self.monitor} is {score}")
             return
         sign = 1.0 if self.mode == "min" else -1.0
         ends = False
-        for limit, factor, what in (
-            (self.stopping_threshold, sign, "better"),
-            (self.divergence_threshold, -sign, "worse"),
+        for kind, factor, what in (
+            ("stopping_threshold", sign, "better"),
+            ("divergence_threshold", -sign, "worse"),
         ):
+            limit = getattr(self, kind)
             if limit is not None and factor * score < factor * limit:
                 ends = True
-                self._stop(trainer, f"{self.monitor} is {score:.4g}, {what} than {limit:g}")
+                self._stop(trainer, kind, f"{self.monitor} is {score:.4g}, {what} than {limit:g}")
         if sign * score < sign * self.best_score - self.min_delta:
             if self.verbose:
                 trainer.print(
@@ -149,9 +160,10 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         if self.wait_count >= self.patience and not ends:
             best = f"{self.monitor} has not improved on {self.best_score:.4g}"
-            self._stop(trainer, f"{best} (patience={self.patience})")
+            self._stop(trainer, "patience_exhausted", f"{best} (patience={self.patience})")
 
-    def _stop(self, trainer: Trainer, reason: str) -> None:
-        self.stopping_reason = f"EarlyStopping: {reason}"
+    def _stop(self, trainer: Trainer, kind: str, reason: str) -> None:
+        self.stopped_by = kind
+        self.stopping_reason_message = f"EarlyStopping: {reason}"
         self.stopped_epoch = trainer.current_epoch
         trainer.should_stop = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
@@ -22,7 +23,6 @@ class KeepsCheckpoints(Callback):
     The arguments of `ModelCheckpoint`, which decides when to save, tell one from another.
     """
 
-    dirpath: paths.Location | None
     filename: str
     monitor: str | None
     mode: Literal["min", "max"]
@@ -33,14 +33,26 @@ class KeepsCheckpoints(Callback):
     every_n_epochs: int | None
     train_time_interval: timedelta | None
     last_model_path: str
+    current_score: float | None
+    _folder: paths.Location | None
     _kept: KeptCheckpoints
     _key: str
 
     def __init__(self) -> None:
+        self.current_score = None
         self._resumed: dict[str, Any] | None = None
         """What was loaded, until rank 0 has looked at what of it is still there."""
         self._spared: set[str] = set()
         """On rank 0: what was saved before this run was resumed, and may be another's."""
+
+    @property
+    def dirpath(self) -> Any:
+        """The folder that it saves in, a `pathlib.Path` or a URL; None: not known before a run."""
+        return self._folder
+
+    @dirpath.setter
+    def dirpath(self, folder: str | Path | paths.Location | None) -> None:
+        self._folder = None if folder is None else paths.given(folder)
 
     @property
     def best_k_models(self) -> dict[str, float]:
@@ -51,6 +63,11 @@ class KeepsCheckpoints(Callback):
     def best_model_path(self) -> str:
         """The best so far, or ""."""
         return self._kept.best_path()
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of those that are kept as the best, or ""."""
+        return self._kept.worst_path()
 
     @property
     def best_model_score(self) -> float | None:
@@ -95,14 +112,14 @@ class KeepsCheckpoints(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return which checkpoints are kept; names are relative to the folder."""
-        if self.dirpath is None:
+        if self._folder is None:
             return {}
         return {
-            "dirpath": str(paths.absolute(self.dirpath)),
-            "last_model_path": paths.relative(self.last_model_path, self.dirpath)
+            "dirpath": str(paths.absolute(self._folder)),
+            "last_model_path": paths.relative(self.last_model_path, self._folder)
             if self.last_model_path
             else "",
-            **self._kept.state_dict(self.dirpath),
+            **self._kept.state_dict(self._folder),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,7 +128,7 @@ class KeepsCheckpoints(Callback):
         When a fit goes on, it is looked at which are there. A state may be anybody's, so that it
         names no folder and nothing outside of this one's.
         """
-        folder = self.dirpath
+        folder = self._folder
         self._take(state, lambda name: None if folder is None else in_folder(folder, name))
 
     def take_over(self, state: dict[str, Any]) -> None:
@@ -127,11 +144,11 @@ class KeepsCheckpoints(Callback):
     def _look_after_resuming(self, trainer: Trainer) -> None:
         """Forget what is not there any more; what rank 0 sees counts."""
         state, self._resumed = self._resumed, None
-        if state is None or self.dirpath is None:
+        if state is None or self._folder is None:
             return
         if trainer.is_global_zero:
             run = trainer.run
-            there = ResumedCheckpoints(self.dirpath, run.resumed_from, run.run_id)
+            there = ResumedCheckpoints(self._folder, run.resumed_from, run.run_id)
             self._kept.load_state_dict(state, there.locate)
             self.last_model_path = there.locate_last(state.get("last_model_path"))
             self._spared = there.spared

@@ -52,6 +52,10 @@ class KeptCheckpoints:
         """Return the best of all; "": there is none."""
         return _extreme(self.best, self._better) if self.best else ""
 
+    def worst_path(self) -> str:
+        """Return the worst of the best; "": there is none."""
+        return self._worst() if self.best else ""
+
     def add(self, path: str, value: float | None) -> list[str]:
         """Take a new checkpoint; return those that are not to be kept, once it is durable.
 

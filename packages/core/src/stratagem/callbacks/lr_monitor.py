@@ -16,9 +16,9 @@ class LearningRateMonitor(Callback):
     """Logs the learning rate of each parameter group, with which the next step is taken.
 
     It is named after the optimizer's class (`lr-SGD`; several of a class: `lr-SGD`, `lr-SGD-1`), or
-    after the scheduler's `name` in `configure_optimizers`; of several groups each has its number or
-    its own `name` (`lr-SGD/pg1`, `lr-SGD/backbone`). Where momentum or weight decay is logged, they
-    end in `-momentum` and `-weight_decay`.
+    after the scheduler's `name` in `configure_optimizers`; a group with a `name` has that too
+    (`lr-SGD/backbone`), and of several groups the others have their numbers (`lr-SGD/pg1`). Where
+    momentum or weight decay is logged, they end in `-momentum` and `-weight_decay`.
 
     Args:
         logging_interval: "step": with every row that is logged; "epoch": at the start of each
@@ -27,10 +27,13 @@ class LearningRateMonitor(Callback):
         log_weight_decay: log weight decay too.
 
     Attributes:
-        lrs: all values that were logged, by name.
+        lrs: all learning rates that were logged, by name.
+        last_momentum_values: by name, where momentum is logged.
+        last_weight_decay_values: by name, where weight decay is logged.
 
     Raises:
-        ConfigurationError: another interval; when a fit begins, the Trainer has no logger.
+        ConfigurationError: another interval; when a fit begins, the Trainer has no logger, or two
+            groups of an optimizer have the same name.
 
     Example:
         >>> from stratagem import Trainer
@@ -55,6 +58,8 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float] = {}
+        self.last_weight_decay_values: dict[str, float] = {}
         self._names: list[str] = []
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
@@ -74,14 +79,19 @@ class LearningRateMonitor(Callback):
             name = by_scheduler.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
             same = sum(one == name or one.rpartition("-")[0] == name for one in self._names)
             self._names.append(f"{name}-{same}" if same else name)
-        self.lrs = {}
+        names = (name for i in range(len(self._names)) for name in self._of_groups(trainer, i))
+        self.lrs = {name: [] for name in names}
+        self.last_momentum_values, self.last_weight_decay_values = {}, {}
 
     def on_train_batch_start(
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
     ) -> None:
         """Log before a batch, where this step's values are logged."""
-        every = trainer.log_every_n_steps
-        if every and not (trainer.global_step + 1) % every and self._is_due(trainer, "step"):
+        every, step = trainer.log_every_n_steps, trainer.global_step
+        # In manual optimization each optimizer may take a step of this batch.
+        steps = 1 if module.automatic_optimization else len(trainer.optimizers)
+        logs = every and (step + steps) // every > step // every
+        if logs and self._is_due(trainer, "step"):
             trainer.run.metrics.row.update(self._read(trainer, "step"))
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
@@ -104,19 +114,41 @@ class LearningRateMonitor(Callback):
             if config.interval == interval and hasattr(config.scheduler, "optimizer")
         }
         values: dict[str, float] = {}
-        for optimizer, name in zip(trainer.optimizers, self._names, strict=True):
+        momenta: dict[str, float] = {}
+        decays: dict[str, float] = {}
+        for index, optimizer in enumerate(trainer.optimizers):
             if self.logging_interval is None and only and id(optimizer) not in only:
                 continue
-            for index, group in enumerate(optimizer.param_groups):
-                own = group.get("name", f"pg{index + 1}")
-                full = f"{name}/{own}" if len(optimizer.param_groups) > 1 else name
-                values[full] = float(group["lr"])
+            names = self._of_groups(trainer, index)
+            for name, group in zip(names, optimizer.param_groups, strict=True):
+                values[name] = float(group["lr"])
+                self.lrs.setdefault(name, []).append(values[name])
                 if self.log_momentum:
                     momentum = group.get("momentum", (*group.get("betas", ()), 0.0)[0])
-                    values[f"{full}-momentum"] = float(momentum)
+                    momenta[f"{name}-momentum"] = float(momentum)
                 if self.log_weight_decay:
-                    values[f"{full}-weight_decay"] = float(group.get("weight_decay", 0.0))
-        for name, value in values.items():
-            self.lrs.setdefault(name, []).append(value)
+                    decays[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        self.last_momentum_values.update(momenta)
+        self.last_weight_decay_values.update(decays)
+        values |= momenta | decays
         trainer.run.latest.values.update(values)
         return values
+
+    def _of_groups(self, trainer: Trainer, index: int) -> list[str]:
+        """Return the names of an optimizer's parameter groups, which may have become more.
+
+        Raises:
+            ConfigurationError: two are the same.
+        """
+        groups, name = trainer.optimizers[index].param_groups, self._names[index]
+        if len(groups) == 1 and "name" not in groups[0]:
+            return [name]
+        names = [f"{name}/{group.get('name', f'pg{i + 1}')}" for i, group in enumerate(groups)]
+        if twice := sorted({one for one in names if names.count(one) > 1}):
+            raise ConfigurationError(
+                f"LearningRateMonitor logs a value for each parameter group, and several groups "
+                f"of an optimizer are called {twice[0]!r}: give each a 'name' of its own"
+            )
+        if name in self.lrs:  # it was the only group so far
+            self.lrs[names[0]] = self.lrs.pop(name)
+        return names

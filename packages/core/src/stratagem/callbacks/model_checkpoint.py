@@ -34,6 +34,9 @@ class ModelCheckpoint(KeepsCheckpoints):
             beside the logs.
         filename: name without `.ckpt`, with values in braces: "{epoch}-{val_acc:.3f}"; None:
             "epoch=E-step=S".
+        auto_insert_metric_name: write each value's name before it, "epoch=3"; False: the value.
+        enable_version_counter: False: replace what has a name already, another run's too.
+        verbose: say on rank 0 what was saved.
         monitor: logged value that says which are the best, or "epoch" or "step"; None: the newest
             are.
         mode: "min": smaller is better; "max".
@@ -58,8 +61,9 @@ class ModelCheckpoint(KeepsCheckpoints):
     place of none: it counts among neither the best nor the newest, and `last.ckpt` stays. A
     monitored value that is NaN is the worst.
 
-    With `monitor`, an epoch without validation is passed over where others have it, and what calls
-    for a save before there is a first value, which is said once. A signal that
+    With `monitor`, an epoch without validation is passed over where others have it. What calls for
+    a save by steps or time waits for the validation that comes next, if that is before the next
+    batch, or if there is no value yet, which is said once. A signal that
     ends training saves `interrupted-step=S.ckpt`. That file, and the one of an error, stay until
     this run, resumed, has saved another.
 
@@ -67,6 +71,8 @@ class ModelCheckpoint(KeepsCheckpoints):
         best_model_path: the best so far, or "".
         best_model_score: its value, or None.
         best_k_models: value by path of those that are kept for it.
+        kth_best_model_path: the worst of them, or "".
+        current_score: the value that was looked at last, or None.
         last_model_path: this run's `last.ckpt`, or "".
 
     Raises:
@@ -106,9 +112,12 @@ class ModelCheckpoint(KeepsCheckpoints):
         train_time_interval: timedelta | None = None,
         save_on_train_epoch_end: bool | None = None,
         save_on_exception: bool = False,
+        auto_insert_metric_name: bool = True,
+        enable_version_counter: bool = True,
+        verbose: bool = False,
     ) -> None:
         super().__init__()
-        self.dirpath = None if dirpath is None else paths.given(dirpath)
+        self.dirpath = dirpath
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
         self.mode = mode
@@ -123,6 +132,8 @@ class ModelCheckpoint(KeepsCheckpoints):
         self.train_time_interval = train_time_interval
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.save_on_exception = save_on_exception
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.verbose = verbose
         check_arguments(self)
         self.last_model_path = ""
         self._key = self._key_without_folder() + f", dirpath={dirpath})"
@@ -132,10 +143,12 @@ class ModelCheckpoint(KeepsCheckpoints):
             top_k=save_top_k,
             latest_k=max(keep_latest_k, int(self.save_last)),
         )
-        self._names = CheckpointNames()
+        self._names = CheckpointNames(replaces=not enable_version_counter)
         self._said: set[str] = set()
         """On rank 0: what this fit has warned of."""
         self._trains = False
+        self._waits = False
+        """Whether what called for a save waits for the value that it monitors."""
         self._last_step_saved = -1
         self._last_time_saved = 0.0
 
@@ -144,9 +157,9 @@ class ModelCheckpoint(KeepsCheckpoints):
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Choose the folder, alike on every rank."""
         if stage == "fit":
-            if self.dirpath is None:
-                self.dirpath = paths.join(trainer.run.checkpoint_root, "checkpoints")
-            self.dirpath = paths.at(trainer.ranks.broadcast(str(self.dirpath)))
+            if self._folder is None:
+                self._folder = paths.join(trainer.run.checkpoint_root, "checkpoints")
+            self._folder = paths.at(trainer.ranks.broadcast(str(self._folder)))
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Look at what of the checkpoints of a run that is resumed is still there."""
@@ -162,7 +175,7 @@ class ModelCheckpoint(KeepsCheckpoints):
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Start the clock; what was resumed from need not be saved again."""
         self._said.clear()
-        self._trains = True
+        self._trains, self._waits = True, False
         self._last_time_saved = trainer.run.interruption.agreed_time()
         self._last_step_saved = trainer.global_step
 
@@ -181,18 +194,25 @@ class ModelCheckpoint(KeepsCheckpoints):
             and trainer.run.interruption.agreed_time() - self._last_time_saved
             >= interval.total_seconds()
         ):
-            self._save(trainer)
+            # The value of these very weights is about to come.
+            self._waits = self._monitors_logged and trainer.run.validates_next
+            if not self._waits:
+                self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         """Save after validation, unless it is to happen after the training epoch."""
         if trainer.state.stage != "fit" or trainer.sanity_checking:
             return
-        if not self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
+        if self._is_awaited(trainer) or (
+            not self._after_training_epoch(trainer) and self._epoch_is_due(trainer)
+        ):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Save after the training epoch, unless it is to happen after validation."""
-        if self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
+        if self._is_awaited(trainer):
+            self._save(trainer)
+        elif self._after_training_epoch(trainer) and self._epoch_is_due(trainer):
             # What was monitored may be of an earlier epoch, or not there yet.
             known = trainer.run.has_validated or not trainer.run.has_validation
             self._save(trainer, among_best=known or self.monitor is None)
@@ -230,6 +250,23 @@ class ModelCheckpoint(KeepsCheckpoints):
             return not trainer.run.validates_within_epochs
         return self.save_on_train_epoch_end or not trainer.run.has_validation
 
+    @property
+    def _monitors_logged(self) -> bool:
+        return self.monitor is not None and self.monitor not in ("epoch", "step")
+
+    def _is_awaited(self, trainer: Trainer) -> bool:
+        """Whether a save waits for a value that is there by now; then it waits no more."""
+        is_saved = trainer.global_step == self._last_step_saved and self._keeps_latest
+        name = self.monitor
+        if not self._waits or name is None or is_saved or trainer.run.may_come_later(name):
+            return False
+        self._waits = False
+        return True
+
+    @property
+    def _keeps_latest(self) -> bool:
+        return bool(self.keep_latest_k or self.save_last)
+
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         if not self.every_n_epochs or trainer.global_step == self._last_step_saved:
             return False
@@ -243,16 +280,16 @@ class ModelCheckpoint(KeepsCheckpoints):
         value = self._monitored(trainer) if among_best and self.save_top_k != 0 else None
         if value is not None and not self._kept.is_among_best(value):
             value = None
-        if value is None and not (self.keep_latest_k or self.save_last):
+        if value is None and not self._keeps_latest:
             return
-        assert self.dirpath is not None
+        assert self._folder is not None
         ranks, last = trainer.ranks, self.last_model_path
         before = self._kept.copy(), last
         weights = self._weights(trainer)
         moves_last = self.save_last and not weights.nonfinite
-        path = self._names.choose(ranks, self.dirpath, self.format_checkpoint_name(trainer))
+        path = self._names.choose(ranks, self._folder, self._name(trainer))
         if moves_last and not (last and self._names.may_move(ranks, last)):
-            last = self.last_model_path = self._names.choose(ranks, self.dirpath, "last")
+            last = self.last_model_path = self._names.choose(ranks, self._folder, "last")
         # The state first, so that it is in the checkpoint itself.
         if weights.nonfinite:
             dropped = self._kept.add_nonfinite(path)
@@ -271,6 +308,9 @@ class ModelCheckpoint(KeepsCheckpoints):
             if old not in self._spared:
                 trainer.checkpoint_writer.remove(old)
         self._names.release()
+        if self.verbose:
+            score = f", {self.monitor} {value:.4g}" if self.monitor and value is not None else ""
+            trainer.print(f"stratagem: ModelCheckpoint: saved {path}{score}")
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 tell = partial(logger.after_save_checkpoint, self)
@@ -281,16 +321,18 @@ class ModelCheckpoint(KeepsCheckpoints):
         positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = "step" if self.monitor is None else self.monitor
         if name in positions and (self.monitor is None or name not in trainer.callback_metrics):
-            return float(positions[name])
+            self.current_score = float(positions[name])
+            return self.current_score
         if trainer.run.may_come_later(name):
+            self._waits = True
             self._warn_once(
                 trainer,
                 f"ModelCheckpoint(monitor={name!r}): there is no value yet",
-                "What calls for a save before the first one saves nothing among the best; "
-                "keep_latest_k=1 keeps the newest in any case",
+                "What calls for a save before the first one waits for it; keep_latest_k=1 keeps "
+                "the newest in any case",
             )
             return None
-        value = float(trainer.run.metric(name, "ModelCheckpoint"))
+        value = self.current_score = float(trainer.run.metric(name, "ModelCheckpoint"))
         if math.isnan(value):
             self._warn_once(
                 trainer,
@@ -323,18 +365,24 @@ class ModelCheckpoint(KeepsCheckpoints):
 
         Called on every rank.
         """
-        assert self.dirpath is not None
-        name = f"{why}-step={trainer.global_step}"
-        path = self._names.choose(trainer.ranks, self.dirpath, name)
+        assert self._folder is not None
+        name = self._name_to_resume_from(trainer, why)
+        path = self._names.choose(trainer.ranks, self._folder, name)
         if not self.save_weights_only:
             self._kept.add_to_resume_from(path)
         trainer.run.save(paths.at(path), weights_only=False, weights=self._weights(trainer))
         self._names.release()
         return path
 
+    def _name_to_resume_from(self, trainer: Trainer, why: str) -> str:
+        return f"{why}-step={trainer.global_step}"
+
     def format_checkpoint_name(self, trainer: Trainer) -> str:
         """Return the file name for the present values, without `.ckpt`."""
+        return self._name(trainer)
+
+    def _name(self, trainer: Trainer) -> str:
         values: dict[str, Any] = {k: float(v) for k, v in trainer.callback_metrics.items()}
         values["epoch"] = trainer.current_epoch
         values["step"] = trainer.global_step
-        return filled(self.filename, values)
+        return filled(self.filename, values, with_names=self.auto_insert_metric_name)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.callbacks.callback import Callback
 from stratagem.callbacks.progress_display import Display, Row, display_here
 from stratagem.callbacks.run_report import beginning, ending
+from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +28,9 @@ class ProgressBar(Callback):
     there too: where it trains, where logs and checkpoints go, why training ended, which checkpoint
     is the best. `Trainer(enable_progress_bar=False)` silences all of it.
 
-    Values are read, and the device is waited for, only at a refresh, whatever a step takes.
+    Values are read, and the device is waited for, only at a refresh, whatever a step takes. A
+    subclass that overrides `get_metrics` shows others; one that overrides `setup` without calling
+    this one's shows nothing but what it shows itself.
 
     Args:
         refresh_seconds: time between two refreshes; one costs 0.4 ms.
@@ -52,6 +55,8 @@ class ProgressBar(Callback):
         self.refresh_seconds = refresh_seconds
         self.line_seconds = line_seconds
         self._console = console
+        self._enabled = True
+        self._trainer: Trainer | None = None
         self._due = float("inf")
         """When it is shown next."""
         self._display: Display | None = None
@@ -59,9 +64,75 @@ class ProgressBar(Callback):
         """What goes on: an epoch, and validation within it."""
         self._evaluated_from = 0.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: not the run, nor the stream that shows it."""
+        shown: dict[str, Any] = {
+            "_trainer": None,
+            "_display": None,
+            "_rows": [],
+            "_due": float("inf"),
+        }
+        return {**vars(self), **shown}
+
+    # -- what users call and override
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer whose run it shows.
+
+        Raises:
+            ConfigurationError: there was none yet.
+        """
+        if self._trainer is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.trainer: there is none before a run begins; expected it to "
+                "be read in a hook, after super().setup(...)"
+            )
+        return self._trainer
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it is to be shown."""
+        return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether it is not."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Show it from the next run on."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Do not show it from the next run on."""
+        self._enabled = False
+
+    def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
+        """Return what is shown beside the bar: numbers and strings by name.
+
+        Example:
+            >>> from stratagem.callbacks import ProgressBar
+            >>> class Percent(ProgressBar):
+            ...     def get_metrics(self, trainer, module):
+            ...         shown = super().get_metrics(trainer, module)
+            ...         return {n: f"{v:.0%}" if n == "acc" else v for n, v in shown.items()}
+        """
+        return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print without breaking the bar; what `Module.print` calls on rank 0.
+
+        Args:
+            *values: as for the built-in function.
+            **options: as for the built-in function.
+        """
+        print(*values, **options)
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Find out where to show it."""
-        if trainer.is_global_zero:
+        """Find out where to show it, unless it is disabled."""
+        self._trainer, self._display = trainer, None
+        if trainer.is_global_zero and self.is_enabled:
             self._display = display_here(self.refresh_seconds, self.line_seconds, self._console)
 
     # -- rows
@@ -85,9 +156,13 @@ class ProgressBar(Callback):
     def _read_values(self, trainer: Trainer) -> None:
         """Show what training has logged beside the epoch, and nothing beside evaluation."""
         if not trainer.run.evaluating:
+            shown = self.get_metrics(trainer, trainer.run.module)
             self._rows[-1].values = "  ".join(
-                f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items()
+                f"{name} {self._text(v)}" for name, v in shown.items()
             )
+
+    def _text(self, value: Any) -> str:
+        return value if isinstance(value, str) else f"{float(value):.4g}"
 
     def _close(self) -> None:
         if self._display is not None:

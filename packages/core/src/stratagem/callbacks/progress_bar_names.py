@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stratagem.callbacks.progress_bar import ProgressBar
 from stratagem.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from stratagem.module import Module
-    from stratagem.trainer import Trainer
 
 
 class RichProgressBar(ProgressBar):
@@ -55,31 +51,11 @@ class RichProgressBar(ProgressBar):
         super().__init__(console=console)
         self.refresh_rate = refresh_rate
         self.leave = leave
-        self._enabled = True
 
     @property
     def is_enabled(self) -> bool:
         """Whether it is to be shown."""
-        return self._enabled and self.refresh_rate > 0
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether it is not."""
-        return not self.is_enabled
-
-    def enable(self) -> None:
-        """Show it from the next run on."""
-        self._enabled = True
-
-    def disable(self) -> None:
-        """Do not show it from the next run on."""
-        self._enabled = False
-
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Find out where to show it, unless it is disabled."""
-        self._display = None
-        if self.is_enabled:
-            super().setup(trainer, module, stage)
+        return super().is_enabled and self.refresh_rate > 0
 
 
 class TQDMProgressBar(RichProgressBar):

@@ -37,7 +37,7 @@ class ModelPruning(Callback):
     Args:
         pruning_fn: "l1_unstructured", "ln_structured", "random_structured", "random_unstructured",
             or a subclass of `torch.nn.utils.prune.BasePruningMethod`.
-        parameters_to_prune: pairs of a module and the name of its parameter; none: all that are
+        parameters_to_prune: pairs of a module and the name of its parameter; None: all that are
             named in `parameter_names`.
         parameter_names: None: "weight" and "bias".
         use_global_unstructured: compare the weights of all parameters with one another.
@@ -69,7 +69,7 @@ class ModelPruning(Callback):
     def __init__(
         self,
         pruning_fn: str | type[prune.BasePruningMethod],
-        parameters_to_prune: Sequence[tuple[nn.Module, str]] = (),
+        parameters_to_prune: Sequence[tuple[nn.Module, str]] | None = None,
         parameter_names: Sequence[str] | None = None,
         use_global_unstructured: bool = True,
         amount: int | float | Callable[[int], int | float] = 0.5,
@@ -104,7 +104,7 @@ class ModelPruning(Callback):
         self._arguments: dict[str, Any] = {"dim": pruning_dim} if structured else {}
         if method is prune.LnStructured:
             self._arguments["n"] = pruning_norm
-        self._given = list(parameters_to_prune)
+        self._given = list(parameters_to_prune or ())
         self._names = tuple(parameter_names or self.PARAMETER_NAMES)
         self._is_global = use_global_unstructured
         self._amount = amount
@@ -118,6 +118,11 @@ class ModelPruning(Callback):
         self._masks: dict[str, Tensor] = {}
         self._first: dict[str, Tensor] = {}
         self._restored: dict[str, Any] = {}
+
+    @property
+    def state_key(self) -> str:
+        """Names the method: a run may prune by several."""
+        return f"ModelPruning({self._method.__name__})"
 
     @property
     def masks(self) -> dict[str, Tensor]:

@@ -94,8 +94,9 @@ def _reason(trainer: Trainer) -> str:
         return f"max_steps={trainer.max_steps}"
     if trainer.current_epoch == trainer.max_epochs:
         return f"max_epochs={trainer.max_epochs}"
-    reasons = [getattr(callback, "stopping_reason", "") for callback in trainer.callbacks]
-    if reason := next(filter(None, reasons), ""):
+    names = ("stopping_reason_message", "stopping_reason")
+    reasons = (getattr(c, name, None) for c in trainer.callbacks for name in names)
+    if reason := next(filter(None, reasons), None):
         return str(reason)
     if trainer.max_time is not None and trainer.run.interruption.is_time_up():
         return f"max_time={trainer.max_time:g} seconds"

@@ -40,7 +40,7 @@ class StochasticWeightAveraging(Callback):
 
     Raises:
         ConfigurationError: an argument is out of its range; when a fit begins, there are several
-            optimizers, no number of epochs, or parameters that are sharded.
+            optimizers, parameters that are sharded, or a part of epochs without a last one.
 
     Example:
         >>> from stratagem import Trainer
@@ -96,9 +96,11 @@ class StochasticWeightAveraging(Callback):
                 f"StochasticWeightAveraging takes one optimizer; configure_optimizers() returned "
                 f"{len(trainer.optimizers)}"
             )
-        if trainer.max_epochs == -1:
+        if trainer.max_epochs == -1 and isinstance(self._start, float):
             raise ConfigurationError(
-                "StochasticWeightAveraging needs to know the last epoch: pass max_epochs"
+                f"StochasticWeightAveraging(swa_epoch_start={self._start!r}) is a part of "
+                "max_epochs, and there is no last epoch: pass max_epochs, or the epoch to start "
+                "with as an int"
             )
         if trainer.plan.capabilities.sharded_state:
             raise ConfigurationError(

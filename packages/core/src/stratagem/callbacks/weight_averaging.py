@@ -91,6 +91,8 @@ class Averages:
         finally:
             self.swap(module)
 
+    # Validation is in inference mode, where a sharded parameter cannot be detached.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def swap(self, module: nn.Module) -> None:
         """Exchange the averages and the model's values."""
@@ -213,25 +215,28 @@ class WeightAveraging(Callback):
         """Validate with the average, as soon as there is one."""
         averages = self._averages
         if trainer.state.stage == "fit" and averages is not None and averages.count:
+            trainer.run.require_prepared().reshard()
             averages.swap(module)
             self._is_in_model = True
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Go on with the trained weights."""
-        self._leave_model(module)
+        self._leave_model(trainer, module)
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         """Leave the trained weights in the model, where validation has failed."""
-        self._leave_model(module)
+        self._leave_model(trainer, module)
 
-    def _leave_model(self, module: Module) -> None:
+    def _leave_model(self, trainer: Trainer, module: Module) -> None:
         if self._is_in_model and self._averages is not None:
+            trainer.run.require_prepared().reshard()
             self._averages.swap(module)
             self._is_in_model = False
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         """Let the model have the average."""
         if self._averages is not None and self._averages.count:
+            trainer.run.require_prepared().reshard()
             self._averages.copy_to(module)
 
     # -- checkpoints

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -63,6 +64,12 @@ class PreparedModel:
         """Return the modules to compile each by itself; none: the model as its code calls it."""
         return []
 
+    def reshard(self) -> None:
+        """Let `parameters()` be what they are between two steps; nothing here.
+
+        Where a strategy spreads them over ranks, some stay gathered after a forward pass.
+        """
+
     def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return a function that sets the gradients of one optimizer's parameters to None.
 
@@ -72,12 +79,14 @@ class PreparedModel:
         if type(optimizer).zero_grad is not Optimizer.zero_grad:
             return optimizer.zero_grad
 
-        def clear() -> None:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        # No function of its own, which nobody could copy or pickle.
+        return partial(_clear_gradients, optimizer)
 
-        return clear
+
+def _clear_gradients(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _model_in(module: nn.Module) -> nn.Module:

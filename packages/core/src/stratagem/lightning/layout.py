@@ -24,10 +24,14 @@ def _names(homes: Mapping[str, str]) -> dict[str, str]:
 _CALLBACKS = _names(
     {
         "stratagem.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter Callback "
-        "DeviceStatsMonitor EMAWeightAveraging EarlyStopping GradientAccumulationScheduler "
-        "LambdaCallback LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary "
-        "OnExceptionCheckpoint ProgressBar RichModelSummary=ModelSummary RichProgressBar "
-        "StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging",
+        "DeviceStatsMonitor EMAWeightAveraging GradientAccumulationScheduler "
+        "LambdaCallback LearningRateMonitor ModelPruning ModelSummary "
+        "OnExceptionCheckpoint RichModelSummary=ModelSummary "
+        "StochasticWeightAveraging ThroughputMonitor Timer WeightAveraging",
+        f"{_API}.progress": "ProgressBar",
+        f"{_API}.tqdm_bar": "TQDMProgressBar",
+        f"{_API}.callbacks": "EarlyStopping EarlyStoppingReason RichProgressBar",
+        f"{_API}.model_checkpoint": "ModelCheckpoint",
         "stratagem.tuner": "BatchSizeFinder LearningRateFinder",
     }
 )
@@ -55,6 +59,13 @@ _CLI = _names(
         f"{_API}.cli": "ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple "
         "LRSchedulerTypeUnion LightningArgumentParser LightningCLI OptimizerCallable "
         "ReduceLROnPlateau SaveConfigCallback instantiate_class"
+    }
+)
+_PROGRESS = _names(
+    {
+        f"{_API}.progress": "ProgressBar get_standard_metrics",
+        f"{_API}.tqdm_bar": "TQDMProgressBar Tqdm",
+        f"{_API}.callbacks": "RichProgressBar RichProgressBarTheme",
     }
 )
 _PROFILERS = _names(
@@ -248,7 +259,7 @@ _PYTORCH: _Layout = {
             "batch_size_finder": "BatchSizeFinder",
             "callback": "Callback",
             "device_stats_monitor": "DeviceStatsMonitor",
-            "early_stopping": "EarlyStopping",
+            "early_stopping": "EarlyStopping EarlyStoppingReason",
             "finetuning": "BackboneFinetuning BaseFinetuning",
             "gradient_accumulation_scheduler": "GradientAccumulationScheduler",
             "lambda_function": "LambdaCallback",
@@ -259,9 +270,6 @@ _PYTORCH: _Layout = {
             "on_exception_checkpoint": "OnExceptionCheckpoint",
             "prediction_writer": "BasePredictionWriter",
             "progress": "ProgressBar RichProgressBar TQDMProgressBar",
-            "progress.progress_bar": "ProgressBar",
-            "progress.rich_progress": "RichProgressBar",
-            "progress.tqdm_progress": "TQDMProgressBar",
             "pruning": "ModelPruning",
             "rich_model_summary": "RichModelSummary",
             "stochastic_weight_avg": "StochasticWeightAveraging",
@@ -272,6 +280,15 @@ _PYTORCH: _Layout = {
     ),
     **_package("pytorch.loggers", _LOGGERS, {**_LOGGER_LEAVES, **_FURTHER_LOGGERS}),
     "pytorch.cli": _CLI,
+    "pytorch.callbacks.progress.progress_bar": {
+        name: _PROGRESS[name] for name in ("ProgressBar", "get_standard_metrics")
+    },
+    "pytorch.callbacks.progress.rich_progress": {
+        name: _PROGRESS[name] for name in ("RichProgressBar", "RichProgressBarTheme")
+    },
+    "pytorch.callbacks.progress.tqdm_progress": {
+        name: _PROGRESS[name] for name in ("TQDMProgressBar", "Tqdm")
+    },
     **_package(
         "pytorch.profilers",
         _PROFILERS,
@@ -342,7 +359,10 @@ _PYTORCH: _Layout = {
     },
     "pytorch.utilities.model_summary": _names({f"{_API}.summary": "ModelSummary summarize"}),
     "pytorch.utilities.model_summary.model_summary": _names(
-        {f"{_API}.summary": "ModelSummary summarize"}
+        {
+            f"{_API}.summary": "LEFTOVER_PARAMS_NAME ModelSummary NOT_APPLICABLE UNKNOWN_SIZE "
+            "summarize"
+        }
     ),
     "pytorch.utilities.parameter_tying": {
         name: _MODELS[name] for name in ("find_shared_parameters", "set_shared_parameters")

@@ -70,7 +70,8 @@ def given(path: str | os.PathLike[str]) -> Location:
         ConfigurationError: it is a URL that has gone through `pathlib`, or nobody has that home.
     """
     location = at(path)
-    if not isinstance(location, Path):
+    # pathlib leaves the "./" of "./~" out, and would expand it.
+    if not isinstance(location, Path) or not os.fspath(path).startswith("~"):
         return location
     try:
         return location.expanduser()

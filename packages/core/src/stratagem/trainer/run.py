@@ -402,6 +402,15 @@ class Run:
         return self.has_validation and self.trainer.val_check_interval != 1.0
 
     @property
+    def validates_next(self) -> bool:
+        """Whether validation comes before the next training batch, as far as that is known."""
+        epoch, batches = self.progress.epoch, self.trainer.num_training_batches
+        if not self.validation.is_in_epoch(epoch) or batches == float("inf"):
+            return False
+        interval = self.validation.interval(batches)
+        return self.progress.batches % interval < self.accumulation(epoch)
+
+    @property
     def has_validated(self) -> bool:
         """Whether validation ran in the present epoch."""
         return self.validation.last_epoch == self.progress.epoch

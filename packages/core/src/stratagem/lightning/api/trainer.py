@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stratagem import callbacks as own
 from stratagem import trainer
 from stratagem.checkpoint.catalog import find_all
 from stratagem.errors import ConfigurationError
 from stratagem.launch.rank_zero import rank_zero_warn
+from stratagem.lightning.api.callbacks import RichProgressBar
 from stratagem.lightning.api.loggers import CSVLogger
 from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
+from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
 from stratagem.storage import paths
 
 
@@ -67,6 +71,8 @@ class Trainer(trainer.Trainer):
             log_every_n_steps = 50
         if enable_model_summary is None and plain:
             enable_model_summary = not quick
+        if plain:
+            options["callbacks"] = _with_defaults(options)
         super().__init__(
             logger=logger,
             log_every_n_steps=log_every_n_steps,
@@ -180,6 +186,24 @@ class Trainer(trainer.Trainer):
         return EvaluationLoop(self)
 
     test_loop = predict_loop = validate_loop
+
+
+def _with_defaults(options: Mapping[str, Any]) -> list[Any]:
+    """Return the callbacks, with a ModelCheckpoint and a progress bar of Lightning's classes."""
+    given = options.get("callbacks")
+    callbacks = [given] if isinstance(given, own.Callback) else list(given or ())
+    if _wants(options, "enable_checkpointing", callbacks, own.ModelCheckpoint):
+        callbacks.append(ModelCheckpoint())
+    if _wants(options, "enable_progress_bar", callbacks, own.ProgressBar):
+        callbacks.insert(0, RichProgressBar())
+    return callbacks
+
+
+def _wants(
+    options: Mapping[str, Any], argument: str, callbacks: list[Any], kind: type[own.Callback]
+) -> bool:
+    is_there = any(isinstance(callback, kind) for callback in callbacks)
+    return options.get(argument) in (None, True) and not is_there
 
 
 _PREFIX = "PL_TRAINER_"

@@ -1,0 +1,149 @@
+"""ModelCheckpoint: with the arguments, in the order that Lightning's has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stratagem import callbacks
+from stratagem.callbacks.checkpoint_names import filled
+
+if TYPE_CHECKING:
+    from stratagem.trainer import Trainer
+
+
+class ModelCheckpoint(callbacks.ModelCheckpoint):
+    """Stratagem's; what an error ends is saved under `filename`, and `dirpath` is a string.
+
+    Args:
+        dirpath: as in `stratagem.callbacks.ModelCheckpoint`.
+        filename: as there.
+        monitor: as there.
+        verbose: as there.
+        save_last: as there.
+        save_top_k: as there.
+        save_on_exception: as there.
+        save_weights_only: as there.
+        mode: as there.
+        auto_insert_metric_name: as there.
+        every_n_train_steps: as there.
+        train_time_interval: as there.
+        every_n_epochs: as there.
+        save_on_train_epoch_end: as there.
+        enable_version_counter: as there.
+
+    Raises:
+        ConfigurationError: a value out of range.
+
+    Example:
+        >>> from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
+        >>> saver = ModelCheckpoint(filename="{epoch}-{val_loss:.2f}", monitor="val_loss")
+        >>> saver.format_checkpoint_name({"epoch": 2, "val_loss": 0.123456})
+        'epoch=2-val_loss=0.12.ckpt'
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        super().__init__(
+            dirpath or None,
+            filename,
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            save_on_exception=save_on_exception,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            enable_version_counter=enable_version_counter,
+        )
+
+    @property
+    def dirpath(self) -> str | None:
+        """The folder that it saves in, absolute if it is local; None: not known before a run."""
+        folder = self._folder
+        return str(folder.absolute() if isinstance(folder, Path) else folder) if folder else None
+
+    @dirpath.setter
+    def dirpath(self, folder: str | Path | None) -> None:
+        callbacks.ModelCheckpoint.dirpath.fset(self, folder)  # type: ignore[attr-defined]
+
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        """Value by path of those that are kept as the best; without a monitor there are none."""
+        return super().best_k_models if self.monitor is not None else {}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of them, or ""."""
+        return super().kth_best_model_path if self.monitor is not None else ""
+
+    def format_checkpoint_name(  # type: ignore[override]
+        self,
+        metrics: Mapping[str, Any],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """Return the path for values.
+
+        Args:
+            metrics: values by name; 0 for what is missing.
+            filename: None: this one's.
+            ver: a number for the end of the name.
+            prefix: for its beginning.
+        """
+        name = filename or self.filename
+        text = filled(name, _Zeros(metrics), with_names=self.auto_insert_metric_name)
+        text = "-".join(
+            [*([prefix] if prefix else []), text, *([] if ver is None else [f"v{ver}"])]
+        )
+        return str(Path(self.dirpath or "") / f"{text}.ckpt")
+
+    def to_yaml(self, filepath: str | Path | None = None) -> None:
+        """Write the best checkpoints' values by path.
+
+        Args:
+            filepath: None: `best_k_models.yaml` in the folder.
+        """
+        # JSON is YAML.
+        text = json.dumps(self.best_k_models, indent=2)
+        Path(filepath or Path(self.dirpath or "") / "best_k_models.yaml").write_text(text + "\n")
+
+    def _name_to_resume_from(self, trainer: Trainer, why: str) -> str:
+        if why == "exception":
+            return self._name(trainer)
+        return super()._name_to_resume_from(trainer, why)
+
+
+class _Zeros(dict[str, Any]):
+    """0 for every name that it has not."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> int:
+        return 0

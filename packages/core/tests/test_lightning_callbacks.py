@@ -1,0 +1,196 @@
+"""Callbacks by Lightning's names: its bars, its reasons, its table, its names of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import stratagem
+from stratagem import Callback, Module, callbacks
+from stratagem.errors import ConfigurationError
+
+
+@pytest.fixture(scope="module")
+def pl() -> Iterator[Any]:
+    """`lightning.pytorch`, for the tests of this file."""
+    before = set(sys.modules)
+    path = list(sys.meta_path)
+    import stratagem.lightning as served
+
+    yield served.pytorch
+    sys.meta_path[:] = path
+    for name in set(sys.modules) - before:
+        if "lightning" in name:
+            del sys.modules[name]
+    vars(stratagem).pop("lightning", None)
+
+
+class Net(Module):
+    def __init__(self, values: tuple[float, ...] = (0.1, 0.2)) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.values = values
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.print("a step")
+        return self.layer(batch).square().mean()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.values[self.current_epoch], prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(torch.randn(6, 2), 2)  # type: ignore[arg-type]
+
+
+def fit(pl: Any, tmp_path: Path, *used: Callback, net: Module | None = None, **options: Any) -> Any:
+    options = {"max_epochs": 2, "logger": False, "enable_model_summary": False, **options}
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", devices=1, callbacks=list(used), **options
+    )
+    trainer.fit(net or Net(), loader(), loader())
+    return trainer
+
+
+def test_default_callbacks_are_of_the_classes_that_scripts_look_for(
+    pl: Any, tmp_path: Path
+) -> None:
+    trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu")
+    assert isinstance(trainer.checkpoint_callback, pl.callbacks.ModelCheckpoint)
+    assert isinstance(trainer.progress_bar_callback, pl.callbacks.ProgressBar)
+    bare = pl.Trainer(accelerator="cpu", barebones=True)
+    assert bare.checkpoint_callback is bare.progress_bar_callback is None
+
+
+def test_tqdms_bars_count_batches_and_can_be_overridden(
+    pl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Bar(pl.callbacks.TQDMProgressBar):  # type: ignore[misc]
+        def init_validation_tqdm(self) -> Any:
+            bar = super().init_validation_tqdm()
+            bar.set_description("validating")
+            return bar
+
+        def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+            return {**super().get_metrics(trainer, module), "own": 3}
+
+    bar = Bar(refresh_rate=2)
+    with pytest.raises(ConfigurationError, match=r"train_progress_bar: there is none before"):
+        _ = bar.train_progress_bar
+    with pytest.raises(ConfigurationError, match=r"trainer: there is none before a run begins"):
+        _ = bar.trainer
+    trainer = fit(pl, tmp_path, bar, num_sanity_val_steps=1)
+    shown = capsys.readouterr().out
+    assert "Epoch 1" in shown
+    assert "validating" in shown
+    assert "val_loss=0.200, own=3" in shown
+    assert shown.count("a step") == 6
+    assert (bar.train_progress_bar.n, bar.train_progress_bar.total) == (3, 3)
+    assert (bar.val_progress_bar.n, bar.val_progress_bar.total) == (3, 3)
+    assert bar.trainer is trainer
+    assert bar.total_val_batches == 3
+    assert pickle.loads(pickle.dumps(callbacks.ProgressBar())).is_enabled
+    bar.disable()
+    trainer.validate(Net((0.1,) * 3), loader(), verbose=False)
+    assert "Validation" not in capsys.readouterr().out
+
+
+def test_a_bar_of_ones_own_shows_nothing_else(
+    pl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Percent(pl.callbacks.ProgressBar):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            super().on_train_batch_end(trainer, module, *rest)
+            seen.append((rest[-1] + 1) / self.total_train_batches)
+
+    seen: list[float] = []
+    fit(pl, tmp_path, Percent(), max_epochs=1)
+    assert seen == [1 / 3, 2 / 3, 1.0]
+    printed = capsys.readouterr()
+    assert "epoch" not in printed.out + printed.err
+
+
+def test_a_theme_formats_the_values_that_are_shown(
+    pl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stratagem.lightning.api.callbacks import RichProgressBarTheme
+
+    theme = RichProgressBarTheme(metrics_format=".1e")
+    fit(pl, tmp_path, pl.callbacks.RichProgressBar(theme=theme), logger=True)
+    shown = capsys.readouterr().err
+    assert "val_loss 2.0e-01" in shown
+
+
+def test_early_stopping_says_its_reason(pl: Any, tmp_path: Path) -> None:
+    reasons = pl.callbacks.early_stopping.EarlyStoppingReason
+    stopper = pl.callbacks.EarlyStopping("val_loss", patience=1)
+    assert stopper.stopping_reason == reasons.NOT_STOPPED
+    fit(pl, tmp_path, stopper, net=Net((0.1, 0.2, 0.3)), max_epochs=3)
+    assert stopper.stopping_reason == reasons.PATIENCE_EXHAUSTED
+    again = pl.callbacks.EarlyStopping("val_loss")
+    again.load_state_dict(stopper.state_dict())
+    assert again.stopping_reason == reasons.PATIENCE_EXHAUSTED
+    assert again.stopping_reason_message == stopper.stopping_reason_message
+    stopper.stopping_reason = reasons.NOT_STOPPED
+    assert stopper.stopped_by == ""
+
+
+def test_checkpoints_are_named_and_listed_as_lightnings(pl: Any, tmp_path: Path) -> None:
+    saver = pl.callbacks.ModelCheckpoint(
+        tmp_path / "a",
+        "{epoch}_{val_loss:.1f}",
+        "val_loss",
+        True,
+        save_top_k=2,
+        auto_insert_metric_name=False,
+    )
+    fit(pl, tmp_path, saver)
+    assert saver.dirpath == str(tmp_path / "a")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["0_0.1.ckpt", "1_0.2.ckpt"]
+    assert Path(saver.kth_best_model_path).name == "1_0.2.ckpt"
+    assert saver.current_score == pytest.approx(0.2)
+    saver.to_yaml()
+    listed = json.loads((tmp_path / "a" / "best_k_models.yaml").read_text())
+    assert listed == saver.best_k_models
+    assert saver.format_checkpoint_name({"epoch": 3}, ver=2, prefix="p") == str(
+        tmp_path / "a" / "p-3_0.0-v2.ckpt"
+    )
+    newest = pl.callbacks.ModelCheckpoint(tmp_path / "b")
+    fit(pl, tmp_path, newest)
+    assert newest.best_k_models == {}
+    assert newest.kth_best_model_path == ""
+    assert newest.best_model_path
+
+
+def test_what_an_error_ends_is_saved_under_the_name_that_was_given(pl: Any, tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            if args[-1] == 1:
+                raise RuntimeError("trouble")
+
+    saver = pl.callbacks.ModelCheckpoint(tmp_path / "c", "mine", save_on_exception=True)
+    with pytest.raises(RuntimeError, match="trouble"):
+        fit(pl, tmp_path, saver, Fails())
+    assert (tmp_path / "c" / "mine.ckpt").exists()
+
+
+def test_the_table_of_a_model_has_lightnings_attributes(pl: Any) -> None:
+    summary = pl.utilities.model_summary.ModelSummary(Net())
+    assert summary.layer_names == ["layer"]
+    assert summary.total_layer_params == summary.trainable_parameters == 3
+    assert summary.total_training_modes == {"train": 1, "eval": 0}
+    assert "layer" in str(summary)
+    with pytest.raises(ConfigurationError, match="`max_depth` can be -1, 0 or > 0, got -2"):
+        pl.utilities.model_summary.summarize(Net(), max_depth=-2)
