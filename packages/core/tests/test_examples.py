@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,9 @@ def modules_in(path: Iterable[str], package: str) -> Iterator[str]:
         # Importing the one runs the program; the other changes what `import lightning` means, and
         # has its examples run in a process of its own (test_lightning.py).
         if found.name.endswith("__main__") or found.name == "stratagem.lightning":
+            continue
+        # It needs jsonargparse, of the extra [cli].
+        if found.name == "stratagem.trainer.cli" and find_spec("jsonargparse") is None:
             continue
         yield found.name
         if found.ispkg:

@@ -282,6 +282,18 @@ def test_a_batch_is_skipped_where_training_step_returns_none() -> None:
     assert_same_weights(model.net, raw_fit(sgd, epochs=1, batches=list(loader(32))[::2]))
 
 
+def test_a_fit_that_nothing_would_end_is_ended() -> None:
+    class Empty(Regression):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            return None
+
+    with pytest.raises(UserCodeError, match=r"returned None for all 4 batches of an epoch"):
+        quiet(max_epochs=-1, max_steps=2).fit(Empty(), loader(16))
+    trainer = quiet(max_epochs=2, max_steps=2)
+    trainer.fit(Empty(), loader(16))
+    assert (trainer.current_epoch, trainer.global_step) == (2, 0)
+
+
 def test_training_step_may_take_the_batch_alone() -> None:
     class Short(Regression):
         def training_step(self, batch: Batch) -> Tensor:  # type: ignore[override]
@@ -1222,7 +1234,7 @@ def test_a_run_within_a_run_of_the_same_trainer_is_refused_and_changes_nothing(
         "returned; to validate while training, pass val_dataloaders to fit() and choose "
         "val_check_interval; for another model, make another Trainer"
     }
-    assert trainer.state == RunState("", "finished")
+    assert trainer.state == RunState("", "finished", "fit")
     for ours, theirs in zip(model.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     trainer.validate(model, loader(), verbose=False)  # and once it has returned, any may follow

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,6 +82,8 @@ def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
     from stratagem.lightning.layout import LAYOUT
 
     for module, names in LAYOUT.items():
+        if module == "pytorch.cli" and find_spec("jsonargparse") is None:
+            continue  # of the extra [cli]
         found = importlib.import_module(f"lightning.{module}" if module else "lightning")
         for name in names:
             # Those of backends, which may not be installed, say what to install.
@@ -164,17 +167,6 @@ def test_the_line_names_a_lightning_that_is_installed_and_not_used(
     assert "(lightning 2.6.6, which is installed here too, is not used)" in said
 
 
-def test_nothing_of_it_is_imported_by_stratagem() -> None:
-    code = (
-        "import sys, stratagem, stratagem.cli.app; from stratagem import Trainer, Lite, Module;"
-        "print([name for name in sys.modules if 'stratagem.lightning' in name])"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90
-    )
-    assert ran.stdout.strip() == "[]"
-
-
 # -- scripts
 
 SCRIPT = """
@@ -214,7 +206,7 @@ def test_a_script_of_lightnings_runs_unchanged_on_all_its_ranks(
         capture_output=True,
         text=True,
         check=False,
-        timeout=150,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     main = "__mp_main__" if strategy == "ddp_spawn" else "__main__"
@@ -243,13 +235,15 @@ def test_run_needs_devices_unless_the_script_starts_its_ranks(
 
 def test_the_examples_in_it_run(tmp_path: Path, script_environment: dict[str, str]) -> None:
     code = """
-import doctest, importlib, pkgutil, sys
+import doctest, importlib.util, pkgutil, sys
 import stratagem.lightning
 import stratagem.lightning.api as api
 
 names = [f"stratagem.lightning.{name}" for name in ("absent", "importing", "layout")]
 names += [found.name for found in pkgutil.walk_packages(api.__path__, f"{api.__name__}.")]
 names.append("stratagem.lightning")
+if importlib.util.find_spec("jsonargparse") is None:  # of the extra [cli]
+    names.remove("stratagem.lightning.api.cli")
 results = [doctest.testmod(importlib.import_module(name)) for name in names]
 print(sum(result.attempted for result in results))
 sys.exit(sum(result.failed for result in results))
@@ -261,7 +255,7 @@ sys.exit(sum(result.failed for result in results))
         capture_output=True,
         text=True,
         check=False,
-        timeout=150,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert int(ran.stdout.splitlines()[-1]) > 10

@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.discovery import LoggerSpec
+from stratagem.discovery.installed import require_package
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError, MissingPackageError, UnknownNameError
 from stratagem.loggers import CSVLogger, Logger, TensorBoardLogger
-from stratagem.loggers.sdk_logger import DummyExperiment, SDKLogger, require_package
+from stratagem.loggers.sdk_logger import DummyExperiment, SDKLogger
 from stratagem.loggers.uploads import Upload, Uploads
 
 SESSION = "its SDK is not installed here; `nox -s loggers` runs this"
@@ -256,7 +257,8 @@ Trainer(accelerator="cpu", logger=False)
 import stratagem.loggers.wandb_logger, stratagem.loggers.mlflow_logger
 import stratagem.loggers.comet_logger, stratagem.loggers.tensorboard_logger
 import stratagem.loggers.neptune_logger
-print({"tensorboard", "mlflow", "wandb", "comet_ml", "neptune"} & set(sys.modules))
+import stratagem.cli, stratagem.cli.training
+print({"jsonargparse", "tensorboard", "mlflow", "wandb", "comet_ml", "neptune"} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -392,10 +394,10 @@ def test_tensorboard_has_a_graph_where_it_is_asked_for(tmp_path: Path) -> None:
     file = next(Path(logger.log_dir).glob("events*"))
     assert b"/layer/Linear" in file.read_bytes() or b"aten::linear" in file.read_bytes()
     model = Learner()
-    model.example_input_array = None  # type: ignore[assignment]
+    model.example_input_array = None
     with pytest.warns(UserWarning, match="the model has no example_input_array, so its graph"):
         logger.log_graph(model)
-    model.example_input_array = {"x": 1}  # type: ignore[assignment]
+    model.example_input_array = {"x": 1}
     with pytest.warns(UserWarning, match="the model cannot be traced with dict {'x': 1}"):
         logger.log_graph(model)
 

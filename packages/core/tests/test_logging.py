@@ -781,6 +781,8 @@ def test_what_needs_a_trainer_says_so() -> None:
         "predict only"
     )
     assert Logs().current_epoch == Logs().global_step == 0
+    assert Logs().global_rank == Logs().local_rank == 0
+    assert (Logs().logger, Logs().loggers) == (None, [])
 
 
 def test_a_callback_may_log_through_the_module() -> None:

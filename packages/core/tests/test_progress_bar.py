@@ -188,7 +188,7 @@ def test_many_short_epochs_do_not_fill_a_log(capsys: pytest.CaptureFixture[str])
     ("arguments", "reason"),
     [
         ({"max_steps": 2}, "0 epochs, 2 steps: max_steps=2"),
-        ({"max_time": 1e-9}, "0 epochs, 1 steps: max_time=1e-09 seconds"),
+        ({"max_time": 1e-9}, "0 epochs, 1 step: max_time=1e-09 seconds"),
         ({"limit_train_batches": 0}, "0 epochs, 0 steps: there is no batch to train on"),
         (
             {"callbacks": EarlyStopping("loss_epoch", patience=1), "max_epochs": 9},
@@ -218,7 +218,7 @@ def test_it_says_that_it_was_asked_to_stop(capsys: pytest.CaptureFixture[str]) -
         m.trainer.should_stop = True
 
     lines = said(capsys, model=Logs(stop))
-    assert lines[-1].endswith("0 epochs, 1 steps: Trainer.should_stop was set")
+    assert lines[-1].endswith("0 epochs, 1 step: Trainer.should_stop was set")
 
 
 def test_it_names_what_it_goes_on_from_and_the_best_checkpoint(
@@ -324,7 +324,7 @@ trainer.{stage}(Net(), torch.ones(4, 1, 1))
             "stratagem: interrupted in epoch 0, after step 1\n"
             "stratagem: there is no checkpoint yet\n",
         ),
-        ("test", "stratagem: test was interrupted, after 1 batches\n"),
+        ("test", "stratagem: test was interrupted, after 1 batch\n"),
     ],
 )
 def test_ctrl_c_is_said_in_two_lines(stage: str, expected: str) -> None:

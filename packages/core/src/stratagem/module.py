@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
     automatic_optimization: bool = True
     """The Trainer runs backward and steps the optimizer; False: `training_step` does."""
+    # No annotation, which torch.jit.script would read.
+    example_input_array = None  # type: Any
+    """Inputs of `forward`, for a ModelSummary and for exports: a tensor, a tuple or a dict."""
+    __jit_unused_properties__ = []  # type: list[str]  # noqa: RUF012  # torch reads a list
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,6 +311,51 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         finally:
             self.__dict__["_metrics"] = before
 
+    # -- other programs
+
+    def to_torchscript(
+        self,
+        file_path: str | Path | None = None,
+        method: Literal["script", "trace"] = "script",
+        example_inputs: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Return the model in evaluation mode as TorchScript.
+
+        Args:
+            file_path: where to save it too.
+            method: "script" compiles the code of `forward`, "trace" runs it.
+            example_inputs: of `forward`, to trace with; None: `example_input_array`.
+            **options: those of `torch.jit.script` or `torch.jit.trace`.
+
+        Raises:
+            UserCodeError: there is nothing to trace with, or no such method.
+        """
+        from stratagem.state.export import to_torchscript
+
+        return to_torchscript(self, file_path, method, self._example(example_inputs), options)
+
+    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **options: Any) -> Any:
+        """Write the model in evaluation mode as ONNX, for which the extra `onnx` is needed.
+
+        Args:
+            file_path: a path or a file; None: it is returned only.
+            input_sample: of `forward`; None: `example_input_array`.
+            **options: those of `torch.onnx.export`.
+
+        Raises:
+            ConfigurationError: onnx is not installed.
+            UserCodeError: there are no inputs.
+        """
+        from stratagem.state.export import to_onnx
+
+        return to_onnx(self, file_path, self._example(input_sample), options)
+
+    def _example(self, given: Any) -> Any:
+        """Return inputs of `forward` on the model's device; None: there are none."""
+        inputs = self.example_input_array if given is None else given
+        return map_tensors(lambda tensor: tensor.to(self.device), inputs)
+
     # -- manual optimization
 
     def optimizers(self) -> Any:
@@ -365,6 +414,12 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         with naming(checkpoint_path):
             load_weights(model, checkpoint["state_dict"], strict=strict)
         return model if map_location is None else model.to(_device_for(map_location))
+
+
+# torch.jit.script compiles the properties of a class, but for those that it names.
+Module.__jit_unused_properties__ = [
+    name for base in Module.__mro__ for name, own in vars(base).items() if isinstance(own, property)
+]
 
 
 def _device_for(map_location: Any) -> Any:

@@ -26,6 +26,9 @@ class DataHooks:
     evaluation loader's; 0 in training.
     """
 
+    prepare_data_per_node: bool = True
+    """`prepare_data` is called on rank 0 of each node; False: on rank 0 of all only."""
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return what is to be moved, from what the loader yielded."""
         return batch

@@ -36,7 +36,8 @@ def beginning(trainer: Trainer) -> list[str]:
 def ending(trainer: Trainer) -> list[str]:
     """Return why a fit ended, and what it left."""
     lines = [
-        f"training ended after {trainer.current_epoch} epochs, {trainer.global_step} steps: "
+        f"training ended after {_counted(trainer.current_epoch, 'epoch')}, "
+        f"{_counted(trainer.global_step, 'step')}: "
         f"{_reason(trainer)}"
     ]
     for saver in trainer.checkpoint_callbacks:
@@ -46,6 +47,10 @@ def ending(trainer: Trainer) -> list[str]:
         elif path:
             lines.append(f"newest checkpoint: {path}")
     return [f"stratagem: {line}" for line in lines]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _parameters(module: Module) -> str:

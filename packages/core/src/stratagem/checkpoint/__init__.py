@@ -13,6 +13,9 @@ if TYPE_CHECKING:
         consolidate_checkpoint as consolidate_checkpoint,
     )
     from stratagem.native.checkpoint.directory import DirectoryCheckpointIO as DirectoryCheckpointIO
+    from stratagem.native.checkpoint.lightning import (
+        LightningCheckpointIO as LightningCheckpointIO,
+    )
     from stratagem.native.checkpoint.single_file import (
         SingleFileCheckpointIO as SingleFileCheckpointIO,
     )

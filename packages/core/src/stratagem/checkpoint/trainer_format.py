@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem._version import __version__
+from stratagem.checkpoint.lightning_format import from_lightning, is_lightnings
 from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, shown
 from stratagem.storage import paths
 
@@ -34,12 +35,14 @@ _COUNTS = ("epoch", "global_step", "batches", "validated")
 
 
 def check(checkpoint: dict[str, Any], path: paths.Location | str) -> dict[str, Any]:
-    """Return a Trainer's checkpoint; refuse what is none.
+    """Return a Trainer's checkpoint, made of Lightning's if it is one; refuse what is none.
 
     Raises:
         CheckpointCorruptError: it is of another format version, or an entry is of another kind.
         CheckpointMismatchError: it has no weights.
     """
+    if is_lightnings(checkpoint):
+        checkpoint = from_lightning(checkpoint, str(path))
     for name, kinds in _KINDS.items():
         _check_kind(path, name, checkpoint.get(name, kinds[0]()), kinds)
     progress = checkpoint.get("progress")

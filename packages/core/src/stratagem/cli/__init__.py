@@ -8,12 +8,40 @@ import io
 import os
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from stratagem.launch.streams import open_standard_streams
+
+if TYPE_CHECKING:
+    from stratagem.trainer.cli.parser import LRSchedulerCallable as LRSchedulerCallable
+    from stratagem.trainer.cli.parser import OptimizerCallable as OptimizerCallable
+    from stratagem.trainer.cli.parser import TrainerArgumentParser as TrainerArgumentParser
+    from stratagem.trainer.cli.save_config import SaveConfigCallback as SaveConfigCallback
+    from stratagem.trainer.cli.trainer_cli import TrainerCLI as TrainerCLI
+else:
+    _HOMES = {
+        "LRSchedulerCallable": "parser",
+        "OptimizerCallable": "parser",
+        "SaveConfigCallback": "save_config",
+        "TrainerArgumentParser": "parser",
+        "TrainerCLI": "trainer_cli",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"stratagem.trainer.cli.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
 
 AT_ONCE = ("run", "strategies", "explain", "doctor", "new-backend")
 """Commands whose modules read their own arguments, without typer, which costs more than they do.
 Ranks wait for the first; the others are asked often, by people and by programs."""
+
+
+TRAINING = ("fit", "validate", "test", "predict")
+"""Commands that run a Trainer, which `stratagem.cli.training` answers."""
 
 
 def module_of(command: str) -> ModuleType:
@@ -28,6 +56,10 @@ def main() -> int:
         # Paths may hold bytes that no encoding knows, and the locale may be C.
         sys.stdout.reconfigure(errors="backslashreplace")
     command, *arguments = sys.argv[1:] or [""]
+    if command in TRAINING:
+        from stratagem.cli import training
+
+        return training.run(command, arguments)
     if command not in AT_ONCE:
         from stratagem.cli.app import run_app
 
@@ -45,4 +77,11 @@ def main() -> int:
     return code
 
 
-__all__ = ["main"]
+__all__ = [
+    "LRSchedulerCallable",
+    "OptimizerCallable",
+    "SaveConfigCallback",
+    "TrainerArgumentParser",
+    "TrainerCLI",
+    "main",
+]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from stratagem._version import __version__
-from stratagem.cli import AT_ONCE, module_of
+from stratagem.cli import AT_ONCE, module_of, training
 from stratagem.cli.checkpoint import checkpoint_app
 from stratagem.cli.plugins import add_commands
 from stratagem.discovery.registry import get_registry
@@ -38,23 +38,25 @@ def core_app() -> typer.Typer:
     )
     app.callback()(_program)
     # `main` answers these before typer is imported; here they are listed.
-    for name in AT_ONCE:
-        module = module_of(name)
+    answers = {name: module_of(name) for name in AT_ONCE}
+    summaries = {name: module.SUMMARY for name, module in answers.items()} | training.SUMMARIES
+    runs = {name: module.run for name, module in answers.items()}
+    for name, summary in summaries.items():
         app.command(
             name,
-            help=f"{module.SUMMARY} `stratagem {name} --help` says more.",
+            help=f"{summary} `stratagem {name} --help` says more.",
             add_help_option=False,
             context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-        )(_passed_on_to(module))
+        )(_passed_on_to(runs.get(name) or functools.partial(training.run, name)))
     app.add_typer(checkpoint_app(), name="checkpoint")
     return app
 
 
-def _passed_on_to(module: ModuleType) -> Callable[[typer.Context], None]:
-    """Return a command that a module answers, with arguments that it reads itself."""
+def _passed_on_to(run: Callable[[list[str]], int]) -> Callable[[typer.Context], None]:
+    """Return a command that a function answers, with arguments that it reads itself."""
 
     def command(context: typer.Context) -> None:
-        raise typer.Exit(module.run(context.args))
+        raise typer.Exit(run(context.args))
 
     return command
 

@@ -18,7 +18,7 @@ from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec, 
 from stratagem.discovery.checks import check_spec
 from stratagem.discovery.entry_points import CORE, fits
 from stratagem.discovery.hints import names_by_distribution
-from stratagem.discovery.installed import version_of
+from stratagem.discovery.installed import installed_lightning, version_of
 from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import RUN_TIME, Candidate, Registry, get_registry
 from stratagem.errors import UnknownNameError
@@ -168,6 +168,10 @@ def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
             CORE: __version__,
             "torch": version_of("torch") or "not installed",
             **{name: version for name, version in distributions.items() if name != CORE},
+            **{
+                name: f"{version} (`stratagem run --as-lightning` uses Stratagem in its place)"
+                for name, version in installed_lightning().items()
+            },
         },
         system=this_system(),
         plugins=tuple(registry.reports),

@@ -20,16 +20,19 @@ KeyOption = Annotated[
 
 def convert(
     source: Annotated[Path, typer.Argument(help="A checkpoint.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="A new .safetensors file.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="The new file.", show_default=False)],
     *,
     key: KeyOption = None,
+    to: Annotated[
+        str, typer.Option("--to", help="safetensors, or lightning: a Trainer's, for Lightning 2.x.")
+    ] = "safetensors",
 ) -> None:
-    """Write the weights in a checkpoint as a safetensors file.
+    """Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.
 
-    Everything else is left out. The source is checked before; the target appears whole or not at
-    all. The exit code is 1 if one of them cannot be.
+    A safetensors file has nothing but the weights. The source is checked before; the target appears
+    whole or not at all. The exit code is 1 if one of them cannot be.
     """
-    _do("convert", lambda do: do(source, target, key))
+    _do("convert", lambda do: do(source, target, key, to))
 
 
 def average(

@@ -104,9 +104,10 @@ class CombinedResumable:
 
     # -- resuming
 
-    def state(self) -> dict[str, Any]:
-        """Return what `resume` needs of this rank; plain data."""
-        return {"mode": self.loader.mode, "parts": [part.state() for part in self._parts]}
+    def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
+        """Return what `resume` needs of this rank; plain data. See `Resumable.state`."""
+        parts = [part.state(within_epoch=within_epoch) for part in self._parts]
+        return {"mode": self.loader.mode, "parts": parts}
 
     def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:
         """Restore what `state` returned on each rank; return how many batches are done.

@@ -329,12 +329,16 @@ class Resumable:
 
     # -- saving
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
         """Return what `resume` needs of this rank; plain data.
 
         Warns, once and on rank 0, if a resume would not be exact.
+
+        Args:
+            within_epoch: whether batches of the present epoch are left; a resume after its last
+                one begins the next, and has nothing to find again.
         """
-        if not self._warned:
+        if within_epoch and not self._warned:
             self._warn_if_inexact()
         index, count = self._shard
         state: dict[str, Any] = {"shard": index, "shards": count, "batch_size": self.batch_size}

@@ -16,6 +16,29 @@ from stratagem.discovery.entry_points import (
     normalise,
     read_text,
 )
+from stratagem.errors import MissingPackageError
+
+
+def require_package(who: str, package: str, extra: str) -> None:
+    """Look for a package, without importing it.
+
+    Args:
+        who: needs it.
+        package: its import name.
+        extra: of stratagem-core, which installs it.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    try:
+        found = importlib.util.find_spec(package)
+    except ValueError:  # a module that a program has put there itself
+        return
+    if found is None:
+        raise MissingPackageError(
+            f"{who} needs the package {package!r}, which is not installed here: "
+            f"pip install 'stratagem-core[{extra}]'"
+        )
 
 
 @dataclass(frozen=True)
@@ -29,6 +52,16 @@ class TorchBuild:
 
     version: str
     cuda: str | None
+
+
+LIGHTNING = ("lightning", "pytorch-lightning", "lightning-fabric")
+"""The distributions whose import names `stratagem.lightning` takes, in a process that asks."""
+
+
+def installed_lightning() -> dict[str, str]:
+    """Return which distributions of Lightning itself are installed, with their versions."""
+    found = {name: version_of(name) for name in LIGHTNING}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def version_of(distribution: str, path: Iterable[str] | None = None) -> str | None:

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
 from stratagem._version import __version__
+from stratagem.discovery.installed import installed_lightning
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch.rank_zero import rank_zero_only
 from stratagem.lightning.absent import explain
@@ -25,8 +25,6 @@ ROOTS = {
     "lightning_fabric": f"{HERE}.fabric",
 }
 """Lightning's packages, and the modules here that they are."""
-DISTRIBUTIONS = ("lightning", "pytorch-lightning", "lightning-fabric")
-"""What installs them."""
 
 
 def install() -> None:
@@ -52,23 +50,12 @@ def install() -> None:
 
 @rank_zero_only
 def _say() -> None:
-    others = " and ".join(f"{name} {number}" for name, number in installed().items())
+    others = " and ".join(f"{name} {number}" for name, number in installed_lightning().items())
     unused = f" ({others}, which is installed here too, is not used)" if others else ""
     print(
         f"stratagem: in this process `lightning` is Stratagem {__version__}{unused}",
         file=sys.stderr,
     )
-
-
-def installed() -> dict[str, str]:
-    """Return which distributions of Lightning itself are installed, with their versions."""
-    found = {}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def find(module: str, name: str) -> Any:

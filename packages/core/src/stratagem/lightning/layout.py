@@ -31,7 +31,32 @@ _CALLBACKS = _names(
         "stratagem.tuner": "BatchSizeFinder LearningRateFinder",
     }
 )
-_LOGGERS = _names({"stratagem.loggers": "CSVLogger Logger"})
+_LOGGERS = _names(
+    {
+        "stratagem.loggers": "Logger NeptuneLogger",
+        f"{_API}.loggers": "CSVLogger CometLogger ExperimentWriter MLFlowLogger TensorBoardLogger "
+        "WandbLogger",
+        "stratagem.loggers.sdk_logger": "DummyExperiment",
+    }
+)
+_LOGGER_LEAVES = {
+    "csv_logs": "CSVLogger ExperimentWriter",
+    "logger": "Logger DummyExperiment",
+    "tensorboard": "TensorBoardLogger",
+}
+_FURTHER_LOGGERS = {
+    "comet": "CometLogger",
+    "mlflow": "MLFlowLogger",
+    "neptune": "NeptuneLogger",
+    "wandb": "WandbLogger",
+}
+_CLI = _names(
+    {
+        f"{_API}.cli": "ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple "
+        "LRSchedulerTypeUnion LightningArgumentParser LightningCLI OptimizerCallable "
+        "ReduceLROnPlateau SaveConfigCallback instantiate_class"
+    }
+)
 _PROFILERS = _names(
     {
         "stratagem.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler "
@@ -245,7 +270,8 @@ _PYTORCH: _Layout = {
             "weight_averaging": "EMAWeightAveraging WeightAveraging",
         },
     ),
-    **_package("pytorch.loggers", _LOGGERS, {"csv_logs": "CSVLogger", "logger": "Logger"}),
+    **_package("pytorch.loggers", _LOGGERS, {**_LOGGER_LEAVES, **_FURTHER_LOGGERS}),
+    "pytorch.cli": _CLI,
     **_package(
         "pytorch.profilers",
         _PROFILERS,
@@ -307,6 +333,10 @@ _PYTORCH: _Layout = {
     "pytorch.utilities.exceptions": _EXCEPTIONS,
     "pytorch.utilities.grads": {"grad_norm": _MODELS["grad_norm"]},
     "pytorch.utilities.memory": _MEMORY,
+    "pytorch.utilities.imports": _names(
+        # Private, and in Lightning's own examples.
+        {f"{_API}.models": "_OMEGACONF_AVAILABLE _RICH_AVAILABLE _TORCHVISION_AVAILABLE"}
+    ),
     "pytorch.utilities.model_helpers": {
         name: _MODELS[name] for name in ("get_torchvision_model", "is_overridden")
     },
@@ -333,7 +363,7 @@ _FABRIC_SIDE: _Layout = {
     "fabric": {**_FABRIC, **_SEED_EVERYTHING, **_VERSION},
     "fabric.fabric": {"Fabric": _FABRIC["Fabric"]},
     "fabric.wrappers": {"is_wrapped": _FABRIC["is_wrapped"]},
-    **_package("fabric.loggers", _LOGGERS, {"csv_logs": "CSVLogger", "logger": "Logger"}),
+    **_package("fabric.loggers", _LOGGERS, _LOGGER_LEAVES),
     **_package("fabric.strategies", _STRATEGIES, _STRATEGY_LEAVES),
     **_package("fabric.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
     "fabric.plugins": {**_PLUGINS, "ClusterEnvironment": _ENVIRONMENTS["ClusterEnvironment"]},

@@ -36,6 +36,8 @@ class CometLogger(SDKLogger):
 
     Example:
         >>> from stratagem.loggers import CometLogger
+        >>> CometLogger.extra  # pip install 'stratagem-core[comet]'
+        'comet'
         >>> logger = CometLogger(project="mnist", online=False)    # doctest: +SKIP
     """
 

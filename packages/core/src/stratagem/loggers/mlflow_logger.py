@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from stratagem.discovery.installed import require_package
 from stratagem.loggers.parameters import as_numbers, flattened
-from stratagem.loggers.sdk_logger import SDKLogger, require_package
+from stratagem.loggers.sdk_logger import SDKLogger
 from stratagem.loggers.uploads import Upload, Uploads
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class MLFlowLogger(SDKLogger):
 
     Example:
         >>> from stratagem.loggers import MLFlowLogger
+        >>> MLFlowLogger.extra  # pip install 'stratagem-core[mlflow]'
+        'mlflow'
         >>> logger = MLFlowLogger("mnist", tracking_uri="http://localhost:5000")  # doctest: +SKIP
     """
 

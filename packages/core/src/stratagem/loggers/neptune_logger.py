@@ -38,6 +38,8 @@ class NeptuneLogger(SDKLogger):
 
     Example:
         >>> from stratagem.loggers import NeptuneLogger
+        >>> NeptuneLogger.extra  # pip install 'stratagem-core[neptune]'
+        'neptune'
         >>> logger = NeptuneLogger(project="us/mnist", mode="offline")    # doctest: +SKIP
     """
 

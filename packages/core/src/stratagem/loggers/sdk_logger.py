@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch.distributed
 
-from stratagem.errors import MissingPackageError
+from stratagem.discovery.installed import require_package
 from stratagem.loggers.logger import Logger
 
 
@@ -92,28 +91,6 @@ class SDKLogger(Logger):
     def __getstate__(self) -> dict[str, Any]:
         # What writes belongs to this process.
         return {**self.__dict__, "_experiment": None}
-
-
-def require_package(who: str, package: str, extra: str) -> None:
-    """Look for a package, without importing it.
-
-    Args:
-        who: needs it.
-        package: its import name.
-        extra: of stratagem-core, which installs it.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
-    try:
-        found = importlib.util.find_spec(package)
-    except ValueError:  # a module that a program has put there itself
-        return
-    if found is None:
-        raise MissingPackageError(
-            f"{who} needs the package {package!r}, which is not installed here: "
-            f"pip install 'stratagem-core[{extra}]'"
-        )
 
 
 def is_rank_zero() -> bool:

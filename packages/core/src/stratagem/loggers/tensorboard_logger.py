@@ -43,6 +43,8 @@ class TensorBoardLogger(SDKLogger):
         >>> from stratagem import Trainer
         >>> trainer = Trainer(logger="tensorboard")             # doctest: +SKIP
         >>> from stratagem.loggers import TensorBoardLogger
+        >>> TensorBoardLogger.extra  # pip install 'stratagem-core[tensorboard]'
+        'tensorboard'
         >>> logger = TensorBoardLogger("logs", name="mnist")    # doctest: +SKIP
     """
 

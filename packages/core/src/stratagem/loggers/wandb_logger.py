@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.parameters import as_mapping, as_numbers, as_plain
@@ -51,11 +51,14 @@ class WandbLogger(SDKLogger):
 
     Example:
         >>> from stratagem.loggers import WandbLogger
+        >>> WandbLogger.extra  # pip install 'stratagem-core[wandb]'
+        'wandb'
         >>> logger = WandbLogger(project="mnist", offline=True)    # doctest: +SKIP
     """
 
     package = "wandb"
     extra = "wandb"
+    default_project: ClassVar[str] = "stratagem_logs"
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class WandbLogger(SDKLogger):
             )
         self._folder = Path(dir if dir is not None else save_dir)
         self.save_dir = str(self._folder)
-        self.project = project or os.environ.get("WANDB_PROJECT") or "stratagem_logs"
+        self.project = project or os.environ.get("WANDB_PROJECT") or self.default_project
         self._experiment = experiment
         self._id = version or id
         self._checkpoint_name = checkpoint_name

@@ -113,6 +113,12 @@ def _checkpoint_formats() -> tuple[ComponentSpec, ...]:
             summary="A directory that all ranks write together, each its shards (DCP)",
         ),
         CheckpointIOSpec(
+            name="lightning",
+            target="stratagem.native.checkpoint.lightning:LightningCheckpointIO",
+            api_version=1,
+            summary="One file in the form that Lightning 2.x loads",
+        ),
+        CheckpointIOSpec(
             name="async",
             target="stratagem.native.checkpoint.asynchronous:AsyncCheckpointIO",
             api_version=1,

@@ -79,6 +79,35 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
     )
 
 
+def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> Any:
+    """Return an optimizer's state by parameter names, if it has numbers, as torch saves it.
+
+    Numbers count the parameters in the order of the groups, which has to be this optimizer's.
+
+    Raises:
+        CheckpointMismatchError: its groups have other sizes.
+    """
+    saved = [list(group["params"]) for group in state["param_groups"]]
+    if not any(isinstance(each, int) for group in saved for each in group):
+        return state
+    names = _names_by_index(optimizer, module)
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if own != [len(group) for group in saved]:
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has parameter groups of {list(map(len, saved))} "
+            f"parameters, which have no names in it, and this one has {own}: use the optimizer and "
+            "the parameter groups that it was saved with"
+        )
+    numbers = [number for group in saved for number in group]
+    by_number = {number: names[index] for index, number in enumerate(numbers)}
+    groups = [
+        {**group, "params": [by_number[number] for number in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    entries = {by_number[number]: entry for number, entry in state["state"].items()}
+    return {"state": entries, "param_groups": groups}
+
+
 def _merged(
     optimizer: Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:

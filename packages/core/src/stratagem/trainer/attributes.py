@@ -10,7 +10,8 @@ from torch import Tensor
 
 from stratagem.callbacks import Callback, EarlyStopping, ModelCheckpoint, ProgressBar
 from stratagem.lite.ranked import Ranked
-from stratagem.trainer.options import OptionAttributes
+from stratagem.trainer.fit_loop_view import FitLoop
+from stratagem.trainer.options import OptionAttributes, check_limit
 
 if TYPE_CHECKING:
     from stratagem.datamodule import DataModule
@@ -24,6 +25,20 @@ if TYPE_CHECKING:
     from stratagem.trainer.optimizers import SchedulerConfig
     from stratagem.trainer.progress import Progress, RunState
     from stratagem.trainer.run import Run
+
+
+class _LimitOf:
+    """One of `Trainer.limits` as an attribute."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __get__(self, trainer: Any, owner: type) -> Any:
+        return self if trainer is None else trainer.limits[self._what]
+
+    def __set__(self, trainer: Any, limit: int | float | None) -> None:
+        checked = check_limit(f"limit_{self._what}_batches", limit)
+        trainer.limits = {**trainer.limits, self._what: checked}
 
 
 class TrainerAttributes(Ranked, OptionAttributes):
@@ -195,25 +210,14 @@ class TrainerAttributes(Ranked, OptionAttributes):
         found = [] if self._run is None else self._run.evaluation_loaders.get(what, [])
         return [_count(one.batches) for one in found]
 
-    @property
-    def limit_train_batches(self) -> int | float:
-        """A number of batches (int), or a fraction of them."""
-        return self.limits["train"]
-
-    @property
-    def limit_val_batches(self) -> int | float:
-        """A number of batches (int), or a fraction of them."""
-        return self.limits["val"]
-
-    @property
-    def limit_test_batches(self) -> int | float:
-        """A number of batches (int), or a fraction of them."""
-        return self.limits["test"]
-
-    @property
-    def limit_predict_batches(self) -> int | float:
-        """A number of batches (int), or a fraction of them."""
-        return self.limits["predict"]
+    limit_train_batches = _LimitOf("train")
+    """A number of batches (int), or a fraction of them; may be set between runs."""
+    limit_val_batches = _LimitOf("val")
+    """See `limit_train_batches`."""
+    limit_test_batches = _LimitOf("test")
+    """See `limit_train_batches`."""
+    limit_predict_batches = _LimitOf("predict")
+    """See `limit_train_batches`."""
 
     # -- steps
 
@@ -244,13 +248,19 @@ class TrainerAttributes(Ranked, OptionAttributes):
         Raises:
             ConfigurationError: there is no fit.
         """
-        batches = self.num_training_batches
+        loader = self.run.train_loader
+        batches = 0 if loader is None else loader.batches
         limit = float("inf") if self.max_steps == -1 else self.max_steps
         if self.max_epochs == -1 or batches == float("inf"):
             return limit
         return min(limit, self.step_options.steps_in(self.max_epochs, int(batches)))
 
     # -- how far training is
+
+    @property
+    def fit_loop(self) -> Any:
+        """The limits of fits, to be set, and their position."""
+        return FitLoop(self)
 
     @property
     def current_epoch(self) -> int:
@@ -270,8 +280,8 @@ class TrainerAttributes(Ranked, OptionAttributes):
     @property
     def num_training_batches(self) -> float:
         """Batches of this rank in an epoch; infinity if that is not known."""
-        loader = self.run.train_loader
-        return 0 if loader is None else _count(loader.batches)
+        loader = None if self._run is None else self._run.train_loader
+        return float("inf") if loader is None else _count(loader.batches)
 
     @property
     def is_within_step(self) -> bool:
@@ -363,13 +373,14 @@ class TrainerAttributes(Ranked, OptionAttributes):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers, once the model is prepared."""
-        return self.run.require_prepared().optimizers
+        """The optimizers; none before the model is prepared."""
+        prepared = None if self._run is None else self._run.prepared
+        return [] if prepared is None else prepared.optimizers
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning rate schedulers, once the model is prepared."""
-        return self.run.schedulers.configs
+        """The learning rate schedulers; none before the model is prepared."""
+        return [] if self._run is None else self._run.schedulers.configs
 
 
 def _count(batches: float) -> float:

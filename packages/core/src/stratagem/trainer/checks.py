@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from stratagem.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions
 from stratagem.state.hyperparameters import HyperParametersMixin, savable
-from stratagem.trainer.progress import RunState
+from stratagem.trainer.progress import Progress, RunState
 
 if TYPE_CHECKING:
     from stratagem.trainer.job import Job
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # Methods of the library that our users come from, which are not called here, and what to do.
 _UNCALLED = {
     "configure_sharded_model": "rename it to configure_model",
+    "test_epoch_end": "rename it to on_test_epoch_end, and keep outputs in an attribute",
     "training_epoch_end": "rename it to on_train_epoch_end, and keep outputs in an attribute",
     "training_step_end": "put it into training_step",
     "validation_epoch_end": (
@@ -89,6 +91,14 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
             f"{type(model).__name__} defines {', '.join(uncalled)}, which Stratagem does not "
             f"call, so training would differ silently: {'; '.join(remedies)}"
         )
+    for method in ("training_step", "validation_step", "test_step", "predict_step"):
+        step = getattr(model, method)
+        if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
+            raise UserCodeError(
+                f"{type(model).__name__}.{method} takes dataloader_iter, which Stratagem does not "
+                "hand out, since a run could not go on from a checkpoint where it reads: expected "
+                "batch and batch_idx"
+            )
     missing = [method for method in _NEEDED[stage] if not model.defines(method)]
     if makes_optimizers and "configure_optimizers" in missing:
         missing.remove("configure_optimizers")
@@ -96,6 +106,27 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
         raise UserCodeError(
             f"{type(model).__name__} does not define {' and '.join(missing)}, which "
             f"trainer.{stage} needs"
+        )
+
+
+def check_that_it_ends(run: Run, before: Progress) -> None:
+    """Refuse to go on after an epoch whose batches were all skipped, if nothing ends the fit.
+
+    Args:
+        run: a fit, whose last step had no loss.
+        before: its progress when the epoch began, or was resumed.
+
+    Raises:
+        UserCodeError: only a number of steps would end it.
+    """
+    trainer, progress = run.trainer, run.progress
+    took_none = progress.global_step == before.global_step and progress.batches > before.batches
+    endless = trainer.max_epochs == -1 and trainer.max_time is None and trainer.max_steps != -1
+    if took_none and endless and run.module.automatic_optimization:
+        raise UserCodeError(
+            f"{type(run.module).__name__}.training_step returned None for all {progress.batches} "
+            f"batches of an epoch, and only max_steps={trainer.max_steps}, which counts optimizer "
+            "steps, would end this fit: return a loss, or pass max_epochs"
         )
 
 

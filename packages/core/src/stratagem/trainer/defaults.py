@@ -46,7 +46,10 @@ def parse_arguments(arguments: Mapping[str, Any], function: Callable[..., Any]) 
     Raises:
         ConfigurationError: two of them contradict one another.
     """
-    return _with_schedule(with_defaults(of_barebones(arguments, function), function))
+    given = with_defaults(of_barebones(arguments, function), function)
+    # Here None is a value: batches are counted over epochs.
+    given["check_val_every_n_epoch"] = arguments["check_val_every_n_epoch"]
+    return _with_schedule(given)
 
 
 def _with_schedule(given: dict[str, Any]) -> dict[str, Any]:

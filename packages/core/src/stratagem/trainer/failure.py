@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from stratagem.launch.rank import this_rank
 from stratagem.launch.streams import printable
 from stratagem.lite.device_errors import explain_device_error
+from stratagem.trainer.resume.find import newest_checkpoint
 
 if TYPE_CHECKING:
     from stratagem.trainer.run import Run
@@ -35,11 +36,11 @@ def end_failed(run: Run, error: BaseException) -> None:
 def _interrupted(run: Run) -> str:
     """Return in two lines where Ctrl-C ended a run, and how to go on."""
     if run.stage != "fit":
-        return f"\nstratagem: {run.stage} was interrupted, after {run.evaluated_batches} batches"
+        number = run.evaluated_batches
+        batches = f"{number} batch" if number == 1 else f"{number} batches"
+        return f"\nstratagem: {run.stage} was interrupted, after {batches}"
     progress = run.progress
-    savers = run.trainer.checkpoint_callbacks
-    paths = [saver.last_model_path or saver.best_model_path for saver in savers]
-    saved = next((path for path in paths if path), "")
+    saved = newest_checkpoint(run.trainer)
     follows = "there is no checkpoint yet"
     if saved:
         follows = f"trainer.fit(..., ckpt_path={saved!r}) goes on from its checkpoint"

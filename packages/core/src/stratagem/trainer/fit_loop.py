@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.trainer.checks import check_that_it_ends
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.open_data import data_of, reopen_in_epoch
 from stratagem.trainer.step import EndOfEpoch, Step
@@ -55,6 +57,7 @@ def fit(
             hooks.call("on_train_epoch_start")
             run.metrics.in_step = True
             rank_state.begin_epoch()
+            before = replace(progress)
             # What follows sees the epoch as finished, so that a checkpoint saved from here on
             # resumes with the next one. A stop in the middle leaves it unfinished.
             with step.epoch_context():
@@ -63,9 +66,12 @@ def fit(
                 run.schedulers.step("epoch", epoch + 1)
                 if validation_is_due:
                     validation.run(prepared)
+            run.schedulers.step_after_step(run.strategy.ranks, run.may_come_later)
             run.end_train_epoch()
             if not progress.epoch_is_done:
                 break
+            if not step.has_loss:
+                check_that_it_ends(run, before)
             progress.next_epoch()
     except RuntimeError as error:
         explained = step.explain(error) or run.strategy.explain(prepared, error)
@@ -87,17 +93,19 @@ def _train_steps(
     """
     trainer, progress = run.trainer, run.progress
     take_step = run.profiling.wrap("run_training_batch", step.takes_step())
-    ends_here = run.interruption_check()
+    ends_here = _check_after_step(run, prepared, loader, validation)
     divergence = _divergence_check(run, prepared)
 
     def train_steps(interval: float) -> tuple[bool, bool]:
         accumulate = run.accumulation(progress.epoch)
         end = loader.end
+        # With check_val_every_n_epoch=None batches are counted over epochs.
+        before = validation.counted_before(interval)
         # Resumed from a checkpoint that was saved before the validation of its step.
         is_due = (
             interval > 0
             and progress.batches > progress.validated
-            and progress.batches % interval < accumulate
+            and (before + progress.batches) % interval < accumulate
         )
         if is_due and progress.batches < end:
             validation.run(prepared)
@@ -110,7 +118,7 @@ def _train_steps(
             if run.saves_due:
                 run.save_due()
             if interval:
-                is_due = progress.batches % interval < count
+                is_due = (before + progress.batches) % interval < count
                 if is_due and progress.batches < end:
                     validation.run(prepared)
                     is_due = False
@@ -120,7 +128,7 @@ def _train_steps(
                 run.interrupt()
             if trainer.should_stop and run.should_stop():
                 break
-            if progress.global_step == trainer.max_steps:
+            if progress.global_step >= trainer.max_steps >= 0:
                 break
         else:
             loader.check_end(progress.batches)
@@ -135,6 +143,29 @@ def _train_steps(
             return True, False
 
     return run.profiling.wrap("run_training_epoch", until_the_end)
+
+
+def _check_after_step(
+    run: Run, prepared: PreparedModel, loader: TrainLoader, validation: Validation
+) -> Callable[[], bool]:
+    """Return what is called after each step and its validation: whether the fit is to end here.
+
+    It also does what only some fits have to do after each step.
+    """
+    ends_here, progress = run.interruption_check(), run.progress
+    by_time, by_value = validation.seconds is not None, run.schedulers.have_values_by_steps
+    if not by_time and not by_value:
+        return ends_here
+
+    def check() -> bool:
+        if by_time:
+            validation.run_if_time(prepared)
+        # After an epoch's last step validation is yet to come.
+        if by_value and progress.batches < loader.end:
+            run.schedulers.step_after_step(run.strategy.ranks, run.may_come_later)
+        return ends_here()
+
+    return check
 
 
 def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:

@@ -35,10 +35,9 @@ def step_hooks_of(module: Module) -> list[str]:
 
     Example:
         >>> from stratagem import Module
-        >>> class Own(Module):
-        ...     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        ...         optimizer.zero_grad(set_to_none=False)
-        >>> step_hooks_of(Own())
+        >>> module = Module()
+        >>> module.optimizer_zero_grad = lambda epoch, batch_idx, optimizer: None
+        >>> step_hooks_of(module)
         ['optimizer_zero_grad']
     """
     return [name for name in STEP_HOOKS if is_users(module, name)]

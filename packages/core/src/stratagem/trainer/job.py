@@ -79,12 +79,12 @@ class Job:
         return cls(stage, own_module(model), datamodule, loaders, val_loaders, ckpt_path)
 
     def prepare_data(self, ranks: Ranks) -> None:
-        """Let rank 0 of each node download, for the DataModule and the model, while others wait."""
+        """Let rank 0 of each node, or of all, download, while the others wait."""
         own = [self.model] if self.model.defines("prepare_data") else []
         sources = [source for source in (self.datamodule, *own) if source is not None]
         if not sources:
             return
-        if ranks.local_rank == 0:
-            for source in sources:
+        for source in sources:
+            if (ranks.local_rank if source.prepare_data_per_node else ranks.global_rank) == 0:
                 source.prepare_data()
         ranks.barrier("prepare_data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,9 @@ class SchedulerConfig:
         scheduler: torch's, or an object with `step` and `state_dict`.
         interval: "epoch" or "step".
         frequency: every so many of them.
-        monitor: the logged value that it is stepped with, once an epoch; None: without one.
+        monitor: the logged value that it is stepped with; None: without one.
         name: what LearningRateMonitor calls its learning rate.
+        strict: a value that was never logged is an error; False: a warning, and no step.
     """
 
     scheduler: Any
@@ -38,10 +40,23 @@ class SchedulerConfig:
     frequency: int = 1
     monitor: str | None = None
     name: str | None = None
+    strict: bool = True
+
+    @property
+    def reduce_on_plateau(self) -> bool:
+        """Whether it is stepped with a value."""
+        return self.monitor is not None
 
     def is_due(self, interval: str, count: int) -> bool:
         """Whether it steps after the `count`-th (from 1) epoch or step, without a value."""
-        return self.monitor is None and self.interval == interval and count % self.frequency == 0
+        return self.monitor is None and self._is_its_turn(interval, count)
+
+    def is_due_with_value(self, interval: str, count: int) -> bool:
+        """Whether it steps with a value after the `count`-th (from 1) epoch or step."""
+        return self.monitor is not None and self._is_its_turn(interval, count)
+
+    def _is_its_turn(self, interval: str, count: int) -> bool:
+        return self.interval == interval and count % self.frequency == 0
 
 
 def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -127,12 +142,11 @@ def _check_optimizer(scheduler: Any, optimizers: Sequence[Optimizer], who: str) 
 
 def _scheduler_config(given: Any, who: str, *, automatic: bool) -> SchedulerConfig:
     fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    fields.pop("strict", None)
     by_value = fields.pop("reduce_on_plateau", None)
-    if unknown := set(fields) - {"scheduler", "interval", "frequency", "monitor", "name"}:
+    if unknown := set(fields) - {field.name for field in dataclasses.fields(SchedulerConfig)}:
         raise UserCodeError(
             f"{who} returned a scheduler with {sorted(unknown)}; expected 'scheduler', 'interval', "
-            "'frequency', 'monitor' and 'reduce_on_plateau'"
+            "'frequency', 'monitor', 'strict', 'name' and 'reduce_on_plateau'"
         )
     if "scheduler" not in fields:
         raise UserCodeError(f"{who} returned a scheduler's options without 'scheduler'")
@@ -157,11 +171,6 @@ def _scheduler_config(given: Any, who: str, *, automatic: bool) -> SchedulerConf
         raise UserCodeError(
             f"{who} returned a {kind} without 'monitor': name the logged value that it is stepped "
             "with, as in {'scheduler': ..., 'monitor': 'val_loss'}"
-        )
-    if config.interval == "step":
-        raise UserCodeError(
-            f"{who} returned a {kind} with interval='step'; a scheduler that is stepped with a "
-            "value steps once an epoch: leave 'interval' out"
         )
     return config
 

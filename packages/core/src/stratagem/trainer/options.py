@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ class OptionAttributes:
     max_time: float | None
     fast_dev_run: int
     limits: Mapping[str, Limit]
-    val_check_interval: Limit
-    check_val_every_n_epoch: int
+    val_check_interval: Limit | timedelta
+    check_val_every_n_epoch: int | None
     num_sanity_val_steps: int
     log_every_n_steps: int
     step_options: StepOptions
@@ -67,8 +68,8 @@ class TrainerOptions:
     min_steps: int
     max_time: float | None
     limits: Mapping[str, Limit]
-    val_check_interval: Limit
-    check_val_every_n_epoch: int
+    val_check_interval: Limit | timedelta
+    check_val_every_n_epoch: int | None
     num_sanity_val_steps: int
     log_every_n_steps: int
     step_options: StepOptions
@@ -113,11 +114,16 @@ class TrainerOptions:
             given[name] = given[name] or 0
         for name, least in _WHOLE.items():
             check_whole(name, given[name], least)
-        interval = check_limit("val_check_interval", given["val_check_interval"])
-        if interval == 0:
-            raise ConfigurationError(
-                "val_check_interval=0: expected at least one batch (int) or a fraction above 0"
-            )
+        interval = check_interval(given["val_check_interval"])
+        if given["check_val_every_n_epoch"] is None:
+            if isinstance(interval, float):
+                raise ConfigurationError(
+                    f"check_val_every_n_epoch=None counts batches over epochs, and "
+                    f"val_check_interval={interval} is a fraction of an epoch: pass a number of "
+                    "batches (int) or a time"
+                )
+        else:
+            check_whole("check_val_every_n_epoch", given["check_val_every_n_epoch"], 1)
         return cls(
             fast_dev_run=check_fast_dev_run(given["fast_dev_run"]),
             overfit_batches=overfit,
@@ -196,7 +202,6 @@ _WHOLE = {
     "max_steps": -1,
     "min_epochs": 0,
     "min_steps": 0,
-    "check_val_every_n_epoch": 1,
     "num_sanity_val_steps": -1,
     "log_every_n_steps": 0,
     "reload_dataloaders_every_n_epochs": 0,
@@ -204,7 +209,7 @@ _WHOLE = {
 """Options that are whole numbers, and the least that each may be."""
 _AS_THEY_ARE = (
     *("barebones", "benchmark", "detect_anomaly", "inference_mode"),
-    "use_distributed_sampler",
+    *("check_val_every_n_epoch", "use_distributed_sampler"),
 )
 
 
@@ -241,10 +246,35 @@ def check_limit(name: str, limit: int | float | None) -> int | float:
         return limit
     if isinstance(limit, float) and 0.0 <= limit <= 1.0:
         return limit
+    if isinstance(limit, float) and limit > 1.0 and limit.is_integer():
+        return int(limit)
     raise ConfigurationError(
         f"{name}={limit!r}: expected a number of batches of at least 0 (int), or a fraction from "
         "0.0 to 1.0 (float)"
     )
+
+
+def check_interval(given: Any) -> Limit | timedelta:
+    """Return after what validation comes: batches, a fraction of them, or a time.
+
+    Args:
+        given: a number as `check_limit` takes it, a timedelta, "DD:HH:MM:SS" or a dict of
+            timedelta's arguments.
+
+    Raises:
+        ConfigurationError: it is none of these, or no time at all.
+    """
+    if isinstance(given, (str, timedelta, Mapping)):
+        time = seconds(given, "val_check_interval") or 0.0
+        if time > 0:
+            return timedelta(seconds=time)
+        raise ConfigurationError(f"val_check_interval={given!r}: expected a time above 0")
+    interval = check_limit("val_check_interval", given)
+    if interval == 0:
+        raise ConfigurationError(
+            "val_check_interval=0: expected at least one batch (int) or a fraction above 0"
+        )
+    return interval
 
 
 def check_whole(name: str, value: Any, least: int) -> None:

@@ -16,6 +16,7 @@ class Progress:
         batches: batches of this epoch that were trained on, on each rank.
         epoch_is_done: all of them were; what is left of the epoch is its end.
         validated: how many of them were when validation ran last in this epoch; 0: it has not.
+        batches_before: those of all epochs before.
     """
 
     epoch: int = 0
@@ -23,10 +24,12 @@ class Progress:
     batches: int = 0
     epoch_is_done: bool = False
     validated: int = 0
+    batches_before: int = 0
 
     def next_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1
+        self.batches_before += self.batches
         self.batches = 0
         self.epoch_is_done = False
         self.validated = 0
@@ -42,6 +45,8 @@ class Progress:
         self.batches = state["batches"]
         self.epoch_is_done = state["epoch_is_done"]
         self.validated = state["validated"]
+        # Checkpoints of before do not have it.
+        self.batches_before = state.get("batches_before", 0)
         if self.epoch_is_done:
             self.next_epoch()
 
@@ -53,15 +58,13 @@ class RunState:
     Attributes:
         stage: "fit", "validate", "test", "predict", or "" between runs.
         status: "running", "finished" or "interrupted".
+        fn: "fit", "validate", "test" or "predict", of the present run or the last one; None: there
+            was none.
     """
 
     stage: str = ""
     status: str = "finished"
-
-    @property
-    def fn(self) -> str | None:
-        """The stage under the name that Lightning has for it; None between runs."""
-        return self.stage or None
+    fn: str | None = None
 
     @property
     def finished(self) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from stratagem.errors import UserCodeError
 from stratagem.trainer.optimizers import SchedulerConfig
 
 if TYPE_CHECKING:
+    from stratagem.interfaces.ranks import Ranks
     from stratagem.module import Module
     from stratagem.trainer.progress import Progress
 
@@ -34,6 +37,8 @@ class Schedulers:
         self._metric = metric
         self._take_step = module.lr_scheduler_step
         self._names_of_validation: set[str] = set()
+        self._seen = -1
+        """The last step after which those that step with a value by steps were looked at."""
 
     def suspend(self) -> None:
         """Step none of them from here on, in this fit: something else sets learning rates."""
@@ -68,11 +73,44 @@ class Schedulers:
             return
         for config in self.configs:
             name = config.monitor
-            if name is None or (self._progress.epoch + 1) % config.frequency:
-                continue
-            if is_there(name):
-                value = self._metric(name, type(config.scheduler).__name__)
-                self._take_step(config.scheduler, value)
+            if config.is_due_with_value("epoch", self._progress.epoch + 1) and is_there(str(name)):
+                self._step_with_value(config)
+
+    @property
+    def have_values_by_steps(self) -> bool:
+        """Whether one of them steps with a value after every so many optimizer steps."""
+        return self._automatic and any(
+            config.monitor is not None and config.interval == "step" for config in self.configs
+        )
+
+    def step_after_step(self, ranks: Ranks, may_come_later: Callable[[str], bool]) -> None:
+        """Step those that are due with a value after an optimizer step, and its validation if any.
+
+        Ranks step them with the mean of their values, so that they go on with one learning rate.
+
+        Args:
+            ranks: that train together.
+            may_come_later: see `step_after_epoch`.
+        """
+        count = self._progress.global_step
+        if not self._automatic or count == self._seen:
+            return
+        self._seen = count
+        for config in self.configs:
+            if config.is_due_with_value("step", count) and not may_come_later(str(config.monitor)):
+                self._step_with_value(config, ranks)
+
+    def _step_with_value(self, config: SchedulerConfig, ranks: Ranks | None = None) -> None:
+        try:
+            value = self._metric(str(config.monitor), type(config.scheduler).__name__)
+        except UserCodeError as error:
+            if config.strict:
+                raise
+            warnings.warn(f"{error}; it is left as it is, with strict=False", stacklevel=2)
+            return
+        if ranks is not None and ranks.world_size > 1:
+            value = ranks.all_reduce(value, "mean")
+        self._take_step(config.scheduler, value)
 
     def state(self) -> list[Any]:
         """Return the state of each."""

@@ -203,9 +203,9 @@ class TrainLoader:
 
     # -- resuming
 
-    def state(self) -> dict[str, Any]:
-        """Return where this rank is in its data; plain data."""
-        return self._data.state()
+    def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
+        """Return where this rank is in its data; plain data. See `Resumable.state`."""
+        return self._data.state(within_epoch=within_epoch)
 
     def resume(self, states: Sequence[dict[str, Any]], done: int) -> int:
         """Restore what `state` returned on each rank that saved; return how many batches are done.

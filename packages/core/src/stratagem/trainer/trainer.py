@@ -69,8 +69,10 @@ class Trainer(TrainerAttributes):
         fast_dev_run: run so many batches (True: one) of everything, without logger and checkpoints.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number
             of batches (int) or a fraction of them (float).
-        val_check_interval: validate after so many batches (int) or such a fraction of the epoch.
-        check_val_every_n_epoch: validate in every n-th epoch.
+        val_check_interval: validate after so many batches (int), such a fraction of the epoch
+            (float), or so much time (a timedelta, "DD:HH:MM:SS", or a dict of its arguments).
+        check_val_every_n_epoch: validate in every n-th epoch; None: in any, with batches counted
+            over epochs.
         num_sanity_val_steps: validation batches to run before training; -1: all.
         log_every_n_steps: hand every n-th step's values to the loggers.
         accumulate_grad_batches: batches in an optimizer step, or by first epoch ({0: 8, 4: 4}).
@@ -136,8 +138,8 @@ class Trainer(TrainerAttributes):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
-        val_check_interval: int | float | None = None,
-        check_val_every_n_epoch: int = 1,
+        val_check_interval: int | float | str | timedelta | Mapping[str, int] | None = None,
+        check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         log_every_n_steps: int = 1,
         accumulate_grad_batches: int | Mapping[int, int] = 1,
@@ -326,7 +328,7 @@ class Trainer(TrainerAttributes):
         """Launch, and run on every rank."""
         check_not_running(self.state, job.stage)
         check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
-        self.state = RunState(job.stage, "running")
+        self.state = RunState(job.stage, "running", job.stage)
         try:
             folders.check_before_launch(self, self._launched, job.stage)
             if self.plan.runs_elsewhere and not self._launched.is_launched:
@@ -338,7 +340,7 @@ class Trainer(TrainerAttributes):
             if isinstance(error, KeyboardInterrupt):
                 leave_unprinted(error)  # in two lines, by the rank that shows it
             raise
-        self.state = RunState("", "finished")
+        self.state = RunState("", "finished", job.stage)
         return result
 
     def _execute_elsewhere(self, job: Job) -> Any:

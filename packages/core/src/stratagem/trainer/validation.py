@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,25 +35,36 @@ class Validation:
         self.loaders = loaders
         self.last_epoch = -1
         self.is_sanity_check = False
+        interval = run.trainer.val_check_interval
+        self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
+        """After how much time it comes; None: it goes by batches."""
+        self._since = 0.0
+        self._knows_since = False
+        """Whether ranks have agreed on a time since then: they do so now and then."""
 
     def is_in_epoch(self, epoch: int) -> bool:
         """Whether an epoch has validation."""
         every = self._run.trainer.check_val_every_n_epoch
-        return bool(self.loaders) and (epoch + 1) % every == 0
+        return bool(self.loaders) and (every is None or (epoch + 1) % every == 0)
 
     def interval(self, batches: float) -> float:
         """Return after how many training batches it comes; infinity: after the epoch.
 
         Args:
             batches: of a training epoch; infinity: not known.
+
+        Returns:
+            0 where it goes by time.
         """
         interval = self._run.trainer.val_check_interval
+        if isinstance(interval, timedelta):
+            return 0
         if isinstance(interval, int):
-            if interval > batches:
+            if interval > batches and self._run.trainer.check_val_every_n_epoch is not None:
                 raise ConfigurationError(
                     f"val_check_interval={interval} is more than the {int(batches)} training "
                     "batches of an epoch, so validation would never run: pass a smaller number, or "
-                    "check_val_every_n_epoch"
+                    "check_val_every_n_epoch=None, which counts batches over epochs"
                 )
             return interval
         if batches == UNKNOWN:
@@ -63,6 +75,21 @@ class Validation:
                 "be taken of it: pass a number of batches (int)"
             )
         return max(1, int(batches * interval))
+
+    def counted_before(self, interval: float) -> int:
+        """Return how many batches before this epoch's an interval counts on from."""
+        over_epochs = self._run.trainer.check_val_every_n_epoch is None
+        return self._run.progress.batches_before if over_epochs and interval else 0
+
+    def run_if_time(self, prepared: PreparedModel) -> None:
+        """Run it if so much time is over since it ran last; on every rank after the same step."""
+        assert self.seconds is not None
+        now = self._run.interruption.agreed_time()
+        if not self._knows_since:
+            self._knows_since, self._since = now != self._since, now
+        elif now - self._since >= self.seconds and self.is_in_epoch(self._run.progress.epoch):
+            self.run(prepared)
+            self._since, self._knows_since = self._run.interruption.agreed_time(), False
 
     def run(self, prepared: PreparedModel) -> None:
         """Run it between two training steps, or after the last one of an epoch."""

@@ -186,8 +186,8 @@ def _filtered(state: Mapping[str, Any], filter: Any) -> dict[str, Any]:
             raise TypeError(f"Expected `fabric.save(filter=...)` to be callable, given {keep!r}")
     kept: dict[str, Any] = {}
     for name, value in state.items():
-        if name not in filter:
-            kept[name] = value
+        if name not in filter or not (hasattr(value, "state_dict") or isinstance(value, Mapping)):
+            kept[name] = value  # a single value is kept as it is
             continue
         items: Iterable[tuple[str, Any]] = (
             value.state_dict() if hasattr(value, "state_dict") else value

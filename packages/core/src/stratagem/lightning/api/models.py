@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -16,6 +16,9 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.compiling import adopt_compiled, own_module
 from stratagem.module import Module
 
+_OMEGACONF_AVAILABLE, _RICH_AVAILABLE, _TORCHVISION_AVAILABLE = (
+    importlib.util.find_spec(name) is not None for name in ("omegaconf", "rich", "torchvision")
+)
 _PARENTS = (Module, DataModule, Callback)
 
 

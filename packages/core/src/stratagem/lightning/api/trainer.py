@@ -11,8 +11,8 @@ from stratagem import trainer
 from stratagem.checkpoint.catalog import find_all
 from stratagem.errors import ConfigurationError
 from stratagem.launch.rank_zero import rank_zero_warn
+from stratagem.lightning.api.loggers import CSVLogger
 from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
-from stratagem.loggers import CSVLogger
 from stratagem.storage import paths
 
 
@@ -62,7 +62,7 @@ class Trainer(trainer.Trainer):
         plain = not options.get("barebones")
         quick = bool(options.get("fast_dev_run"))
         if plain and not quick and logger in (None, True):
-            logger = CSVLogger(options.get("default_root_dir") or Path.cwd(), "lightning_logs")
+            logger = CSVLogger(options.get("default_root_dir") or Path.cwd())
         if log_every_n_steps is None and plain:
             log_every_n_steps = 50
         if enable_model_summary is None and plain:

@@ -55,7 +55,7 @@ class SingleFileCheckpointIO(CheckpointIO):
         file = None
         try:
             with _create(path) as file:
-                write_archive(checkpoint, manifest_of(checkpoint, self), file)
+                write_archive(self.contents(checkpoint), manifest_of(checkpoint, self), file)
                 file.commit()
         except OSError as error:
             if file is not None and file.renamed:
@@ -68,6 +68,10 @@ class SingleFileCheckpointIO(CheckpointIO):
                 f"cannot save {str(path)!r}: {type(error).__name__}: {error}; {state}",
                 errno=error.errno,
             ) from error
+
+    def contents(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return what the file is to hold of a checkpoint: by default all of it, as it is."""
+        return checkpoint
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Return the checkpoint at `path`; see `CheckpointIO.load_checkpoint`."""

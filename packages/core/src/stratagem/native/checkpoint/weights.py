@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from stratagem._version import __version__
+from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointMismatchError, CheckpointSaveError, ConfigurationError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.native.checkpoint.lightning import LightningCheckpointIO
 from stratagem.native.checkpoint.safetensors import write_safetensors
 
 _OF_TRAINER = "state_dict"
@@ -20,18 +22,23 @@ _OF_TRAINER = "state_dict"
 _COUNTS = "num_batches_tracked"
 
 
-def convert(source: Path, target: Path, key: str | None = None) -> str:
+def convert(source: Path, target: Path, key: str | None = None, to: str = "safetensors") -> str:
     """Write the weights in a checkpoint as a safetensors file; return what was done.
 
     Args:
-        source: a checkpoint of any format.
+        source: a checkpoint of any format, Lightning's among them.
         target: the new file.
         key: which entry of the checkpoint are the weights; None: the one that can be.
+        to: "safetensors"; or "lightning": all of a Trainer's checkpoint, in Lightning's form.
 
     Raises:
         ConfigurationError: the target is there already, or is not to be a safetensors file.
         CheckpointError: the source cannot be read or has no weights, or the target not be written.
     """
+    if to == "lightning":
+        return _to_lightning(source, target)
+    if to != "safetensors":
+        raise ConfigurationError(f"to={to!r}: expected 'safetensors' or 'lightning'")
     if target.suffix != ".safetensors":
         raise ConfigurationError(
             f"convert writes safetensors files: expected a target that ends in .safetensors, "
@@ -53,6 +60,15 @@ def convert(source: Path, target: Path, key: str | None = None) -> str:
     if left_out:
         summary += f"; left out, since they are no tensors: {', '.join(left_out)}"
     return summary
+
+
+def _to_lightning(source: Path, target: Path) -> str:
+    _refuse_existing(target)
+    checkpoint = check(_read(source), source)
+    checkpoint.setdefault("format_version", FORMAT_VERSION)
+    LightningCheckpointIO().save_checkpoint(checkpoint, target)
+    kept = "all that Lightning resumes from" if "progress" in checkpoint else "weights only"
+    return f"{target}: {target.stat().st_size} bytes, {kept}"
 
 
 def average(sources: Sequence[Path], target: Path, key: str | None = None) -> str:

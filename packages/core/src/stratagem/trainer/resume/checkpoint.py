@@ -41,6 +41,7 @@ from stratagem.errors import CheckpointContentError, CheckpointMismatchError, na
 from stratagem.state.hyperparameters import HyperParametersMixin, savable
 from stratagem.state.plain_data import find_offending_value
 from stratagem.state.rank_states import RankStates, gather_states
+from stratagem.state.state_dict import with_names
 from stratagem.trainer.open_data import reopen_for_resume
 from stratagem.trainer.resume.rank_state import state_of_rank
 
@@ -188,7 +189,8 @@ def restore_training(
             )
     for optimizer, state in zip(prepared.optimizers, checkpoint["optimizer_states"], strict=True):
         with naming(path):
-            strategy.load_optimizer_state(prepared, optimizer, state)
+            named = with_names(optimizer, prepared.original, state)
+            strategy.load_optimizer_state(prepared, optimizer, named)
         # It has stepped before the checkpoint; schedulers warn where they see no step before them.
         optimizer._opt_called = True  # type: ignore[attr-defined]
     run.schedulers.load_state(checkpoint["lr_schedulers"])

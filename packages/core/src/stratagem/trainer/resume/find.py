@@ -25,11 +25,9 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
     Raises:
         CheckpointNotFoundError: there is none.
     """
-    from stratagem.callbacks.model_checkpoint import ModelCheckpoint
-
     if asked not in ("best", "last"):
         return paths.at(asked)
-    savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+    savers = _savers(trainer)
     if not savers:
         raise CheckpointNotFoundError(
             f"ckpt_path={str(asked)!r} needs a ModelCheckpoint among the callbacks; there is none: "
@@ -65,6 +63,22 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
             "whole"
         )
     return paths.at(found)
+
+
+def newest_checkpoint(trainer: Trainer) -> str:
+    """Return the newest checkpoint that this Trainer's run has saved and kept; "": there is none.
+
+    Looked for on this rank alone.
+    """
+    kept = {str(paths.absolute(path)) for saver in _savers(trainer) for path in saver.kept_paths}
+    found = _candidates(_savers(trainer))
+    return next((str(path) for path in found if str(paths.absolute(path)) in kept), "")
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    from stratagem.callbacks.model_checkpoint import ModelCheckpoint
+
+    return [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
 
 
 def _candidates(savers: list[ModelCheckpoint]) -> list[paths.Location]:

@@ -67,7 +67,7 @@ class RankState:
         """Return what differs between the ranks: RNG states and the place in the data."""
         return {
             "random": rng_state(*self._rng_of),
-            "loader": self._loader.state(),
+            "loader": self._loader.state(within_epoch=not self._progress.epoch_is_done),
             "validation": [
                 [has_persistent_workers(loader), *generator_states(generators_of_loader(loader))]
                 for loader in self._validation
@@ -90,6 +90,7 @@ class RankState:
         progress.batches = self._loader.resume(states.of("loader"), before)
         if before:
             progress.validated = progress.validated * progress.batches // before
+            progress.batches_before = progress.batches_before * progress.batches // before
 
     def _resume_validation(self, states: list[list[Any]]) -> None:
         for loader, (had_workers, *generators) in zip(self._validation, states, strict=False):

@@ -1,0 +1,110 @@
+"""Loggers: with the defaults that Lightning's have, where they differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stratagem import loggers
+
+_NAME = "lightning_logs"
+
+
+class CSVLogger(loggers.CSVLogger):
+    """A CSVLogger of the folder `lightning_logs`.
+
+    Args:
+        save_dir, name, version, **options: of `stratagem.loggers.CSVLogger`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = _NAME,
+        version: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, **options)
+
+    def log_hyperparams(self, params: Any = None) -> None:
+        """Write them; None: there are none."""
+        super().log_hyperparams(params)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows that are held back, each with its step."""
+        return [{"step": step, **values} for step, values in self._held]
+
+    @property
+    def metrics_file_path(self) -> str:
+        """The file of the rows."""
+        return str(self._file)
+
+
+class ExperimentWriter:
+    """Names of the files of a CSVLogger."""
+
+    NAME_HPARAMS_FILE = "hparams.json"
+    NAME_METRICS_FILE = "metrics.csv"
+
+
+class TensorBoardLogger(loggers.TensorBoardLogger):
+    """A TensorBoardLogger of the folder `lightning_logs`.
+
+    Args:
+        save_dir, name, version, **options: of `stratagem.loggers.TensorBoardLogger`.
+        root_dir: another name for `save_dir`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = _NAME,
+        version: int | str | None = None,
+        root_dir: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(root_dir if save_dir is None else save_dir, name, version, **options)
+
+
+class MLFlowLogger(loggers.MLFlowLogger):
+    """An MLFlowLogger of the experiment `lightning_logs`.
+
+    Args:
+        experiment_name, *args, **options: of `stratagem.loggers.MLFlowLogger`.
+    """
+
+    def __init__(self, experiment_name: str = _NAME, *args: Any, **options: Any) -> None:
+        super().__init__(experiment_name, *args, **options)
+
+
+class WandbLogger(loggers.WandbLogger):
+    """A WandbLogger of the project `lightning_logs`.
+
+    Args:
+        *args, project, **options: of `stratagem.loggers.WandbLogger`.
+    """
+
+    default_project = _NAME
+
+
+class CometLogger(loggers.CometLogger):
+    """A CometLogger that takes the names of Lightning's older arguments.
+
+    Args:
+        project_name, experiment_name: `project` and `name` of `stratagem.loggers.CometLogger`.
+        **options: the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        if project_name is not None:
+            options["project"] = project_name
+        if experiment_name is not None:
+            options["name"] = experiment_name
+        super().__init__(**options)

@@ -1,0 +1,168 @@
+"""Checkpoints of Lightning 2.x are loaded, and written on request.
+
+`tests/scripts/lightning_run.py` has the model, and made the file of Lightning's. What Lightning
+itself makes of files that are written here, `benchmarks/lightning_checkpoints.py` shows.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typer.testing import CliRunner
+
+from stratagem import Module, Trainer
+from stratagem.callbacks import EarlyStopping
+from stratagem.checkpoint import LightningCheckpointIO, SingleFileCheckpointIO
+from stratagem.checkpoint.lightning_format import from_lightning, to_lightning
+from stratagem.cli.app import core_app
+from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError
+
+THEIRS = Path(__file__).parent / "data" / "lightning_2.6.6.ckpt"
+QUIET: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu"}
+
+
+class Line(Module):
+    def __init__(self, lr: float = 0.1, sizes: tuple[int, int] = (3, 1)) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(*sizes)
+        torch.nn.init.constant_(self.layer.weight, 0.5)
+        torch.nn.init.constant_(self.layer.bias, 0.0)
+        self.begun: tuple[int, int, float] | None = None
+
+    def on_train_start(self) -> None:
+        rate = self.optimizers().param_groups[0]["lr"]
+        self.begun = (self.trainer.current_epoch, self.trainer.global_step, rate)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = (self.layer(batch) - 1.0).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch).mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(torch.linspace(-1, 2, 36).reshape(12, 3), batch_size=2)  # type: ignore[arg-type]
+
+
+def fit(path: Path | None, **options: Any) -> Line:
+    model = Line()
+    trainer = Trainer(**{"max_epochs": 3, "enable_checkpointing": False, **QUIET, **options})
+    trainer.fit(model, loader(), loader(), ckpt_path=path)
+    return model
+
+
+def weights(model: Module) -> list[float]:
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+def test_a_run_goes_on_from_lightnings_checkpoint_as_if_it_had_been_ours() -> None:
+    resumed = fit(THEIRS, callbacks=EarlyStopping("val_loss", patience=7), max_epochs=2)
+    assert resumed.begun == (1, 9, 0.05)
+    assert weights(resumed) == pytest.approx(weights(fit(None, max_epochs=2)), rel=1e-6)
+
+
+def test_a_model_is_made_of_lightnings_checkpoint() -> None:
+    model = Line.load_from_checkpoint(THEIRS)
+    assert model.hparams == {"lr": 0.1, "sizes": (3, 1)}
+    assert weights(model) == pytest.approx(weights(fit(None, max_steps=9)), rel=1e-6)
+
+
+def test_lightnings_checkpoint_of_another_optimizer_is_refused() -> None:
+    class TwoGroups(Line):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": [p]} for p in self.parameters()]
+            optimizer = torch.optim.Adam(groups, lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    trainer = Trainer(max_epochs=2, enable_checkpointing=False, **QUIET)
+    with pytest.raises(CheckpointMismatchError, match=r"groups of \[2\] parameters, .* \[1, 1\]"):
+        trainer.fit(TwoGroups(), loader(), ckpt_path=THEIRS)
+
+
+def test_a_loop_of_another_form_is_refused() -> None:
+    saved = {"pytorch-lightning_version": "1.2.0", "loops": {}, "optimizer_states": []}
+    with pytest.raises(CheckpointCorruptError, match=r"Lightning '1\.2\.0' has saved it, .* 2\.x"):
+        from_lightning({**saved, "state_dict": {}}, "old.ckpt")
+
+
+def test_states_that_name_files_are_not_taken_over() -> None:
+    saved = SingleFileCheckpointIO().load_checkpoint(THEIRS)
+    saved["callbacks"]["UsersOwn"] = {"seen": 3}
+    saved["of the user"] = 5
+    taken = from_lightning(saved, "theirs.ckpt")
+    assert sorted(taken["callbacks"]) == ["EarlyStopping(val_loss, min)", "UsersOwn"]
+    assert taken["of the user"] == 5
+    stopping = taken["callbacks"]["EarlyStopping(val_loss, min)"]
+    assert stopping["best_score"] == pytest.approx(0.63552, rel=1e-4)
+
+
+def plugin(path: Path) -> None:
+    trainer = Trainer(max_steps=9, enable_checkpointing=False, plugins="lightning", **QUIET)
+    trainer.fit(Line(), loader(), loader())
+    trainer.save_checkpoint(path)
+
+
+def command(path: Path) -> None:
+    trainer = Trainer(max_steps=9, enable_checkpointing=False, **QUIET)
+    trainer.fit(Line(), loader(), loader())
+    trainer.save_checkpoint(path.with_suffix(".ours"))
+    arguments = ["checkpoint", "convert", str(path.with_suffix(".ours")), str(path)]
+    told = CliRunner().invoke(core_app(), [*arguments, "--to", "lightning"])
+    assert (told.exit_code, "all that Lightning resumes from" in told.output) == (0, True)
+
+
+@pytest.mark.parametrize("write", [plugin, command])
+def test_what_is_written_has_lightnings_form(write: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "written.ckpt"
+    write(path)
+    written, theirs = torch.load(path), torch.load(THEIRS)
+    for saved in (written, theirs):
+        saved["loops"]["fit_loop"].pop("epoch_loop.val_loop.batch_progress")
+    differing = {"stratagem_version"}
+    assert written.keys() - differing == theirs.keys()
+    assert written["loops"].keys() == theirs["loops"].keys()
+    assert written["loops"]["fit_loop"].keys() == theirs["loops"]["fit_loop"].keys()
+    for name in ("global_step", "epoch", "hyper_parameters", "lr_schedulers", "hparams_name"):
+        assert written[name] == theirs[name], name
+    own, other = (saved["optimizer_states"][0] for saved in (written, theirs))
+    assert own["param_groups"] == other["param_groups"]
+    assert own["state"].keys() == other["state"].keys()
+    resumed = fit(path, max_epochs=2)
+    assert resumed.begun == (1, 9, 0.05)
+    assert weights(resumed) == pytest.approx(weights(fit(None, max_epochs=2)), rel=1e-6)
+
+
+def test_weights_alone_are_written_for_lightning_too() -> None:
+    written = to_lightning({"format_version": 2, "state_dict": {}, "epoch": 1, "global_step": 3})
+    assert written["loops"] == {}
+    assert "optimizer_states" not in written
+
+
+def test_what_is_no_trainers_checkpoint_is_written_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "lite.ckpt"
+    LightningCheckpointIO().save_checkpoint({"epoch": 3}, path)
+    assert torch.load(path) == {"epoch": 3}
+
+
+def test_convert_names_the_formats_that_it_writes(tmp_path: Path) -> None:
+    source = tmp_path / "source.ckpt"
+    shutil.copy(THEIRS, source)
+    told = CliRunner().invoke(
+        core_app(), ["checkpoint", "convert", str(source), str(tmp_path / "x"), "--to", "onnx"]
+    )
+    assert told.exit_code == 1
+    assert "to='onnx': expected 'safetensors' or 'lightning'" in told.output

@@ -1,0 +1,387 @@
+"""When validation and schedulers come, what limits a fit, and what users read of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    ExponentialLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.utils.data import DataLoader, IterableDataset
+
+from stratagem import Callback, DataModule, Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
+from stratagem.errors import ConfigurationError, UserCodeError
+
+Configure = Callable[[Optimizer], Any]
+
+
+class Net(Module):
+    """Logs `train_value` (1, 2, 0, 1, 2, 0, ...) and `val_value`; notes rates and validations."""
+
+    def __init__(self, configure: Configure | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.configure = configure
+        self.rates: list[float] = []
+        self.validated: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log("train_value", float(len(self.rates) % 3))
+        loss: Tensor = self.layer(batch).square().mean()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated.append((self.current_epoch, self.global_step))
+        self.log("val_value", float(len(self.validated)))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=1.0)
+        return optimizer if self.configure is None else self.configure(optimizer)
+
+
+def loader(samples: int = 22) -> DataLoader[Tensor]:
+    inputs: Any = torch.randn(samples, 3, generator=torch.Generator().manual_seed(1))
+    return DataLoader(inputs, batch_size=2)
+
+
+def quiet(**arguments: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
+    defaults |= {"max_epochs": 2, "num_sanity_val_steps": 0}
+    return Trainer(accelerator="cpu", devices=1, **{**defaults, **arguments})
+
+
+# ---------------------------------------------------------------- schedulers
+
+
+def plateau(monitor: str, frequency: int = 1, **options: Any) -> Configure:
+    def configure(optimizer: Optimizer) -> Any:
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        by_step = {"monitor": monitor, "interval": "step", "frequency": frequency, **options}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **by_step}}
+
+    return configure
+
+
+def test_a_plateau_by_steps_is_stepped_with_the_value_of_each_step() -> None:
+    model = Net(plateau("train_value"))
+    quiet(max_epochs=1).fit(model, loader())
+    # As with lightning 2.6.6: 1, 2 (worse), 0, 1 (worse), 2 (worse), 0 (no better), ...
+    assert model.rates == [1.0, 1.0, *(0.5**n for n in (1, 1, 2, 3, 4, 5, 6, 7, 8))]
+
+
+@pytest.mark.parametrize(("frequency", "interval"), [(11, 1.0), (4, 4)])
+def test_a_plateau_by_steps_reads_the_validation_of_its_step(
+    frequency: int, interval: float
+) -> None:
+    model = Net(plateau("val_value", frequency))
+    quiet(max_epochs=3, val_check_interval=interval).fit(model, loader(), loader())
+    values: list[float] = []
+    expected = [1.0]
+    for step in range(1, 33):
+        if step % frequency == 0:
+            values.append(sum(count <= step for _, count in model.validated))
+        expected.append(0.5 ** max(0, len(values) - 1))
+    assert model.rates == expected
+
+
+def test_a_value_that_is_not_logged_is_an_error_unless_it_is_said_not_to_be() -> None:
+    with pytest.raises(UserCodeError, match=r"ReduceLROnPlateau.monitor='gone'.: no value of that"):
+        quiet().fit(Net(plateau("gone")), loader())
+    model = Net(plateau("gone", 22, strict=False, name="rate"))
+    with pytest.warns(UserWarning, match="'gone'.: no value .* left as it is, with strict=False"):
+        quiet().fit(model, loader())
+    assert set(model.rates) == {1.0}
+
+
+def sequential(optimizer: Optimizer) -> LRScheduler:
+    parts: list[LRScheduler] = [ConstantLR(optimizer, 0.1, 2), ExponentialLR(optimizer, 0.5)]
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+@pytest.mark.parametrize(
+    ("make", "interval"),
+    [(sequential, "epoch"), (lambda o: OneCycleLR(o, 1.0, total_steps=9), "step")],
+)
+def test_schedulers_of_other_kinds_step_as_in_a_loop(make: Any, interval: str) -> None:
+    model = Net(lambda o: ([o], [{"scheduler": make(o), "interval": interval}]))
+    quiet(max_epochs=8, limit_train_batches=1).fit(model, loader())
+    optimizer = SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler, rates = make(optimizer), []
+    for _ in range(8):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert model.rates == rates
+
+
+# ---------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        (7, [(0, 7), (1, 14), (1, 21), (2, 28)]),
+        (15, [(1, 15), (2, 30)]),
+        (11, [(0, 11), (1, 22), (2, 33)]),
+    ],
+)
+def test_validation_counts_batches_over_epochs(
+    interval: int, expected: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    model = Net()
+    options: dict[str, Any] = {"check_val_every_n_epoch": None, "val_check_interval": interval}
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=13, save_top_k=-1)
+    trainer = quiet(max_epochs=3, callbacks=saver, enable_checkpointing=True, **options)
+    trainer.fit(model, loader(), loader())
+    # As with lightning 2.6.6.
+    assert model.validated == expected
+    resumed = Net()
+    saved = next(tmp_path.glob("*step=13*"))
+    quiet(max_epochs=3, **options).fit(resumed, loader(), loader(), ckpt_path=saved)
+    assert resumed.validated == [(epoch, step) for epoch, step in expected if step > 13]
+
+
+@pytest.mark.parametrize("time", [timedelta(seconds=30), "00:00:00:30", {"seconds": 30}])
+def test_validation_comes_after_a_time(time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Takes(Net):
+        """Each batch takes 10 seconds, and each validation 25."""
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            clock[0] += 10
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_end(self) -> None:
+            clock[0] += 25
+
+    monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: clock[0])
+    model, trainer = Takes(), quiet(val_check_interval=time)
+    assert trainer.val_check_interval == timedelta(seconds=30)
+    trainer.fit(model, loader(), loader())
+    # 30 seconds are over three steps after the one from which time is counted.
+    assert [step for _, step in model.validated] == [4, 8, 12, 16, 20]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"check_val_every_n_epoch": None},
+            "check_val_every_n_epoch=None counts batches over epochs, and val_check_interval=1.0 "
+            "is a fraction of an epoch: pass a number of batches (int) or a time",
+        ),
+        (
+            {"val_check_interval": "soon"},
+            "val_check_interval='soon': expected a timedelta, 'DD:HH:MM:SS', a dict of its "
+            "arguments, or seconds",
+        ),
+        (
+            {"val_check_interval": timedelta(0)},
+            "val_check_interval=datetime.timedelta(0): expected a time above 0",
+        ),
+        (
+            {"check_val_every_n_epoch": 0},
+            "check_val_every_n_epoch=0: expected a whole number of at least 1",
+        ),
+    ],
+)
+def test_when_validation_comes_must_be_said_clearly(arguments: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        quiet(**arguments)
+    assert str(raised.value) == text
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_the_limits_of_a_fit_may_be_set_between_fits_and_within() -> None:
+    class Stops(Net):
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch == 1:
+                self.trainer.fit_loop.max_epochs = 2
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit_loop.max_epochs = 5
+    assert trainer.max_epochs == trainer.fit_loop.max_epochs == 5
+    trainer.fit(Stops(), loader())
+    assert trainer.current_epoch == 2
+    assert trainer.fit_loop.total_batch_idx == 22
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit_loop.min_epochs = None
+    trainer.fit(Net(), loader())
+    assert trainer.global_step == 3
+    with pytest.raises(ConfigurationError, match="max_epochs=-2: expected a whole number"):
+        trainer.fit_loop.max_epochs = -2
+    with pytest.raises(AttributeError, match=r"trainer.fit_loop.x cannot be set; expected one of"):
+        trainer.fit_loop.x = 1
+    with pytest.raises(AttributeError, match=r"trainer.fit_loop has no 'done'; expected one of"):
+        trainer.fit_loop.done  # noqa: B018
+
+
+def test_numbers_of_batches_may_be_whole_floats_and_set_between_runs() -> None:
+    trainer = quiet(max_epochs=1, limit_train_batches=3.0, limit_val_batches=0.5)
+    assert (trainer.limit_train_batches, trainer.limit_val_batches) == (3, 0.5)
+    trainer.fit(Net(), loader(), loader())
+    assert (trainer.global_step, trainer.num_val_batches) == (3, [5])
+    trainer.limit_train_batches = 2
+    trainer.limit_val_batches = None
+    trainer.fit(Net(), loader(), loader())
+    assert (trainer.global_step, trainer.num_val_batches) == (2, [11])
+    with pytest.raises(ConfigurationError, match=r"limit_test_batches=1.5: expected a number of"):
+        trainer.limit_test_batches = 1.5
+
+
+def test_max_steps_ends_a_fit_that_takes_several_steps_of_a_batch() -> None:
+    class Twice(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            for _ in range(2):
+                self.manual_backward(self.layer(batch).mean())
+                self.optimizers().step()
+
+    trainer = quiet(max_steps=5)
+    trainer.fit(Twice(), loader())
+    assert trainer.global_step == 6
+
+
+def test_a_sanity_check_of_all_batches() -> None:
+    counts = []
+
+    class Counts(Callback):
+        def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
+            counts.append(len(module.validated))
+            assert trainer.num_sanity_val_batches == [11]
+
+        def on_validation_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            counts.append(0)
+
+    trainer = quiet(num_sanity_val_steps=-1, max_epochs=1, limit_train_batches=0)
+    trainer.callbacks.append(Counts())
+    trainer.fit(Net(), loader(), loader())
+    assert counts == [0] * 11 + [1]
+
+
+def test_what_a_trainer_says_before_and_after_its_runs() -> None:
+    trainer = quiet(max_epochs=1)
+    assert (trainer.optimizers, trainer.lr_scheduler_configs) == ([], [])
+    assert trainer.num_training_batches == float("inf")
+    assert (trainer.state.fn, trainer.state.status) == (None, "finished")
+    trainer.fit(Net(plateau("train_value", strict=False)), loader())
+    assert (trainer.state.fn, trainer.state.stage, trainer.state.finished) == ("fit", "", True)
+    config = trainer.lr_scheduler_configs[0]
+    assert (config.reduce_on_plateau, config.strict) == (True, False)
+    trainer.validate(dataloaders=loader(), verbose=False)
+    assert trainer.state.fn == "validate"
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_step_that_reads_its_batches_itself_is_refused(step: str) -> None:
+    model = type("Reads", (Net,), {step: lambda self, dataloader_iter: None})()
+    with pytest.raises(UserCodeError, match=f"Reads.{step} takes dataloader_iter, which Stratagem"):
+        quiet().fit(model, loader())
+
+
+def test_data_may_be_prepared_on_the_first_rank_of_all() -> None:
+    class Prepares(DataModule):
+        prepare_data_per_node = False
+        prepared = 0
+
+        def prepare_data(self) -> None:
+            self.prepared += 1
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    datamodule = Prepares()
+    quiet().fit(Net(), datamodule=datamodule)
+    assert datamodule.prepared == 1
+
+
+# ---------------------------------------------------------------- what is said
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.ones(8, 3)
+
+
+def test_a_checkpoint_of_an_epochs_end_goes_on_exactly_and_warns_of_nothing(
+    tmp_path: Path,
+) -> None:
+    saver = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
+    trainer = quiet(callbacks=saver, enable_checkpointing=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit(Net(), DataLoader(Endless(), 2))
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3)
+    trainer = quiet(callbacks=saver, enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="in the middle of an epoch may differ"):
+        trainer.fit(Net(), DataLoader(Endless(), 2))
+
+
+def test_one_epoch_is_no_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet(max_epochs=1, limit_train_batches=1, enable_progress_bar=True).fit(Net(), loader())
+    said = capsys.readouterr().err
+    assert "training ended after 1 epoch, 1 step: max_epochs=1" in said
+
+
+CTRL_C = """
+import signal, torch
+from stratagem import Module, Trainer
+from stratagem.callbacks import ModelCheckpoint
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            signal.raise_signal(signal.SIGINT)
+        self.log("loss", float(batch_idx), on_step=True)
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+best = ModelCheckpoint("c", filename="best-{step}", monitor="loss", every_n_train_steps=1)
+newest = ModelCheckpoint("c", filename="newest-{step}", every_n_train_steps=1)
+Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        callbacks=[best, newest]).fit(Net(), torch.ones(8, 4, 1))
+"""
+
+
+def test_ctrl_c_names_the_newest_checkpoint(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CTRL_C],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == -signal.SIGINT
+    assert "newest-step=3.ckpt') goes on from its checkpoint" in ended.stderr
