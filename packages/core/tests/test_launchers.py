@@ -150,7 +150,8 @@ def test_ranks_draw_what_the_launching_process_would_draw(
         ranks = lite.launch(draw)
         print("ALIKE", ranks == [draw()] * 2)
     """
-    assert "ALIKE True" in run_script(COMMON + textwrap.dedent(text)).stdout
+    output = run_script(COMMON + textwrap.dedent(text), timeout=300).stdout
+    assert "ALIKE True" in output
 
 
 def test_fork_after_computing_threads_uses_one_thread_in_each_rank(run_script: RunScript) -> None:

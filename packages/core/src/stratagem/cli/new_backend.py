@@ -109,30 +109,7 @@ def names_of(name: str, distribution: str | None, registry: Registry) -> dict[st
     Raises:
         ConfigurationError: a name is taken, or not of the form that names have.
     """
-    if not _NAME.fullmatch(name):
-        nearest = re.sub(r"[^a-z0-9]+", "_", _words_of(name)).strip("_0123456789")
-        raise ConfigurationError(
-            f"NAME={name!r}: expected the name of a strategy that is a Python identifier in lower "
-            "case: letters, digits and single '_', beginning with a letter"
-            + (f", such as {nearest!r}" if nearest else "")
-        )
-    for kind in _KINDS:
-        for candidate in registry.candidates(kind):
-            names = (candidate.spec.name, *candidate.spec.aliases)
-            if name in (known.casefold() for known in names):
-                raise _taken(name, candidate.distribution, _called(kind))
-    if name == "auto":
-        raise ConfigurationError(
-            "NAME='auto' is how users leave the choice of a strategy to Stratagem: choose another "
-            "one, such as 'my_auto'"
-        )
-    if known := distribution_of(name):
-        raise _taken(name, known, "a strategy")
-    if name in _NOT_OURS_TO_GIVE:
-        raise ConfigurationError(
-            f"NAME={name!r} is {_NOT_OURS_TO_GIVE[name]}, and would be taken for it: choose "
-            f"another one, such as 'my_{name}'"
-        )
+    _check_name(name, registry)
     distribution = distribution or f"stratagem-backend-{name.replace('_', '-')}"
     if normalise(distribution) in (CORE, *names_by_distribution()):
         raise ConfigurationError(
@@ -164,6 +141,34 @@ def names_of(name: str, distribution: str | None, registry: Registry) -> dict[st
         "core_range": core_range(__version__),
         "api_version": str(PLUGIN_API_VERSION),
     }
+
+
+def _check_name(name: str, registry: Registry) -> None:
+    """Refuse a strategy's name that is taken, or not of the form that names have."""
+    if not _NAME.fullmatch(name):
+        nearest = re.sub(r"[^a-z0-9]+", "_", _words_of(name)).strip("_0123456789")
+        raise ConfigurationError(
+            f"NAME={name!r}: expected the name of a strategy that is a Python identifier in lower "
+            "case: letters, digits and single '_', beginning with a letter"
+            + (f", such as {nearest!r}" if nearest else "")
+        )
+    for kind in _KINDS:
+        for candidate in registry.candidates(kind):
+            names = (candidate.spec.name, *candidate.spec.aliases)
+            if name in (known.casefold() for known in names):
+                raise _taken(name, candidate.distribution, _called(kind))
+    if name == "auto":
+        raise ConfigurationError(
+            "NAME='auto' is how users leave the choice of a strategy to Stratagem: choose another "
+            "one, such as 'my_auto'"
+        )
+    if known := distribution_of(name):
+        raise _taken(name, known, "a strategy")
+    if name in _NOT_OURS_TO_GIVE:
+        raise ConfigurationError(
+            f"NAME={name!r} is {_NOT_OURS_TO_GIVE[name]}, and would be taken for it: choose "
+            f"another one, such as 'my_{name}'"
+        )
 
 
 def _taken(name: str, distribution: str, what: str) -> ConfigurationError:
