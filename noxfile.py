@@ -30,6 +30,7 @@ TEST_TOOLS = [
     "hypothesis==6.170.15",
     "import-linter==2.16",
     "ipykernel==7.4.0",
+    "jsonargparse[signatures]==4.53.0",
     "mypy==2.4.1",
     "nbclient==0.11.0",
     "nox==2026.10.20",
@@ -39,7 +40,9 @@ TEST_TOOLS = [
     "ruff==0.17.5",
     "safetensors==0.8.0",
     "scikit-learn==1.9.1",
+    "tensorboard==2.21.0",
     "torchmetrics==1.9.0",
+    "tqdm==4.70.1",
     # An S3-compatible server and its client: moto with what serves S3 alone, 130 MB in all.
     "flask==3.1.3",
     "flask-cors==6.0.5",
@@ -94,7 +97,18 @@ THIRD_PARTIES = {
     ],
     "bagua": [],  # not installable: against a stub
 }
+# What loggers log to. MLflow's own store needs SQLAlchemy, whose 2.1 it uses in a deprecated way.
+LOGGERS = [
+    "mlflow-skinny==3.17.2",
+    "sqlalchemy<2.1",
+    "alembic",
+    "wandb==0.31.0",
+    "comet_ml==3.58.8",
+]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
+# Whose tests of public behaviour are run through stratagem.lightning, and what they need.
+PEER_TESTS = "2.6.5"
+PEER_TOOLS = ["pytest-timeout", "lightning-utilities", "pandas", "cloudpickle", "psutil"]
 
 
 def tools(*names: str) -> list[str]:
@@ -300,6 +314,41 @@ def skew(session: nox.Session) -> None:
     session.install(*BUILD_TOOLS, *tools("pytest", "scikit-learn"))
     commit = {"STRATAGEM_SKEW_COMMIT": session.posargs[0]} if session.posargs else {}
     session.run("pytest", "-m", "skew", "tests/test_skew.py", env=commit)
+
+
+@nox.session
+def loggers(session: nox.Session) -> None:
+    """Loggers on the libraries that they log by, and the command line; not in CI."""
+    install_everything(session)
+    session.install(*LOGGERS)
+    files = [f"packages/core/tests/test_{name}.py" for name in ("loggers", "trainer_cli")]
+    session.run("pytest", *files, *session.posargs)
+
+
+@nox.session
+def peer_tests(session: nox.Session) -> None:
+    """Lightning's tests of public behaviour through stratagem.lightning: a table; not in CI."""
+    work = Path(session.posargs[0] if session.posargs else session.create_tmp()).resolve()
+    source, theirs = work / "src", str(work / "peer" / "bin" / "python")
+    if not source.exists():
+        place = "https://github.com/Lightning-AI/pytorch-lightning"
+        options = ("-q", "--depth=1", f"--branch={PEER_TESTS}")
+        session.run("git", "clone", *options, place, str(source), external=True)
+    named = ("jsonargparse[signatures]", "numpy", "pytest", "scikit-learn", "tensorboard", "tqdm")
+    needed = [TORCH, *tools(*named), *PEER_TOOLS]
+    session.run("python", "-m", "venv", str(work / "peer"))
+    # Theirs in an environment of its own, since both answer to its name.
+    pip = (theirs, "-m", "pip", "install", "-q", f"lightning=={PEER_TESTS}", *needed)
+    session.run(*pip, external=True)
+    session.install(*needed)
+    session.install("./packages/core")
+    for arguments in (
+        ("select", str(source), str(work)),
+        ("run", str(work), "peer", "--python", theirs),
+        ("run", str(work), "stratagem"),
+        ("table", str(work)),
+    ):
+        session.run("python", "benchmarks/peer_tests.py", *arguments)
 
 
 @nox.session

@@ -640,7 +640,7 @@ def test_a_save_by_steps_waits_for_the_first_value_that_it_monitors(tmp_path: Pa
         fit_epochs(saver, 2)
     # With the value of these very weights, which is the smaller one.
     assert names(tmp_path) == ["step=2.ckpt"]
-    assert saver.best_model_score == saver.current_score - 1.0 == 1.0
+    assert (saver.best_model_score, saver.current_score) == (1.0, 2.0)
     never = ModelCheckpoint(tmp_path / "never", monitor="loss", every_n_train_steps=1)
     with (
         pytest.warns(UserWarning, match="there is no value yet"),

@@ -343,7 +343,7 @@ def test_what_is_shared_too_often_is_refused_in_both_directions(tmp_path: Path) 
 def test_sparse_tensors_whose_indices_lead_out_of_them_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     index, values = torch.tensor([[9, 9]]), torch.ones(2)
-    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
         wrong = torch.sparse_coo_tensor(index, values, (4,))
     torch.save({"a": wrong}, path)
     assert "is not a whole checkpoint" in refusal(path)

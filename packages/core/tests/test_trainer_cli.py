@@ -120,7 +120,7 @@ trainer:
     - class_path: LearningRateMonitor
       init_args: {{logging_interval: epoch}}
   logger:
-    class_path: CSVLogger
+    class_path: stratagem.loggers.CSVLogger
     init_args: {{save_dir: logs}}
 """
     sys.modules.setdefault(__name__, sys.modules[Line.__module__])
