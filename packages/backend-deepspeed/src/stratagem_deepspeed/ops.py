@@ -1,14 +1,13 @@
 """DeepSpeed's compiled ops: what they are for, whether they are built, what building them needs.
 
-Found without torch, DeepSpeed, a compiler or pathlib, so that `stratagem doctor` says it at once.
-`op_builds.py` builds them.
+Found without torch, DeepSpeed, a compiler, pathlib or shutil, so that `stratagem doctor` says it at
+once. `op_builds.py` builds them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import sys
 import zlib
 from collections.abc import Callable
@@ -86,18 +85,18 @@ def what_is_missing(name: str, *, has_header: Callable[[str], bool] = is_seen) -
     """
     op = OPS[name]
     problems = []
-    if shutil.which(compiler()) is None:
+    if not _is_command(compiler()):
         problems.append(
             f"there is no C++ compiler ({compiler()!r} was not found): apt-get install g++"
         )
     elif op.header and not has_header(op.header):
         problems.append(f"{op.header} is missing: apt-get install {op.package}")
-    if op.needs_nvcc and not _nvcc():
+    if op.needs_nvcc and not _has_nvcc():
         problems.append(
             "CUDA's compiler nvcc is missing: install CUDA's toolkit of torch's version of CUDA, "
             "and set CUDA_HOME to its folder"
         )
-    if importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
+    if importlib.util.find_spec("ninja") is None and not _is_command("ninja"):
         problems.append("ninja is missing: pip install ninja")
     if problems and op.without:
         problems.append(f"or do without it, by {op.without}")
@@ -109,12 +108,18 @@ def compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def _nvcc() -> str | None:
-    """Return CUDA's compiler; found in the order in which torch's cpp_extension looks for it."""
+def _is_command(name: str) -> bool:
+    """Whether a command is there, by its name or path."""
+    folders = [""] if "/" in name else [f"{folder}/" for folder in os.get_exec_path()]
+    return any(os.access(f"{folder}{name}", os.X_OK) for folder in folders)
+
+
+def _has_nvcc() -> bool:
+    """Whether CUDA's compiler is where torch's cpp_extension looks for it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
-        return shutil.which("nvcc", path=f"{home}/bin")
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+        return _is_command(f"{home}/bin/nvcc")
+    return _is_command("nvcc") or _is_command("/usr/local/cuda/bin/nvcc")
 
 
 def folder_of(name: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 from stratagem.discovery.class_source import check_source, find_module
 from stratagem.discovery.hints import installation_hint
@@ -90,17 +92,17 @@ def why_missing(target: object, *, what: str = "target") -> str:
         return ""
     name = attribute.partition(".")[0]
     try:
-        with open(found.origin, "rb") as file:  # noqa: PTH123 - pathlib is slow to import
-            source = file.read()
-        if missing := _missing_imports(source):
+        changed = os.stat(found.origin).st_mtime_ns  # noqa: PTH116 - pathlib is slow to import
+        imported, defined = _names_in(found.origin, changed)
+        if missing := _missing(imported):
             return (
                 f"its {what}'s module {module} imports {' and '.join(missing)}, which is not "
                 "installed"
             )
         # Where it mostly is; parsing a module takes longer than the rest of doctor together.
-        if name.encode() in _DEFINED.findall(source):
+        if name in defined:
             return ""
-        names = set(_defined(ast.parse(source)))
+        names = set(_defined(ast.parse(_read(found.origin))))
     except (OSError, SyntaxError, ValueError) as error:
         return f"its {what}'s module {module} cannot be read: {type(error).__name__}: {error}"
     # What these define, only an import would show.
@@ -109,10 +111,27 @@ def why_missing(target: object, *, what: str = "target") -> str:
     return f"its {what}'s module {module} defines no {name!r}"
 
 
-def _missing_imports(source: bytes) -> list[str]:
-    """Return the packages that a module imports in any case, at its top, and that are not there."""
-    names = {name.decode() for name in _IMPORTED.findall(source)}
-    unknown = sorted(names - sys.stdlib_module_names - sys.modules.keys())
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123 - pathlib is slow to import
+        return file.read()
+
+
+@functools.lru_cache(maxsize=64)
+def _names_in(path: str, changed: int) -> tuple[set[str], set[str]]:
+    """Return what a module imports in any case, at its top, and the functions and classes there.
+
+    Args:
+        path: its file.
+        changed: when that was changed last; several specs name one file.
+    """
+    source = _read(path)
+    imported = {name.decode() for name in _IMPORTED.findall(source)}
+    return imported, {name.decode() for name in _DEFINED.findall(source)}
+
+
+def _missing(imported: Set[str]) -> list[str]:
+    """Return the packages that are not there."""
+    unknown = sorted(imported - sys.stdlib_module_names - sys.modules.keys())
     return [name for name in unknown if isinstance(find_module(name), str)]
 
 

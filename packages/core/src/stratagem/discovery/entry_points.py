@@ -106,6 +106,7 @@ def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
     return found
 
 
+@functools.cache
 def _looks_like_ours(group: str) -> bool:
     """Whether a group was meant for this one: it has our name, or nearly all of it."""
     ours, name = GROUP.partition(".")[0], group.casefold()
