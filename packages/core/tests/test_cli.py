@@ -371,6 +371,13 @@ def test_a_disabled_plugin_is_reported_and_no_problem(program: Program) -> None:
     assert row[-1] == "disabled by STRATAGEM_DISABLE_PLUGINS"
 
 
+def test_beside_a_broken_plugin_core_imports_its_own_modules(program: Program) -> None:
+    """What it would provide is unknown, so that any name which is not found might be its."""
+    program.install("broken", "raise OSError('libvendor.so is missing')")
+    done = program.python("-c", "from stratagem.checkpoint import catalog; print(catalog.__name__)")
+    assert (done.stdout, done.returncode) == ("stratagem.checkpoint.catalog\n", 0), done.stderr
+
+
 def test_a_broken_plugin_is_a_problem_and_its_traceback_is_shown_on_request(
     program: Program,
 ) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ def exporter(
             return [known for known in names() if _is_there(find, known)]
         if name in bases:
             return getattr(importlib.import_module(bases[name]), name)
-        if name.startswith("_"):
+        if name.startswith("_") or _is_submodule(module, name):
+            # Which an import then looks for itself.
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         # By target, since several names may mean one class with different arguments.
         offers = {c.spec.target: c for c in _candidates(kind) if c.spec.class_name == name}
@@ -50,6 +52,11 @@ def exporter(
         return sorted({*bases, *(c.spec.class_name for c in _candidates(kind))})
 
     return find, names
+
+
+def _is_submodule(module: str, name: str) -> bool:
+    is_package = hasattr(sys.modules[module], "__path__")
+    return is_package and importlib.util.find_spec(f"{module}.{name}") is not None
 
 
 def _is_there(find: Callable[[str], Any], name: str) -> bool:
