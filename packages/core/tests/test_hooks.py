@@ -142,8 +142,10 @@ def test_an_override_may_call_the_hook_that_it_overrides() -> None:
         name
         for base in Module.__mro__
         if base.__module__ == "stratagem.callbacks.module_hooks"
-        for name in vars(base)
-        if not name.startswith("_") and not name.endswith(("_model_train", "exception"))
+        for name, hook in vars(base).items()
+        if callable(hook)
+        and not name.startswith("_")
+        and not name.endswith(("_model_train", "exception"))
     ]
     Cooperating: Any = type("Cooperating", (Line,), {name: overriding(name) for name in hooks})
     run_all(quiet(), Cooperating())

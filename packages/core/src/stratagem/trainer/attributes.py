@@ -50,6 +50,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
     _progress: Progress
     _latest: LatestValues
     _run: Run | None
+    _trained_elsewhere: Module | None
     _profiler: Profiler | None
 
     @property
@@ -373,14 +374,26 @@ class TrainerAttributes(Ranked, OptionAttributes):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers; none before the model is prepared."""
-        prepared = None if self._run is None else self._run.prepared
+        """The optimizers; none before the model is prepared.
+
+        Raises:
+            ConfigurationError: the run was in processes of its own.
+        """
+        if self._run is None and self._trained_elsewhere is None:
+            return []
+        prepared = self.run.prepared
         return [] if prepared is None else prepared.optimizers
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning rate schedulers; none before the model is prepared."""
-        return [] if self._run is None else self._run.schedulers.configs
+        """The learning rate schedulers; none before the model is prepared.
+
+        Raises:
+            ConfigurationError: the run was in processes of its own.
+        """
+        if self._run is None and self._trained_elsewhere is None:
+            return []
+        return self.run.schedulers.configs
 
 
 def _count(batches: float) -> float:
