@@ -71,6 +71,12 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_front_ends_bring_no_more_of_torch_than_it_imports_itself() -> None:
+    """torch.compile's modules alone take as long as all of `import torch`."""
+    brought = loaded("import torch\nfrom stratagem import Lite, Trainer") - loaded("import torch")
+    assert {name for name in brought if name.startswith("torch.")} == set()
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_loads_nothing_heavy(program: str) -> None:
     assert loaded(PROGRAMS[program]).isdisjoint(HEAVY)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -132,7 +131,6 @@ class StepHooks(nn.Module):
             strategy.precision.unscale_gradients(inner)
         strategy.clip_gradients(trainer.run.require_prepared(), inner, clip)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients, of those of all optimizers.
 
@@ -147,7 +145,6 @@ class StepHooks(nn.Module):
         for parameter in _parameters(optimizer):
             parameter.requires_grad = before[parameter]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Let parameters require gradients again as before `toggle_optimizer`."""
         for parameter, required in self.__dict__.pop("_untoggled", {}).items():
