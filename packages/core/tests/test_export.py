@@ -56,6 +56,13 @@ def test_a_trained_module_becomes_torchscript(method: Any, tmp_path: Path) -> No
     assert torch.equal(traced(inputs), model(inputs))
 
 
+def test_a_module_that_no_trainer_has_seen_becomes_torchscript() -> None:
+    model, inputs = Net(), torch.ones(2, 3)
+    assert torch.equal(model.to_torchscript()(inputs), model.eval()(inputs))
+    with pytest.raises(UserCodeError, match="not attached to a Trainer"):
+        model.trainer  # noqa: B018
+
+
 def test_an_export_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserCodeError) as raised:
         Net().to_torchscript(method="trace")

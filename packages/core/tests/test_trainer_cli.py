@@ -205,7 +205,7 @@ def test_the_optimizer_of_a_config_is_the_models() -> None:
     assert optimizers[0].param_groups[0]["lr"] == 0.25
     assert schedulers[0].step_size == 5
     cli.trainer.fit(cli.model)
-    with pytest.warns(UserWarning, match=r"`Line.configure_optimizers` will be overridden by"):
+    with pytest.warns(UserWarning, match="Line has configure_optimizers of its own"):
         made(*args, "--lr_scheduler.step_size=5")
     plateau = f"--lr_scheduler={parsing.__name__}.ReduceLROnPlateau"
     cli = made(args[0], plateau, "--lr_scheduler.monitor=loss", model_class=Plain)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import torch.distributed
-
 from stratagem.discovery.installed import require_package
+from stratagem.launch.rank_zero import rank_zero_only
 from stratagem.loggers.logger import Logger
 
 
@@ -77,7 +75,7 @@ class SDKLogger(Logger):
     @property
     def writes_here(self) -> bool:
         """Whether this process is the one that writes."""
-        return is_rank_zero() if self.on_rank_zero is None else self.on_rank_zero
+        return rank_zero_only.rank == 0 if self.on_rank_zero is None else self.on_rank_zero
 
     @abstractmethod
     def _start(self) -> Any:
@@ -91,10 +89,3 @@ class SDKLogger(Logger):
     def __getstate__(self) -> dict[str, Any]:
         # What writes belongs to this process.
         return {**self.__dict__, "_experiment": None}
-
-
-def is_rank_zero() -> bool:
-    """Return whether this process is rank 0, as far as is known outside of a Trainer or Lite."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"

@@ -79,8 +79,8 @@ class WandbLogger(SDKLogger):
         super().__init__(prefix)
         if offline and log_model:
             raise ConfigurationError(
-                f"WandbLogger(offline=True, log_model={log_model!r}): checkpoints cannot be "
-                "uploaded in offline mode: set log_model=False, or offline=False"
+                f"WandbLogger(offline=True, log_model={log_model!r}): checkpoints are sent to a "
+                "server, and offline nothing is; expected one of the two"
             )
         self._folder = Path(dir if dir is not None else save_dir)
         self.save_dir = str(self._folder)

@@ -22,7 +22,7 @@ def to_torchscript(
     options: dict[str, Any],
 ) -> Any:
     """See `Module.to_torchscript`."""
-    with _evaluation(model):
+    with _evaluation(model), _attached(model):
         if method == "script":
             script = torch.jit.script(model, **options)
         elif method == "trace":
@@ -69,3 +69,17 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+@contextmanager
+def _attached(model: nn.Module) -> Iterator[None]:
+    """A Module without a Trainer as one that has some Trainer.
+
+    torch.jit reads every property of a class, and goes on after an AttributeError only.
+    """
+    trainer = vars(model).get("_trainer")
+    vars(model)["_trainer"] = trainer or object()
+    try:
+        yield
+    finally:
+        vars(model)["_trainer"] = trainer

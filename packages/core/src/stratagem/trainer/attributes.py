@@ -259,7 +259,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
     # -- how far training is
 
     @property
-    def fit_loop(self) -> Any:
+    def fit_loop(self) -> FitLoop:
         """The limits of fits, to be set, and their position."""
         return FitLoop(self)
 

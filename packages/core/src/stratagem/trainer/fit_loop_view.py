@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stratagem.trainer.options import check_whole
 
 if TYPE_CHECKING:
     from stratagem.trainer.attributes import TrainerAttributes
 
-_LIMITS = {"max_epochs": -1, "max_steps": -1, "min_epochs": 0, "min_steps": 0}
+_LIMITS = "max_epochs, max_steps, min_epochs, min_steps"
+
+
+class _Limit:
+    """One of a Trainer's limits as an attribute of its loop; None sets it to "no limit"."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loop: FitLoop, owner: type) -> int:
+        limit: int = getattr(loop._trainer, self._name)
+        return limit
+
+    def __set__(self, loop: FitLoop, limit: int | None) -> None:
+        limit = self._least if limit is None else limit
+        check_whole(self._name, limit, self._least)
+        setattr(loop._trainer, self._name, limit)
 
 
 class FitLoop:
@@ -26,32 +45,30 @@ class FitLoop:
         3
     """
 
-    max_epochs: int
-    max_steps: int
-    min_epochs: int
-    min_steps: int
+    max_epochs = _Limit(-1)
+    max_steps = _Limit(-1)
+    min_epochs = _Limit(0)
+    min_steps = _Limit(0)
+
+    _trainer: Any
 
     def __init__(self, trainer: TrainerAttributes) -> None:
         vars(self)["_trainer"] = trainer
 
-    def __getattr__(self, name: str) -> int:
-        if name not in _LIMITS:
-            raise AttributeError(
-                f"trainer.fit_loop has no {name!r}; expected one of {', '.join(_LIMITS)}, "
-                "epoch_loop, batch_idx and total_batch_idx"
-            )
-        value: int = getattr(vars(self)["_trainer"], name)
-        return value
+    def __getattr__(self, name: str) -> Any:
+        if name == "_trainer":  # as long as there is none
+            raise AttributeError(name)
+        raise AttributeError(
+            f"trainer.fit_loop has no {name!r}; expected one of {_LIMITS}, epoch_loop, batch_idx "
+            "and total_batch_idx"
+        )
 
     def __setattr__(self, name: str, value: int | None) -> None:
-        if name not in _LIMITS:
+        if not isinstance(vars(FitLoop).get(name), _Limit):
             raise AttributeError(
-                f"trainer.fit_loop.{name} cannot be set; expected one of {', '.join(_LIMITS)}"
+                f"trainer.fit_loop.{name} cannot be set; expected one of {_LIMITS}"
             )
-        least = _LIMITS[name]
-        value = least if value is None else value
-        check_whole(name, value, least)
-        setattr(vars(self)["_trainer"], name, value)
+        super().__setattr__(name, value)
 
     @property
     def epoch_loop(self) -> FitLoop:
@@ -61,11 +78,11 @@ class FitLoop:
     @property
     def batch_idx(self) -> int:
         """The index of the present batch in its epoch."""
-        trainer: TrainerAttributes = vars(self)["_trainer"]
-        return trainer.run.step.batch_idx if trainer.run.step is not None else 0
+        step = self._trainer.run.step
+        return 0 if step is None else step.batch_idx
 
     @property
     def total_batch_idx(self) -> int:
         """The index of the present batch over all epochs."""
-        trainer: TrainerAttributes = vars(self)["_trainer"]
-        return trainer._progress.batches_before + self.batch_idx
+        batches: int = self._trainer._progress.batches_before + self.batch_idx
+        return batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.errors import ConfigurationError
+from stratagem.launch.cores import available_cores
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.state.hyperparameters import HyperParameters
 
@@ -104,9 +104,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     """
     if local_world_size < 1:
         raise ValueError(f"local_world_size={local_world_size}: expected at least 1")
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, cores // local_world_size - 1)
+    return max(1, available_cores() // local_world_size - 1)
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:

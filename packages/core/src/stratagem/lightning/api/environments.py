@@ -38,9 +38,9 @@ class _Detected(environments.ClusterEnvironment):
         """
         if num_devices * num_nodes != self.world_size():
             raise ConfigurationError(
-                f"devices={num_devices} and num_nodes={num_nodes}: the product "
-                f"({num_devices} * {num_nodes}) does not match the world size "
-                f"({self.world_size()})"
+                f"devices={num_devices} and num_nodes={num_nodes} are {num_devices * num_nodes} "
+                f"ranks, and {type(self).__name__} has started {self.world_size()}: expected as "
+                "many, so change one of the two, or what the job asks for"
             )
 
 
@@ -119,7 +119,10 @@ class KubeflowEnvironment(_Detected, environments.KubeflowEnvironment):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("The Kubeflow environment can't be detected automatically.")
+        raise NotImplementedError(
+            "KubeflowEnvironment.detect(): nothing tells a pod of a PyTorchJob from another one; "
+            "name the environment: plugins='kubeflow'"
+        )
 
 
 class MPIEnvironment(_Detected, environments.MPIEnvironment):

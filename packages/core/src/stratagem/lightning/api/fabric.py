@@ -55,8 +55,8 @@ class Fabric(Lite):
                 method(*args, **_taken(method, kwargs))
                 continue
             warnings.warn(
-                f"Skipping the callback `{type(callback).__name__}.{hook_name}` because it is not "
-                "callable.",
+                f"call({hook_name!r}): expected a method, and {type(callback).__name__}."
+                f"{hook_name} is a {type(method).__name__}: it is left out",
                 stacklevel=2,
             )
 
@@ -82,11 +82,12 @@ class Fabric(Lite):
         """
         if not dataloaders:
             raise ConfigurationError(
-                "`setup_dataloaders` requires at least one dataloader as input."
+                "setup_dataloaders(): expected a loader, received none: pass one"
             )
         if any(isinstance(loader, LiteDataLoader) for loader in dataloaders):
             raise ConfigurationError(
-                "A dataloader should be passed only once to the `setup_dataloaders` method."
+                "setup_dataloaders: expected loaders as they were made, received one that it has "
+                "returned before: set up each of them once"
             )
         return super().setup_dataloaders(*dataloaders, **options)
 
@@ -98,8 +99,8 @@ class Fabric(Lite):
         """
         if function is not None and not inspect.signature(function).parameters:
             raise TypeError(
-                f"`Fabric.launch(function={function})` needs to take at least one argument. The "
-                "launcher will pass in the `Fabric` object so you can use it inside the function."
+                f"launch({function}): expected a function whose first argument is the Fabric of "
+                "its rank, received one without arguments: give it one"
             )
         return super().launch(function, *args, **kwargs)
 
@@ -178,12 +179,19 @@ def _taken(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, A
 
 def _filtered(state: Mapping[str, Any], filter: Any) -> dict[str, Any]:
     if not isinstance(filter, Mapping):
-        raise TypeError(f"Filter should be a dictionary, given {filter!r}")
+        raise TypeError(
+            f"save(filter={filter!r}): expected a dict of functions, by names in the state"
+        )
     if strangers := filter.keys() - state.keys():
-        raise ValueError(f"The filter keys {strangers} are not present in the state keys")
-    for keep in filter.values():
+        raise ValueError(
+            f"save(filter=...) names {', '.join(map(repr, sorted(strangers)))}; expected names in "
+            f"the state, which has {', '.join(map(repr, state))}"
+        )
+    for name, keep in filter.items():
         if not callable(keep):
-            raise TypeError(f"Expected `fabric.save(filter=...)` to be callable, given {keep!r}")
+            raise TypeError(
+                f"save(filter={{{name!r}: {keep!r}}}): expected a function of a key and its value"
+            )
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if name not in filter or not (hasattr(value, "state_dict") or isinstance(value, Mapping)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from stratagem import trainer
+from stratagem.trainer import fit_loop_view
 
 
 class Counts(NamedTuple):
@@ -84,13 +85,22 @@ class EpochLoop(_View):
         return EvaluationLoop(self.trainer)
 
 
-class FitLoop(_View):
-    """`trainer.fit_loop`."""
-
-    shown = ("trainer", "max_epochs", "min_epochs", "max_steps", "min_steps", "current_epoch")
+class FitLoop(fit_loop_view.FitLoop):
+    """`trainer.fit_loop`: Stratagem's, and what follows from its limits and its position."""
 
     @property
-    def epoch_loop(self) -> EpochLoop:
+    def trainer(self) -> trainer.Trainer:
+        """Whose it is."""
+        of: trainer.Trainer = vars(self)["_trainer"]
+        return of
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, counted from 0."""
+        return self.trainer.current_epoch
+
+    @property
+    def epoch_loop(self) -> EpochLoop:  # type: ignore[override]  # which has a loop of its own
         """The loop over batches."""
         return EpochLoop(self.trainer)
 

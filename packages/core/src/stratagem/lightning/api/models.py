@@ -15,6 +15,7 @@ from stratagem.datamodule import DataModule
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.compiling import adopt_compiled, own_module
 from stratagem.module import Module
+from stratagem.trainer.hooks import is_users
 
 _OMEGACONF_AVAILABLE, _RICH_AVAILABLE, _TORCHVISION_AVAILABLE = (
     importlib.util.find_spec(name) is not None for name in ("omegaconf", "rich", "torchvision")
@@ -50,14 +51,9 @@ def is_overridden(
         return False
     if base is None:
         raise ValueError(f"{parent.__name__} has no method {method_name!r}")
-    if isinstance(instance, (Module, DataModule, Callback)):
-        home = type(instance).__dict__
-        own_class = next(c for c in type(instance).__mro__ if method_name in vars(c) or c is object)
-        return (
-            method_name in home
-            or not own_class.__module__.startswith("stratagem.")
-            or (method_name in vars(instance))
-        )
+    if isinstance(instance, _PARENTS):
+        # A class here may lie between, such as LightningModule.
+        return is_users(instance, method_name)
     return getattr(own, "__func__", own) is not base
 
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from stratagem.errors import ConfigurationError
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.datamodule import of_file
-from stratagem.lightning.api.warnings import LightningDeprecationWarning
 from stratagem.module import Module
 
 ModuleType = TypeVar("ModuleType", bound="LightningModule")
-
-
-def _is_property(value: object) -> bool:
-    return isinstance(value, property)
 
 
 class LightningModule(Module):
@@ -28,12 +20,7 @@ class LightningModule(Module):
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
-    example_input_array: Any = None
-    """What `forward` is given once for the table of layers; None: nothing."""
-    __jit_unused_properties__ = [  # noqa: RUF012 - torch.jit reads a list
-        "fabric",
-        *(name for base in Module.__mro__ for name, v in vars(base).items() if _is_property(v)),
-    ]
+    __jit_unused_properties__ = [*Module.__jit_unused_properties__, "fabric"]  # noqa: RUF012 - torch.jit reads a list
 
     # -- with Fabric in the place of a Trainer
 
@@ -57,8 +44,8 @@ class LightningModule(Module):
             super()._log_outside_of_a_run(name, value)
         if self.fabric is None:
             rank_zero_warn(
-                f"You are trying to `self.log({name!r}, ...)` but the `self.trainer` reference is "
-                "not registered on the model yet: nothing is logged"
+                f"self.log({name!r}, ...): {type(self).__name__} has neither a Trainer nor a Fabric"
+                " yet, so that nothing is logged"
             )
             return
         self.fabric.log(name, value)
@@ -91,7 +78,7 @@ class LightningModule(Module):
             return self.fabric.all_gather(data)
         return super().all_gather(data, sync_grads=sync_grads)
 
-    # -- from a checkpoint, and to other formats
+    # -- from a checkpoint
 
     @classmethod
     def load_from_checkpoint(
@@ -118,84 +105,3 @@ class LightningModule(Module):
             **of_file(hparams_file),
             **kwargs,
         )
-
-    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Write the model as ONNX.
-
-        Args:
-            file_path: a path or a file object.
-            input_sample: what `forward` is given; None: `example_input_array`.
-            **kwargs: those of `torch.onnx.export`.
-
-        Raises:
-            ConfigurationError: there is no input.
-        """
-        sample = self.example_input_array if input_sample is None else input_sample
-        if sample is None:
-            raise ConfigurationError(
-                "Could not export to ONNX since neither `input_sample` nor "
-                "`model.example_input_array` attribute is set."
-            )
-        mode = self.training
-        try:
-            with torch.no_grad():
-                path = str(file_path) if isinstance(file_path, Path) else file_path
-                return torch.onnx.export(self.eval(), self._on_device(sample), path, **kwargs)
-        finally:
-            self.train(mode)
-
-    def to_torchscript(
-        self,
-        file_path: str | Path | None = None,
-        method: Literal["script", "trace"] = "script",
-        example_inputs: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Return the model as TorchScript, which Lightning and torch call deprecated.
-
-        Args:
-            file_path: where to save it; None: nowhere.
-            method: "script" or "trace".
-            example_inputs: for "trace"; None: `example_input_array`.
-            **kwargs: those of `torch.jit.script` or `trace`.
-
-        Raises:
-            ConfigurationError: there is no such method, or no input.
-        """
-        warnings.warn(
-            "`LightningModule.to_torchscript` has been deprecated in v2.7 and will be removed in "
-            "v2.8 of Lightning: use torch.export",
-            LightningDeprecationWarning,
-            stacklevel=2,
-        )
-        if method not in ("script", "trace"):
-            raise ConfigurationError(
-                f"The 'method' parameter only supports 'script' or 'trace', but value given was: "
-                f"{method}"
-            )
-        inputs = self.example_input_array if example_inputs is None else example_inputs
-        if method == "trace" and inputs is None:
-            raise ConfigurationError(
-                "Choosing method=`trace` requires either `example_inputs` or "
-                "`model.example_input_array` to be defined."
-            )
-        mode, trainer = self.training, self.__dict__["_trainer"]
-        # torch.jit looks at every attribute, and takes only an AttributeError for "there is none".
-        self.__dict__["_trainer"] = trainer or object()
-        try:
-            with torch.no_grad():
-                self.eval()
-                jit: Any = torch.jit
-                if method == "script":
-                    script = jit.script(self, **kwargs)
-                else:
-                    script = jit.trace(self, example_inputs=self._on_device(inputs), **kwargs)
-        finally:
-            self.train(mode)
-            self.__dict__["_trainer"] = trainer
-        if file_path is not None:
-            jit.save(script, str(file_path))
-        return script
-
-    def _on_device(self, inputs: Any) -> Any:
-        return self.transfer_batch_to_device(inputs, self.device, 0)

@@ -23,7 +23,7 @@ def clean_namespace(hparams: MutableMapping[str, Any] | Namespace) -> None:
     """Remove what cannot be pickled, with a warning for each."""
     held = vars(hparams) if isinstance(hparams, Namespace) else hparams
     for name in [name for name, value in held.items() if not is_picklable(value)]:
-        rank_zero_warn(f"attribute {name!r} removed from hparams because it cannot be pickled")
+        rank_zero_warn(f"hparams[{name!r}] cannot be pickled, and is left out of them")
         del held[name]
 
 

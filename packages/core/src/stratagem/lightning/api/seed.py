@@ -6,8 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from stratagem import rng
 from stratagem.errors import ConfigurationError
+from stratagem.launch.rank_zero import rank_zero_only
 
 SEED_VARIABLE = "PL_GLOBAL_SEED"
 WORKERS_VARIABLE = "PL_SEED_WORKERS"
@@ -48,25 +51,13 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     Args:
         include_cuda: of the GPUs too.
     """
-    import random
-    import sys
-
-    import torch
-
-    cuda = include_cuda and torch.cuda.is_available()
-    host, python = torch.get_rng_state(), random.getstate()
-    devices = torch.cuda.get_rng_state_all() if cuda else []
-    numpy = sys.modules.get("numpy")
-    arrays = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(host)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+    devices = torch.cuda.get_rng_state_all() if include_cuda and torch.cuda.is_available() else []
+    with rng.preserve_rng_state():
+        try:
+            yield
+        finally:
+            if devices:
+                torch.cuda.set_rng_state_all(devices)
 
 
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
@@ -76,20 +67,4 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
         worker_id: its number.
         rank: of the process that reads; None: this one.
     """
-    import random
-    import sys
-
-    import torch
-
-    from stratagem.launch.rank_zero import rank_zero_only
-
-    rank = rank_zero_only.rank if rank is None else rank
-    base = torch.initial_seed() - worker_id
-    generator = torch.Generator().manual_seed(
-        (base * 1_000_003 + worker_id * 8_191 + rank * 131_071) % 2**63
-    )
-    drawn = torch.randint(2**31, (6,), generator=generator).tolist()
-    torch.manual_seed(drawn[0])
-    random.seed(drawn[1])
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(drawn[2:])
+    rng.WorkerSeed(rank_zero_only.rank if rank is None else rank)(worker_id)

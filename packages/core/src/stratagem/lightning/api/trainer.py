@@ -100,8 +100,8 @@ class Trainer(trainer.Trainer):
         """
         if ckpt_path == "last" and not self._has_saved():
             rank_zero_warn(
-                'ckpt_path="last" is set, but there is no checkpoint in the folders of the '
-                "ModelCheckpoints. No checkpoint will be loaded: the fit begins anew"
+                "fit(ckpt_path='last'): nothing is saved yet in the ModelCheckpoints' folders, so "
+                "the fit begins anew"
             )
             ckpt_path = None
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
@@ -157,8 +157,8 @@ class Trainer(trainer.Trainer):
         if model is not None or ckpt_path is not None or not saved:
             return ckpt_path
         rank_zero_warn(
-            "neither a model nor ckpt_path is given. The best model of the previous `fit` call "
-            "will be used; pass the model to use its present weights"
+            "without a model and a ckpt_path the best weights that fit has saved are taken; pass "
+            "the model to take its present ones"
         )
         return "best"
 

@@ -167,7 +167,7 @@ class TrainerCLI:
             "--seed_everything",
             type=bool | int,
             default=self.seed_everything_default,
-            help="the seed; true: a random one; false: none",
+            help="the seed; true: that of STRATAGEM_SEED, or 0; false: none",
         )
 
     def add_core_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
@@ -302,9 +302,8 @@ class TrainerCLI:
         of_scheduler = [self._described_in_config(k, parser.schedulers) for k in schedulers]
         if self.model.defines("configure_optimizers"):
             warnings.warn(
-                f"`{type(self.model).__name__}.configure_optimizers` will be overridden by "
-                f"`{type(self).__name__}.configure_optimizers`: leave --optimizer out, or the "
-                "method",
+                f"{type(self.model).__name__} has configure_optimizers of its own, in whose place "
+                "the optimizer of the command line is taken: leave one of the two out",
                 stacklevel=3,
             )
         optimizer = instantiate_class(self.model.parameters(), described[0])
