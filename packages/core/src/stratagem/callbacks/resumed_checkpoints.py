@@ -19,6 +19,22 @@ from stratagem.storage import paths
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")
 
 
+def leads_to(named: str | Path, path: str) -> bool:
+    """Return whether what a user has named is a checkpoint, maybe by a link or another folder.
+
+    Example:
+        >>> leads_to("runs/step=3.ckpt", "runs/step=4.ckpt")
+        False
+    """
+    at, checkpoint = paths.given(named), paths.at(path)
+    if not isinstance(at, Path) or not isinstance(checkpoint, Path):
+        return str(at) == str(checkpoint)
+    try:
+        return at.samefile(checkpoint)
+    except OSError:  # one of them is gone
+        return False
+
+
 def in_folder(folder: paths.Location, name: object) -> str | None:
     """Return the path of what a checkpoint names, or None: the name leads out of the folder."""
     return str(paths.join(folder, name)) if paths.is_name(name) else None
