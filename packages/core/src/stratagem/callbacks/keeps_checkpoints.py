@@ -153,8 +153,9 @@ class KeepsCheckpoints(Callback):
             self.last_model_path = there.locate_last(state.get("last_model_path"))
             # The command line that names one may be run again.
             named = run.job.ckpt_path
-            own = [] if named in (None, "best", "last") else self._kept.all_paths()
-            self._spared = there.spared | {path for path in own if leads_to(named, path)}
+            self._spared = there.spared
+            if named not in (None, "best", "last"):
+                self._spared |= {path for path in self.kept_paths if leads_to(named, path)}
             there.warn_of_refused()
         kept = self._kept
         seen = [kept.best, kept.latest, kept.nonfinite, self.last_model_path]

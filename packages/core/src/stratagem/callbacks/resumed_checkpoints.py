@@ -8,6 +8,7 @@ replaced.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -19,7 +20,7 @@ from stratagem.storage import paths
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")
 
 
-def leads_to(named: str | Path, path: str) -> bool:
+def leads_to(named: str | os.PathLike[str], path: str) -> bool:
     """Return whether what a user has named is a checkpoint, maybe by a link or another folder.
 
     Example:

@@ -90,7 +90,8 @@ _ACCELERATORS = _names(
 )
 _PRECISION = _names(
     {
-        "stratagem.precision": "Precision PrecisionPlugin=Precision",
+        "stratagem.precision": "BitsandbytesPrecision Precision PrecisionPlugin=Precision "
+        "TransformerEnginePrecision",
         f"{_API}.precision": "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
         "FSDPPrecisionPlugin=FSDPPrecision HalfPrecision HalfPrecisionPlugin=HalfPrecision "
         "MixedPrecision MixedPrecisionPlugin=MixedPrecision",
@@ -210,10 +211,12 @@ _Layout = dict[str, Mapping[str, str]]
 
 _PRECISION_LEAVES = {
     "amp": "MixedPrecision MixedPrecisionPlugin",
+    "bitsandbytes": "BitsandbytesPrecision",
     "double": "DoublePrecision DoublePrecisionPlugin",
     "fsdp": "FSDPPrecision FSDPPrecisionPlugin",
     "half": "HalfPrecision HalfPrecisionPlugin",
     "precision": "Precision PrecisionPlugin",
+    "transformer_engine": "TransformerEnginePrecision",
 }
 _STRATEGY_LEAVES = {
     "ddp": "DDPStrategy",
@@ -397,6 +400,13 @@ _FABRIC_SIDE: _Layout = {
     "fabric.utilities.data": _DATA,
     "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
     "fabric.utilities.exceptions": _EXCEPTIONS,
+    # Private, and in libraries that many use.
+    "fabric.utilities.init": _names(
+        {f"{_API}.loading": "_materialize_meta_tensors=materialize_meta_tensors"}
+    ),
+    "fabric.utilities.load": _names(
+        {f"{_API}.loading": "_NotYetLoadedTensor=NotYetLoadedTensor _lazy_load=lazy_load"}
+    ),
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,
     "fabric.utilities.throughput": _THROUGHPUT,
