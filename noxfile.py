@@ -285,8 +285,8 @@ def ray(session: nox.Session) -> None:
     names = ("hatchling==", "editables==", "numpy==", "pytest==")
     tools = [tool for tool in (*BUILD_TOOLS, *TEST_TOOLS) if tool.startswith(names)]
     session.install(*tools, RAY)
-    packages = ("-e", "./packages/core", "-e", "./examples/plugins/stratagem-ray")
-    session.install("--no-build-isolation", *packages)
+    folders = ("./packages/core", "./packages/backend-cuda", "./examples/plugins/stratagem-ray")
+    session.install("--no-build-isolation", *(part for path in folders for part in ("-e", path)))
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     markers = () if root else ("-m", "not cluster")  # two hosts are made by root only
     session.run("pytest", *markers, "examples/plugins/stratagem-ray/tests", *session.posargs)

@@ -23,7 +23,7 @@ import pytest
 import torch
 import xxhash
 
-from stratagem import Trainer, _version
+from stratagem import Trainer, __version__
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import (
     CheckpointContentError,
@@ -85,7 +85,7 @@ def test_the_comment_of_the_zip_archive_tells_what_is_in_it(saved: Path) -> None
     assert json.loads(manifest) == {
         "format_version": 2,
         "piece_size": 64 << 20,
-        "stratagem": _version.__version__,
+        "stratagem": __version__,
         "torch": torch.__version__,
         "strategy": None,
         "world_size": None,

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.discovery.installed import installed_lightning
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch.rank_zero import rank_zero_only
