@@ -72,8 +72,8 @@ def test_several_may_come_in_a_sequence_of_any_type(tmp_path: Path) -> None:
     callback, logger = LambdaCallback(), CSVLogger(tmp_path)
     trainer = Trainer(
         accelerator="cpu",
-        callbacks=Config([callback]),  # type: ignore[arg-type]
-        logger=Config([logger]),  # type: ignore[arg-type]
+        callbacks=Config([callback]),
+        logger=Config([logger]),
     )
     assert trainer.loggers == [logger]
     assert callback in trainer.callbacks
