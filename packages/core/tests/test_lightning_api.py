@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.lightning.api.accelerators import CPUAccelerator
+from stratagem.lightning.api.data import has_len
 from stratagem.lightning.api.datamodule import LightningDataModule
 from stratagem.lightning.api.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from stratagem.lightning.api.environments import (
@@ -25,7 +26,9 @@ from stratagem.lightning.api.environments import (
 )
 from stratagem.lightning.api.fabric import Fabric
 from stratagem.lightning.api.loggers import CSVLogger, TensorBoardLogger
+from stratagem.lightning.api.models import from_compiled
 from stratagem.lightning.api.module import LightningModule
+from stratagem.lightning.api.parsing import lightning_setattr
 from stratagem.lightning.api.trainer import Trainer
 
 
@@ -327,3 +330,13 @@ def test_the_logger_is_tensorboards_or_a_table_where_that_is_not_installed(
     elsewhere = Trainer(accelerator="cpu", default_root_dir="memory://runs").logger
     assert isinstance(elsewhere, CSVLogger)
     assert Path(elsewhere.root_dir).absolute() == tmp_path / "lightning_logs"
+
+
+def test_helpers_of_lightnings_users_say_what_is_wrong() -> None:
+    model = BoringModel()
+    with pytest.raises(AttributeError, match="neither BoringModel, its hparams nor its DataModu"):
+        lightning_setattr(model, "learning_rate", 0.1)
+    with pytest.raises(ConfigurationError, match=r"expected what torch\.compile has "):
+        from_compiled(nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match=r"DataLoader has length 0: is that what you want\?"):
+        assert has_len(loader(0))
