@@ -90,10 +90,10 @@ _ACCELERATORS = _names(
 )
 _PRECISION = _names(
     {
-        "stratagem.precision": "Precision PrecisionPlugin=Precision",
-        f"{_API}.precision": "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
+        f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "
+        "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
         "FSDPPrecisionPlugin=FSDPPrecision HalfPrecision HalfPrecisionPlugin=HalfPrecision "
-        "MixedPrecision MixedPrecisionPlugin=MixedPrecision",
+        "MixedPrecision MixedPrecisionPlugin=MixedPrecision Precision PrecisionPlugin=Precision",
     }
 )
 _ENVIRONMENTS = _names(
@@ -210,6 +210,7 @@ _Layout = dict[str, Mapping[str, str]]
 
 _PRECISION_LEAVES = {
     "amp": "MixedPrecision MixedPrecisionPlugin",
+    "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
     "double": "DoublePrecision DoublePrecisionPlugin",
     "fsdp": "FSDPPrecision FSDPPrecisionPlugin",
     "half": "HalfPrecision HalfPrecisionPlugin",
@@ -372,6 +373,8 @@ _PYTORCH: _Layout = {
     "pytorch.utilities.seed": {"isolate_rng": _SEED["isolate_rng"]},
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": _WARNINGS,
+    "pytorch.overrides": {},
+    "pytorch.overrides.distributed": _names({f"{_API}.samplers": "UnrepeatedDistributedSampler"}),
     "pytorch.demos": {**_BORING, **_TRANSFORMER, **_LSTM},
     "pytorch.demos.boring_classes": _BORING,
     "pytorch.demos.lstm": _LSTM,
@@ -394,7 +397,9 @@ _FABRIC_SIDE: _Layout = {
     ),
     "fabric.utilities": _UTILITIES,
     "fabric.utilities.apply_func": _MOVING,
+    "fabric.utilities.cloud_io": _names({f"{_API}.cloud_io": "get_filesystem"}),
     "fabric.utilities.data": _DATA,
+    "fabric.utilities.distributed": _names({f"{_API}.samplers": "DistributedSamplerWrapper"}),
     "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
     "fabric.utilities.exceptions": _EXCEPTIONS,
     "fabric.utilities.rank_zero": _RANK_ZERO,
