@@ -91,7 +91,7 @@ THIRD_PARTIES = {
     # It pins torch<=2.5.1, and what it imports is a part of what it names.
     "colossalai": [
         ["setuptools", "wheel", "ninja", "psutil", "einops", "pydantic", "safetensors", "rich"],
-        ["--no-deps", "contexttimer", "galore_torch", "kernels", "accelerate"],
+        ["--no-deps", "contexttimer", "galore_torch", "bitsandbytes", "kernels", "accelerate"],
         ["peft==0.17.1", "transformers==4.51.3"],
         ["--no-deps", "--no-build-isolation", "colossalai==0.5.0"],
     ],
@@ -285,8 +285,8 @@ def ray(session: nox.Session) -> None:
     names = ("hatchling==", "editables==", "numpy==", "pytest==")
     tools = [tool for tool in (*BUILD_TOOLS, *TEST_TOOLS) if tool.startswith(names)]
     session.install(*tools, RAY)
-    packages = ("-e", "./packages/core", "-e", "./examples/plugins/stratagem-ray")
-    session.install("--no-build-isolation", *packages)
+    folders = ("./packages/core", "./packages/backend-cuda", "./examples/plugins/stratagem-ray")
+    session.install("--no-build-isolation", *(part for path in folders for part in ("-e", path)))
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     markers = () if root else ("-m", "not cluster")  # two hosts are made by root only
     session.run("pytest", *markers, "examples/plugins/stratagem-ray/tests", *session.posargs)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from program import Program
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.cli.system import nvidia_gpus
 from stratagem.cli.tables import aligned, print_table
 

@@ -15,8 +15,7 @@ import pytest
 
 import stratagem.discovery.registry as registries
 import stratagem.native.plugin
-from stratagem import StrategyRegistry
-from stratagem._version import __version__
+from stratagem import StrategyRegistry, __version__
 from stratagem.cli.doctor import examine
 from stratagem.discovery import (
     AcceleratorSpec,

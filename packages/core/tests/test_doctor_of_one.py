@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from program import CORE, Program
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.cli.distribution import Examination, ExaminedComponent, print_examination
 
 RANGE = f"{CORE}<0.2,>=0.1"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from stratagem.callbacks import Callback, ModelCheckpoint
 from stratagem.data.pytree import map_tensors
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.lightning.api.accelerators import CPUAccelerator
 from stratagem.lightning.api.cloud_io import get_filesystem
+from stratagem.lightning.api.data import has_len
 from stratagem.lightning.api.datamodule import LightningDataModule
 from stratagem.lightning.api.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from stratagem.lightning.api.environments import (
@@ -26,8 +29,10 @@ from stratagem.lightning.api.environments import (
     TorchElasticEnvironment,
 )
 from stratagem.lightning.api.fabric import Fabric
-from stratagem.lightning.api.models import grad_norm
+from stratagem.lightning.api.loggers import CSVLogger, TensorBoardLogger
+from stratagem.lightning.api.models import from_compiled, grad_norm
 from stratagem.lightning.api.module import LightningModule
+from stratagem.lightning.api.parsing import lightning_setattr
 from stratagem.lightning.api.precision import (
     DeepSpeedPrecision,
     FSDPPrecision,
@@ -521,3 +526,69 @@ def test_a_command_line_reads_the_arguments_that_the_trainer_hands_on() -> None:
     assert shown["log_every_n_steps"].default is None
     assert "options" not in shown
     assert Trainer(fast_dev_run=True, barebones=False).fast_dev_run is True
+
+
+# -- what much used libraries take from private modules
+
+
+def test_a_file_of_torch_save_is_mapped_and_executes_nothing(tmp_path: Path) -> None:
+    from stratagem.lightning.api.loading import lazy_load
+
+    torch.save({"weight": torch.arange(4.0)}, tmp_path / "model.pth")
+    assert torch.equal(lazy_load(tmp_path / "model.pth")["weight"], torch.arange(4.0))
+    torch.save({"path": tmp_path}, tmp_path / "objects.pth")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        lazy_load(tmp_path / "objects.pth")
+    with pytest.raises(FileNotFoundError, match=r"absent\.pth"):
+        lazy_load(tmp_path / "absent.pth")
+
+
+def test_layers_on_the_meta_device_get_memory_and_first_values() -> None:
+    from stratagem.lightning.api.loading import materialize_meta_tensors
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    materialize_meta_tensors(model, torch.device("cpu"))
+    assert torch.equal(model.state_dict()["1.running_var"], torch.ones(3))
+    assert model(torch.ones(2, 2)).shape == (2, 3)
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.empty(1, device="meta"))
+
+    with pytest.raises(TypeError, match="Scale: expected a method reset_parameters"):
+        materialize_meta_tensors(Scale(), torch.device("cpu"))
+
+
+# -- the logger
+
+
+def test_the_logger_is_tensorboards_or_a_table_where_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(who: str, package: str, extra: str) -> None:
+        raise MissingPackageError(f"{who} needs {package}")
+
+    pytest.importorskip("tensorboard")
+    found = Trainer(accelerator="cpu", default_root_dir=tmp_path).logger
+    assert isinstance(found, TensorBoardLogger)
+    assert Path(found.log_dir) == tmp_path / "lightning_logs" / "version_0"
+    monkeypatch.setattr("stratagem.loggers.sdk_logger.require_package", absent)
+    table = Trainer(accelerator="cpu", logger=True, default_root_dir=tmp_path).logger
+    assert isinstance(table, CSVLogger)
+    assert Path(table.root_dir) == tmp_path / "lightning_logs"
+    monkeypatch.chdir(tmp_path)
+    elsewhere = Trainer(accelerator="cpu", default_root_dir="memory://runs").logger
+    assert isinstance(elsewhere, CSVLogger)
+    assert Path(elsewhere.root_dir).absolute() == tmp_path / "lightning_logs"
+
+
+def test_helpers_of_lightnings_users_say_what_is_wrong() -> None:
+    model = BoringModel()
+    with pytest.raises(AttributeError, match="neither BoringModel, its hparams nor its DataModu"):
+        lightning_setattr(model, "learning_rate", 0.1)
+    with pytest.raises(ConfigurationError, match=r"expected what torch\.compile has "):
+        from_compiled(nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match=r"DataLoader has length 0: is that what you want\?"):
+        assert has_len(loader(0))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from program import Program
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.cli.new_backend import run
 
 MOST_LINES = 60

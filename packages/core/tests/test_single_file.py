@@ -23,7 +23,7 @@ import pytest
 import torch
 import xxhash
 
-from stratagem import Trainer, _version
+from stratagem import Trainer, __version__
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import (
     CheckpointContentError,
@@ -85,7 +85,7 @@ def test_the_comment_of_the_zip_archive_tells_what_is_in_it(saved: Path) -> None
     assert json.loads(manifest) == {
         "format_version": 2,
         "piece_size": 64 << 20,
-        "stratagem": _version.__version__,
+        "stratagem": __version__,
         "torch": torch.__version__,
         "strategy": None,
         "world_size": None,
@@ -714,3 +714,10 @@ def test_bytes_come_back_also_where_there_are_none(tmp_path: Path, value: Any) -
     io.save_checkpoint({"deep": [value]}, tmp_path / "model.ckpt")
     loaded = io.load_checkpoint(tmp_path / "model.ckpt")["deep"][0]
     assert (type(loaded), loaded) == (type(value), value)
+
+
+def test_a_link_that_cannot_be_made_says_what_is_still_named(tmp_path: Path) -> None:
+    io = SingleFileCheckpointIO()
+    io.save_checkpoint({"weights": torch.ones(1)}, tmp_path / "one.ckpt")
+    with pytest.raises(CheckpointSaveError, match=r"cannot let '.*last' name .*what it named"):
+        io.link_checkpoint(tmp_path / "one.ckpt", tmp_path / "one.ckpt" / "last")

@@ -5,10 +5,12 @@ Importing this loads neither torch nor a backend: each public name is imported w
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from stratagem._version import __version__
+from stratagem._lazy import lazy_names
+
+__version__ = "0.1.0"
+"""The version, which is one for the five distributions."""
 
 if TYPE_CHECKING:
     from stratagem.callbacks import Callback as Callback
@@ -20,23 +22,19 @@ if TYPE_CHECKING:
     from stratagem.trainer import Trainer as Trainer
     from stratagem.tuner import Tuner as Tuner
 else:
-    _HOMES = {
-        "Callback": "stratagem.callbacks",
-        "DataModule": "stratagem.datamodule",
-        "Lite": "stratagem.lite.lite",
-        "Module": "stratagem.module",
-        "StrategyRegistry": "stratagem.discovery.strategy_registry",
-        "Trainer": "stratagem.trainer",
-        "Tuner": "stratagem.tuner",
-        "seed_everything": "stratagem.rng",
-    }
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "Callback": "stratagem.callbacks",
+            "DataModule": "stratagem.datamodule",
+            "Lite": "stratagem.lite.lite",
+            "Module": "stratagem.module",
+            "StrategyRegistry": "stratagem.discovery.strategy_registry",
+            "Trainer": "stratagem.trainer",
+            "Tuner": "stratagem.tuner",
+            "seed_everything": "stratagem.rng",
+        },
+    )
 
 
 __all__ = [

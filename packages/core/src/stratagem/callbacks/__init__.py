@@ -5,9 +5,9 @@ Each is imported when it is used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stratagem._lazy import lazy_names
 from stratagem.callbacks.callback import Callback
 
 if TYPE_CHECKING:
@@ -29,35 +29,31 @@ if TYPE_CHECKING:
     from stratagem.callbacks.timer import Timer
     from stratagem.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 else:
-    _HOMES = {
-        "BackboneFinetuning": "finetuning",
-        "BaseFinetuning": "finetuning",
-        "BasePredictionWriter": "prediction_writer",
-        "DeviceStatsMonitor": "device_stats",
-        "EMAWeightAveraging": "weight_averaging",
-        "EarlyStopping": "early_stopping",
-        "GradientAccumulationScheduler": "gradient_accumulation",
-        "LambdaCallback": "lambda_callback",
-        "LearningRateMonitor": "lr_monitor",
-        "ModelCheckpoint": "model_checkpoint",
-        "ModelPruning": "pruning",
-        "ModelSummary": "model_summary",
-        "OnExceptionCheckpoint": "on_exception_checkpoint",
-        "ProgressBar": "progress_bar",
-        "RichProgressBar": "progress_bar_names",
-        "StochasticWeightAveraging": "stochastic_weight_averaging",
-        "TQDMProgressBar": "progress_bar_names",
-        "ThroughputMonitor": "throughput",
-        "Timer": "timer",
-        "WeightAveraging": "weight_averaging",
-    }
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "BackboneFinetuning": ".finetuning",
+            "BaseFinetuning": ".finetuning",
+            "BasePredictionWriter": ".prediction_writer",
+            "DeviceStatsMonitor": ".device_stats",
+            "EMAWeightAveraging": ".weight_averaging",
+            "EarlyStopping": ".early_stopping",
+            "GradientAccumulationScheduler": ".gradient_accumulation",
+            "LambdaCallback": ".lambda_callback",
+            "LearningRateMonitor": ".lr_monitor",
+            "ModelCheckpoint": ".model_checkpoint",
+            "ModelPruning": ".pruning",
+            "ModelSummary": ".model_summary",
+            "OnExceptionCheckpoint": ".on_exception_checkpoint",
+            "ProgressBar": ".progress_bar",
+            "RichProgressBar": ".progress_bar_names",
+            "StochasticWeightAveraging": ".stochastic_weight_averaging",
+            "TQDMProgressBar": ".progress_bar_names",
+            "ThroughputMonitor": ".throughput",
+            "Timer": ".timer",
+            "WeightAveraging": ".weight_averaging",
+        },
+    )
 
 
 __all__ = [

@@ -27,7 +27,8 @@ class ModelCheckpoint(KeepsCheckpoints):
 
     What calls for a save (steps, epochs, time) may be combined. Only files of this run, or of the
     run that it resumes, are ever removed or replaced: where another run has saved under a name, or
-    is about to, this one adds `-v1`, `-v2` and so on.
+    is about to, this one adds `-v1`, `-v2` and so on. What a fit's `ckpt_path` has named is kept,
+    so that the same command finds it again; what it found as "last" goes as others do.
 
     Args:
         dirpath: where to, a local path or a URL ("s3://bucket/run"); None: a folder `checkpoints`

@@ -12,7 +12,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.errors import CheckpointCorruptError, shown
 
 MARK = "pytorch-lightning_version"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.checkpoint.lightning_format import from_lightning, is_lightnings
 from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, shown
 from stratagem.storage import paths

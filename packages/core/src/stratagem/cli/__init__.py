@@ -8,8 +8,9 @@ import io
 import os
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stratagem._lazy import lazy_names
 from stratagem.launch.streams import open_standard_streams
 
 if TYPE_CHECKING:
@@ -19,20 +20,16 @@ if TYPE_CHECKING:
     from stratagem.trainer.cli.save_config import SaveConfigCallback as SaveConfigCallback
     from stratagem.trainer.cli.trainer_cli import TrainerCLI as TrainerCLI
 else:
-    _HOMES = {
-        "LRSchedulerCallable": "parser",
-        "OptimizerCallable": "parser",
-        "SaveConfigCallback": "save_config",
-        "TrainerArgumentParser": "parser",
-        "TrainerCLI": "trainer_cli",
-    }
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"stratagem.trainer.cli.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "LRSchedulerCallable": "stratagem.trainer.cli.parser",
+            "OptimizerCallable": "stratagem.trainer.cli.parser",
+            "SaveConfigCallback": "stratagem.trainer.cli.save_config",
+            "TrainerArgumentParser": "stratagem.trainer.cli.parser",
+            "TrainerCLI": "stratagem.trainer.cli.trainer_cli",
+        },
+    )
 
 
 AT_ONCE = ("run", "strategies", "explain", "doctor", "new-backend")

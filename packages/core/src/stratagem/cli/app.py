@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.cli import AT_ONCE, module_of, training
 from stratagem.cli.checkpoint import checkpoint_app
 from stratagem.cli.plugins import add_commands

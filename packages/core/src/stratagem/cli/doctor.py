@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.cli.arguments import parser_of
 from stratagem.cli.plugins import failed_commands, failed_hook
 from stratagem.cli.system import System, this_system

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.cli.arguments import parser_of
 from stratagem.discovery import PLUGIN_API_VERSION
 from stratagem.discovery.entry_points import CORE, core_range, normalise

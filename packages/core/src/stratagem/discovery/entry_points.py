@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem._version import __version__
+from stratagem import __version__
 
 GROUP = "stratagem.backends"
 CORE = "stratagem-core"

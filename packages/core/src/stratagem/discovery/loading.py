@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pluggy
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.discovery import hookspecs
 from stratagem.discovery.entry_points import CORE, PluginEntry, why_disabled, why_incompatible
 from stratagem.discovery.specs import PLUGIN_API_VERSION, ComponentSpec

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pluggy
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.discovery import hookspecs
 from stratagem.discovery.entry_points import (
     CORE,

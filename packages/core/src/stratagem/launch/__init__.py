@@ -37,8 +37,9 @@ name of a `LauncherSpec` that a plugin declares.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.interfaces.launcher import Launcher as Launcher
@@ -55,25 +56,23 @@ if TYPE_CHECKING:
     from stratagem.state.results import unpack_result as unpack_result
 else:
     # When they are used: a rank that imports one module here pays for no other.
-    _HOMES = {
-        "Launcher": "stratagem.interfaces.launcher",
-        "RunPlan": "stratagem.plan.plan",
-        "RunRequest": "stratagem.plan.plan",
-        "Selection": "stratagem.plan.selection",
-        "free_port": "stratagem.launch.network",
-        "pack": "stratagem.launch.packed",
-        "pack_result": "stratagem.state.results",
-        "rank_environment": "stratagem.launch.environment",
-        "rank_failure": "stratagem.launch.packed",
-        "run_as_rank": "stratagem.launch.watch",
-        "run_packed": "stratagem.launch.packed",
-        "unpack_result": "stratagem.state.results",
-    }
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'stratagem.launch' has no attribute {name!r}")
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "Launcher": "stratagem.interfaces.launcher",
+            "RunPlan": "stratagem.plan.plan",
+            "RunRequest": "stratagem.plan.plan",
+            "Selection": "stratagem.plan.selection",
+            "free_port": "stratagem.launch.network",
+            "pack": "stratagem.launch.packed",
+            "pack_result": "stratagem.state.results",
+            "rank_environment": "stratagem.launch.environment",
+            "rank_failure": "stratagem.launch.packed",
+            "run_as_rank": "stratagem.launch.watch",
+            "run_packed": "stratagem.launch.packed",
+            "unpack_result": "stratagem.state.results",
+        },
+    )
 
 
 __all__ = [

@@ -90,6 +90,7 @@ _ACCELERATORS = _names(
 )
 _PRECISION = _names(
     {
+        "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision",
         f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "
         "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
         "FSDPPrecisionPlugin=FSDPPrecision HalfPrecision HalfPrecisionPlugin=HalfPrecision "
@@ -211,10 +212,12 @@ _Layout = dict[str, Mapping[str, str]]
 _PRECISION_LEAVES = {
     "amp": "MixedPrecision MixedPrecisionPlugin",
     "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
+    "bitsandbytes": "BitsandbytesPrecision",
     "double": "DoublePrecision DoublePrecisionPlugin",
     "fsdp": "FSDPPrecision FSDPPrecisionPlugin",
     "half": "HalfPrecision HalfPrecisionPlugin",
     "precision": "Precision PrecisionPlugin",
+    "transformer_engine": "TransformerEnginePrecision",
 }
 _STRATEGY_LEAVES = {
     "ddp": "DDPStrategy",
@@ -402,6 +405,13 @@ _FABRIC_SIDE: _Layout = {
     "fabric.utilities.distributed": _names({f"{_API}.samplers": "DistributedSamplerWrapper"}),
     "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
     "fabric.utilities.exceptions": _EXCEPTIONS,
+    # Private, and in libraries that many use.
+    "fabric.utilities.init": _names(
+        {f"{_API}.loading": "_materialize_meta_tensors=materialize_meta_tensors"}
+    ),
+    "fabric.utilities.load": _names(
+        {f"{_API}.loading": "_NotYetLoadedTensor=NotYetLoadedTensor _lazy_load=lazy_load"}
+    ),
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,
     "fabric.utilities.throughput": _THROUGHPUT,

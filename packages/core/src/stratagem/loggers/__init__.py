@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stratagem._lazy import lazy_names
 from stratagem.loggers.logger import Logger
 
 if TYPE_CHECKING:
@@ -15,21 +15,17 @@ if TYPE_CHECKING:
     from stratagem.loggers.tensorboard_logger import TensorBoardLogger
     from stratagem.loggers.wandb_logger import WandbLogger
 else:
-    _HOMES = {
-        "CSVLogger": "csv_logger",
-        "CometLogger": "comet_logger",
-        "MLFlowLogger": "mlflow_logger",
-        "NeptuneLogger": "neptune_logger",
-        "TensorBoardLogger": "tensorboard_logger",
-        "WandbLogger": "wandb_logger",
-    }
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "CSVLogger": ".csv_logger",
+            "CometLogger": ".comet_logger",
+            "MLFlowLogger": ".mlflow_logger",
+            "NeptuneLogger": ".neptune_logger",
+            "TensorBoardLogger": ".tensorboard_logger",
+            "WandbLogger": ".wandb_logger",
+        },
+    )
 
 
 __all__ = [

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
-from stratagem.loggers.parameters import as_mapping
-from stratagem.loggers.version_folder import VersionFolder
+from stratagem.loggers.parameters import as_mapping, as_plain
+from stratagem.loggers.version_folder import VersionFolder, local_folder
 
 _PIECE = 2**20
 """Bytes of a file that are read at once."""
@@ -42,7 +42,8 @@ class CSVLogger(Logger):
         root_dir: another name for `save_dir`.
 
     Raises:
-        ConfigurationError: no rows are to be held back, or `save_dir` and `root_dir` are given.
+        ConfigurationError: no rows are to be held back, `save_dir` and `root_dir` are given, or one
+            of them is a URL.
 
     Example:
         >>> import tempfile
@@ -74,7 +75,7 @@ class CSVLogger(Logger):
                 f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): expected a whole "
                 "number of at least 1"
             )
-        self.save_dir = Path(save_dir or root_dir or ".").expanduser()
+        self.save_dir = local_folder(type(self).__name__, save_dir or root_dir or ".")
         self.name = name or ""
         self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
         self._prefix = prefix
@@ -143,7 +144,7 @@ class CSVLogger(Logger):
         Args:
             params: a mapping, an argparse.Namespace or a dataclass.
         """
-        text = json.dumps(_with_text_keys(as_mapping(params)), indent=2, default=str)
+        text = json.dumps(as_plain(as_mapping(params)), indent=2)
         (self._folder.make() / "hparams.json").write_text(text + "\n")
 
     def save(self) -> None:
@@ -216,15 +217,6 @@ def _with_more_fields(rows: BinaryIO, more: int) -> Iterator[bytes]:
             if not is_quoted:  # within quotes, a line's end is a part of the value
                 parts[number] = part.replace(b"\r\n", b"\n").replace(b"\n", end)
         yield b'"'.join(parts)
-
-
-def _with_text_keys(value: Any) -> Any:
-    """Return nested data whose keys JSON takes: of any other one its text."""
-    if isinstance(value, Mapping):
-        taken = (str, int, float, type(None))
-        pairs = ((key if isinstance(key, taken) else str(key), value[key]) for key in value)
-        return {key: _with_text_keys(held) for key, held in pairs}
-    return [_with_text_keys(held) for held in value] if isinstance(value, (list, tuple)) else value
 
 
 def _open(file: Path, mode: Literal["r", "w", "a"] = "r") -> IO[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.profilers.advanced import AdvancedProfiler as AdvancedProfiler
@@ -12,18 +13,16 @@ if TYPE_CHECKING:
     from stratagem.profilers.pytorch import PyTorchProfiler as PyTorchProfiler
     from stratagem.profilers.simple import SimpleProfiler as SimpleProfiler
 else:
-    _HOMES = {
-        "AdvancedProfiler": "advanced",
-        "PassThroughProfiler": "profiler",
-        "Profiler": "profiler",
-        "PyTorchProfiler": "pytorch",
-        "SimpleProfiler": "simple",
-    }
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "AdvancedProfiler": ".advanced",
+            "PassThroughProfiler": ".profiler",
+            "Profiler": ".profiler",
+            "PyTorchProfiler": ".pytorch",
+            "SimpleProfiler": ".simple",
+        },
+    )
 
 
 __all__ = [

@@ -12,13 +12,14 @@ from typing import Any, get_type_hints
 from stratagem import callbacks as own
 from stratagem import trainer
 from stratagem.checkpoint.catalog import find_all
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.callbacks import RichProgressBar
-from stratagem.lightning.api.loggers import CSVLogger
+from stratagem.lightning.api.loggers import CSVLogger, TensorBoardLogger
 from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
 from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
 from stratagem.lightning.api.states import TrainerState
+from stratagem.loggers import Logger
 from stratagem.profilers.profiler import Profiler
 from stratagem.storage import paths
 from stratagem.trainer.metrics import LatestValues
@@ -52,8 +53,8 @@ class Trainer(trainer.Trainer):
     """A Trainer that logs as Lightning's does: into `lightning_logs`, every 50 steps.
 
     Args:
-        logger: None or True: a CSVLogger of the folder `lightning_logs`; as in `stratagem.Trainer`
-            otherwise.
+        logger: None or True: a TensorBoardLogger of the folder `lightning_logs`, or a CSVLogger of
+            it where TensorBoard is not installed; as in `stratagem.Trainer` otherwise.
         log_every_n_steps: None: 50.
         enable_model_summary: None: print the table of layers, but in a quick run.
         model_registry: not here: expected None.
@@ -85,7 +86,7 @@ class Trainer(trainer.Trainer):
         plain = not options.get("barebones")
         quick = bool(options.get("fast_dev_run"))
         if plain and not quick and logger in (None, True):
-            logger = CSVLogger(options.get("default_root_dir") or Path.cwd())
+            logger = _default_logger(options.get("default_root_dir"))
         if log_every_n_steps is None and plain:
             log_every_n_steps = 50
         if enable_model_summary is None and plain:
@@ -229,6 +230,19 @@ class Trainer(trainer.Trainer):
         return EvaluationLoop(self)
 
     test_loop = predict_loop = validate_loop
+
+
+def _default_logger(root: str | Path | None) -> Logger:
+    """Return what Lightning logs by where nothing else is asked for.
+
+    Args:
+        root: `default_root_dir`; not if it is a URL.
+    """
+    folder = Path.cwd() if root is None or paths.is_url(root) else root
+    try:
+        return TensorBoardLogger(folder)
+    except MissingPackageError:
+        return CSVLogger(folder)
 
 
 def _with_defaults(options: Mapping[str, Any]) -> list[Any]:

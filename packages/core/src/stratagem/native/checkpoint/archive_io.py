@@ -11,7 +11,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.checkpoint.archive import ArchiveWriter, Manifest, Sink, names_of, not_whole
 from stratagem.errors import CheckpointCorruptError
 from stratagem.interfaces.checkpoint_io import CheckpointIO

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointMismatchError, CheckpointSaveError, ConfigurationError

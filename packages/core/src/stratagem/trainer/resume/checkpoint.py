@@ -29,7 +29,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
 from stratagem.distributed.checkpoint_writer import (
     load_strategy_state,
