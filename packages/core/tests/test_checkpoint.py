@@ -886,6 +886,23 @@ def test_another_models_checkpoint_is_refused_and_the_difference_named(
     assert torch.equal(partly.net[0].weight, state["net.0.weight"])  # type: ignore[arg-type]
 
 
+def test_a_model_may_say_that_names_need_not_match(saved: Path, tmp_path: Path) -> None:
+    class Wider(Net):
+        strict_loading = False
+
+        def __init__(self, width: int = 5) -> None:
+            super().__init__(width)
+            self.unknown = torch.nn.Linear(1, 1)
+
+    state = SingleFileCheckpointIO().load_checkpoint(saved)["state_dict"]
+    loaded, validated = Wider.load_from_checkpoint(saved), Wider()
+    trainer_in(tmp_path).validate(validated, loader(), ckpt_path=saved, verbose=False)
+    for model in (loaded, validated):
+        assert torch.equal(model.net[0].weight, state["net.0.weight"])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointMismatchError, match=r"it lacks unknown\.weight"):
+        Wider.load_from_checkpoint(saved, strict=True)
+
+
 def test_other_optimizers_or_schedulers_are_refused(saved: Path, tmp_path: Path) -> None:
     class Alone(Net):
         def configure_optimizers(self) -> Any:
