@@ -90,11 +90,11 @@ _ACCELERATORS = _names(
 )
 _PRECISION = _names(
     {
-        "stratagem.precision": "BitsandbytesPrecision Precision PrecisionPlugin=Precision "
-        "TransformerEnginePrecision",
-        f"{_API}.precision": "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
+        "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision",
+        f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "
+        "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
         "FSDPPrecisionPlugin=FSDPPrecision HalfPrecision HalfPrecisionPlugin=HalfPrecision "
-        "MixedPrecision MixedPrecisionPlugin=MixedPrecision",
+        "MixedPrecision MixedPrecisionPlugin=MixedPrecision Precision PrecisionPlugin=Precision",
     }
 )
 _ENVIRONMENTS = _names(
@@ -211,6 +211,7 @@ _Layout = dict[str, Mapping[str, str]]
 
 _PRECISION_LEAVES = {
     "amp": "MixedPrecision MixedPrecisionPlugin",
+    "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
     "bitsandbytes": "BitsandbytesPrecision",
     "double": "DoublePrecision DoublePrecisionPlugin",
     "fsdp": "FSDPPrecision FSDPPrecisionPlugin",
@@ -375,6 +376,8 @@ _PYTORCH: _Layout = {
     "pytorch.utilities.seed": {"isolate_rng": _SEED["isolate_rng"]},
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": _WARNINGS,
+    "pytorch.overrides": {},
+    "pytorch.overrides.distributed": _names({f"{_API}.samplers": "UnrepeatedDistributedSampler"}),
     "pytorch.demos": {**_BORING, **_TRANSFORMER, **_LSTM},
     "pytorch.demos.boring_classes": _BORING,
     "pytorch.demos.lstm": _LSTM,
@@ -397,7 +400,9 @@ _FABRIC_SIDE: _Layout = {
     ),
     "fabric.utilities": _UTILITIES,
     "fabric.utilities.apply_func": _MOVING,
+    "fabric.utilities.cloud_io": _names({f"{_API}.cloud_io": "get_filesystem"}),
     "fabric.utilities.data": _DATA,
+    "fabric.utilities.distributed": _names({f"{_API}.samplers": "DistributedSamplerWrapper"}),
     "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
     "fabric.utilities.exceptions": _EXCEPTIONS,
     # Private, and in libraries that many use.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from stratagem import callbacks as own
 from stratagem import trainer
@@ -17,8 +18,35 @@ from stratagem.lightning.api.callbacks import RichProgressBar
 from stratagem.lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
 from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
+from stratagem.lightning.api.states import TrainerState
 from stratagem.loggers import Logger
+from stratagem.profilers.profiler import Profiler
 from stratagem.storage import paths
+from stratagem.trainer.metrics import LatestValues
+
+_OWN_DEFAULTS = ("logger", "log_every_n_steps", "enable_model_summary")
+"""Arguments whose defaults are Lightning's where None is given."""
+
+
+def _taking_arguments_of(base: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Show the signature of whom the arguments are handed on to, for command lines."""
+    taken = inspect.signature(base.__init__)  # type: ignore[misc]
+    # Not as text, which only its own module can evaluate.
+    types = get_type_hints(base.__init__, localns={"Profiler": Profiler})  # type: ignore[misc]
+    parameters = [
+        one.replace(
+            annotation=types.get(name, one.annotation),
+            default=None if name in _OWN_DEFAULTS else one.default,
+        )
+        for name, one in taken.parameters.items()
+    ]
+
+    def show(init: Callable[..., None]) -> Callable[..., None]:
+        init.__signature__ = taken.replace(parameters=parameters)  # type: ignore[attr-defined]
+        init.__annotations__ = types
+        return init
+
+    return show
 
 
 class Trainer(trainer.Trainer):
@@ -43,23 +71,14 @@ class Trainer(trainer.Trainer):
         50
     """
 
-    def __init__(
-        self,
-        *,
-        logger: Any = None,
-        log_every_n_steps: int | None = None,
-        enable_model_summary: bool | None = None,
-        model_registry: str | None = None,
-        **options: Any,
-    ) -> None:
-        named = {
-            "logger": logger,
-            "log_every_n_steps": log_every_n_steps,
-            "enable_model_summary": enable_model_summary,
-        }
-        given = {name: value for name, value in named.items() if value is not None}
-        options = {**_of_environment(), **options, **given}
-        logger, log_every_n_steps, enable_model_summary = (options.pop(n, None) for n in named)
+    @_taking_arguments_of(trainer.Trainer)
+    def __init__(self, **options: Any) -> None:
+        given = {n: v for n, v in options.items() if v is not None or n not in _OWN_DEFAULTS}
+        options = {**_of_environment(), **given}
+        logger, log_every_n_steps, enable_model_summary = (
+            options.pop(name, None) for name in _OWN_DEFAULTS
+        )
+        model_registry = options.pop("model_registry", None)
         if model_registry is not None:
             raise ConfigurationError(
                 f"model_registry={model_registry!r} is a service of Lightning's: leave it out"
@@ -82,6 +101,9 @@ class Trainer(trainer.Trainer):
         )
         if quick and plain and logger not in (False, []):
             self.loggers = [DummyLogger()]
+
+        if isinstance(options.get("fast_dev_run"), bool):
+            self.fast_dev_run = options["fast_dev_run"]
 
     # -- the four runs
 
@@ -126,7 +148,7 @@ class Trainer(trainer.Trainer):
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
         path = self._best_if_left_out(model, ckpt_path)
-        return super().validate(model, dataloaders, datamodule, path, verbose)
+        return self._logged(super().validate(model, dataloaders, datamodule, path, verbose))
 
     def test(
         self,
@@ -139,7 +161,7 @@ class Trainer(trainer.Trainer):
     ) -> list[dict[str, float]]:
         """Run testing. Arguments as in `validate`."""
         path = self._best_if_left_out(model, ckpt_path)
-        return super().test(model, dataloaders, datamodule, path, verbose)
+        return self._logged(super().test(model, dataloaders, datamodule, path, verbose))
 
     def predict(
         self,
@@ -153,6 +175,22 @@ class Trainer(trainer.Trainer):
         """Predict; as `stratagem.Trainer.predict`, with `model` and `ckpt_path` of `validate`."""
         path = self._best_if_left_out(model, ckpt_path)
         return super().predict(model, dataloaders, datamodule, return_predictions, path)
+
+    def _run_on_rank(self, launched: Any, job: Any) -> Any:
+        """Run, and forget before another run what was logged in the one before."""
+        if job.stage != "fit":
+            self._latest = LatestValues()
+        return super()._run_on_rank(launched, job)
+
+    def _logged(self, results: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Return of the values of each loader those that loggers are given, as Lightning does."""
+        names = self._latest.for_loggers
+        return [{n: value for n, value in one.items() if n in names} for one in results]
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values for the progress bar."""
+        return {name: float(value) for name, value in self._latest.bar.items()}
 
     def _best_if_left_out(self, model: Any, ckpt_path: str | Path | None) -> str | Path | None:
         """Return "best" where neither model nor checkpoint is named, as Lightning has it."""
@@ -176,7 +214,12 @@ class Trainer(trainer.Trainer):
         there = list(find_all(folder for folder in folders if folder is not None))
         return bool(there) or any(saver.kept_paths for saver in savers)
 
-    # -- views of loops
+    # -- views of its state and of loops
+
+    @property
+    def state(self) -> TrainerState:  # type: ignore[override]  # the same in Lightning's enumerations
+        """What it is doing."""
+        return TrainerState(self)
 
     @property
     def fit_loop(self) -> FitLoop:
