@@ -43,6 +43,7 @@ from stratagem.lightning.api.precision import (
 from stratagem.lightning.api.samplers import DistributedSamplerWrapper, UnrepeatedDistributedSampler
 from stratagem.lightning.api.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from stratagem.lightning.api.trainer import Trainer
+from stratagem.strategies import SingleDeviceStrategy
 
 
 def loader(samples: int) -> DataLoader[Any]:
@@ -592,3 +593,21 @@ def test_helpers_of_lightnings_users_say_what_is_wrong() -> None:
         from_compiled(nn.Linear(1, 1))
     with pytest.warns(UserWarning, match=r"DataLoader has length 0: is that what you want\?"):
         assert has_len(loader(0))
+
+
+def test_a_strategy_tells_of_its_ranks_and_its_device() -> None:
+    told: list[Any] = []
+
+    class Asks(BoringModel):
+        def on_train_start(self) -> None:
+            one = self.trainer.strategy
+            told.extend([one.root_device, one.world_size, one.global_rank, one.is_global_zero])
+            told.append(one.broadcast({"a": 1}))
+
+    trainer = Trainer(max_steps=1, limit_val_batches=0, barebones=True, accelerator="cpu")
+    trainer.fit(Asks())
+    assert told == [torch.device("cpu"), 1, 0, True, {"a": 1}]
+    with pytest.raises(AttributeError, match="ranks is not there yet"):
+        _ = SingleDeviceStrategy().world_size
+    with pytest.raises(AttributeError, match="device is not there yet"):
+        _ = SingleDeviceStrategy().root_device
