@@ -276,6 +276,8 @@ def test_what_is_left_out_is_what_lightning_takes(tmp_path: Path) -> None:
     model = Numbered()
     saver = ModelCheckpoint(monitor="epochs", mode="max")
     trainer = Trainer(callbacks=[saver], **options)
+    with pytest.warns(UserWarning, match=r"test\(ckpt_path='last'\): nothing is saved yet"):
+        trainer.test(model, ckpt_path="last", verbose=False)
     with pytest.warns(UserWarning, match="nothing is saved yet in the ModelCheckpoints"):
         trainer.fit(model, ckpt_path="last")
     assert trainer.ckpt_path is None
@@ -393,6 +395,8 @@ def test_precisions_have_lightnings_methods() -> None:
     assert half.convert_output(torch.ones(1).bfloat16()).dtype is torch.float32
     mixed = MixedPrecision("bf16-mixed", device="cpu")
     assert (mixed.precision, mixed.device, mixed.scaler) == ("bf16-mixed", "cpu", None)
+    with mixed.autocast_context_manager():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     mixed.backward(weight.sum(), None)

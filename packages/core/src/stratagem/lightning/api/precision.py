@@ -150,6 +150,10 @@ class MixedPrecision(Precision, precision.MixedPrecision):
         super().__init__(precision, **({} if scaler is None else {"scaler": scaler}))
         self.device = device
 
+    def autocast_context_manager(self) -> Any:
+        """Return the context of forward passes."""
+        return self.forward_context()
+
 
 class _EnginePrecision(Precision, precision.EnginePrecision):
     """A half precision that the strategy's engine computes in."""
