@@ -404,6 +404,9 @@ def test_precisions_have_lightnings_methods() -> None:
     assert weight.item() == 0.5
     for name in ("32-true", "bf16-true", "16-mixed", "bf16-mixed"):
         assert DeepSpeedPrecision(name).precision == FSDPPrecision(name).precision == name
+    whole = DeepSpeedPrecision("32-true")
+    assert isinstance(whole, DeepSpeedPrecision)
+    assert whole.convert_module(torch.nn.Linear(1, 1)).weight.dtype is torch.float32
     with DeepSpeedPrecision("bf16-true").module_init_context():
         assert torch.ones(1).dtype is torch.bfloat16
     with pytest.raises(ConfigurationError, match=r"FSDPPrecision\('64-true'\): expected one of"):
