@@ -317,8 +317,8 @@ def test_lightnings_classes_may_stand_by_their_names_alone() -> None:
         "--trainer.callbacks.logging_interval=epoch",
         "--trainer.logger=CSVLogger",
         "--trainer.logger.name=named",
-        "--trainer.profiler=SimpleProfiler",
-        "--model.rate=0.5",
+        *("--trainer.profiler", "SimpleProfiler"),
+        *("--model.rate", "0.5"),
     ]
     trainer = LightningCLI(model_class=Line, run=False, args=[*QUIET, *words]).trainer
     found = [c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)]

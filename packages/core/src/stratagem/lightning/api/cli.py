@@ -32,13 +32,18 @@ _PLACES = {
 """Where the classes are that a Trainer's arguments take."""
 
 
-def _with_place(word: str) -> str:
-    """Return `--trainer.logger=CSVLogger` with the class's place; other words as they are."""
-    found = re.fullmatch(r"(--trainer\.(\w+)\+?=)([A-Z]\w*)", word)
-    place = _PLACES.get(found[2]) if found else None
-    if found is None or place is None or found[3] not in dir(importlib.import_module(place)):
-        return word
-    return f"{found[1]}{place}.{found[3]}"
+def _with_places(words: Sequence[str]) -> list[str]:
+    """Return words with the places of classes: of `--trainer.logger=CSVLogger`, or as two words."""
+    placed, before = [], ""
+    for word in words:
+        option, equals, value = word.partition("=") if word[:2] == "--" else (before, "", word)
+        named = re.fullmatch(r"--trainer\.(\w+)\+?", option)
+        place = _PLACES.get(named[1], "") if named else ""
+        if place and value[:1].isupper() and value in dir(importlib.import_module(place)):
+            value = f"{place}.{value}"
+        placed.append(f"{option}{equals}{value}" if word[:2] == "--" else value)
+        before = word
+    return placed
 
 
 class LightningArgumentParser(TrainerArgumentParser):
@@ -59,7 +64,7 @@ class LightningArgumentParser(TrainerArgumentParser):
             *more, **options: of `jsonargparse.ArgumentParser.parse_args`.
         """
         words = sys.argv[1:] if args is None else args
-        return super().parse_args([_with_place(word) for word in words], *more, **options)
+        return super().parse_args(_with_places(words), *more, **options)
 
     def add_lightning_class_args(
         self,
