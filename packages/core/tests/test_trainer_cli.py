@@ -215,6 +215,9 @@ def test_the_optimizer_of_a_config_is_the_models() -> None:
     assert optimizers[0].param_groups[0]["lr"] == 0.25
     assert schedulers[0].step_size == 5
     cli.trainer.fit(cli.model)
+    # What this fit steps through is no second class of that name.
+    alone = made("--optimizer=Adam", "--optimizer.lr=0.5", model_class=Plain)
+    assert type(alone.model.configure_optimizers()) is Adam
     with pytest.warns(UserWarning, match="Line has configure_optimizers of its own"):
         made(*args, "--lr_scheduler.step_size=5")
     plateau = f"--lr_scheduler={parsing.__name__}.ReduceLROnPlateau"
