@@ -243,12 +243,29 @@ def test_the_range_of_versions_is_the_one_that_the_distribution_requires() -> No
     )
 
 
+@pytest.mark.parametrize("config", [None, {"zero_optimization": {"stage": 1}}])
+def test_parameters_that_are_not_sharded_are_not_offloaded_and_that_is_said(config: Any) -> None:
+    with pytest.warns(
+        UserWarning, match=r"offload_parameters=True with stage=[12]: parameters are"
+    ):
+        strategy = DeepSpeedStrategy(
+            offload_optimizer=True,
+            offload_parameters=True,
+            offload_params_device="cpu",
+            config=config,
+        )
+    assert not strategy.options.offload_parameters
+    assert strategy.options.offload_optimizer
+
+
 # ---------------------------------------------------------------- bad input
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no such stage": (lambda: DeepSpeedStrategy(stage=4), "stage=4: expected 1"),
     "parameters below stage 3": (
-        lambda: DeepSpeedStrategy(stage=2, offload_parameters=True),
+        lambda: DeepSpeedStrategy(
+            config={"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+        ),
         "needs stage=3, where they are sharded; received stage=2",
     ),
     "optimizer at stage 0": (

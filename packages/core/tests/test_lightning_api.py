@@ -20,7 +20,7 @@ from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.lightning.api.accelerators import CPUAccelerator
 from stratagem.lightning.api.cloud_io import get_filesystem
 from stratagem.lightning.api.data import has_len
-from stratagem.lightning.api.datamodule import LightningDataModule
+from stratagem.lightning.api.datamodule import LightningDataModule, of_file
 from stratagem.lightning.api.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from stratagem.lightning.api.environments import (
     KubeflowEnvironment,
@@ -29,7 +29,7 @@ from stratagem.lightning.api.environments import (
     TorchElasticEnvironment,
 )
 from stratagem.lightning.api.fabric import Fabric
-from stratagem.lightning.api.loggers import CSVLogger, TensorBoardLogger
+from stratagem.lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem.lightning.api.models import from_compiled, grad_norm
 from stratagem.lightning.api.module import LightningModule
 from stratagem.lightning.api.parsing import lightning_setattr
@@ -618,3 +618,38 @@ def test_a_strategy_tells_of_its_ranks_and_its_device() -> None:
         _ = SingleDeviceStrategy().world_size
     with pytest.raises(AttributeError, match="device is not there yet"):
         _ = SingleDeviceStrategy().root_device
+
+
+def test_a_quick_run_has_a_logger_that_takes_every_call_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Draws(BoringModel):
+        def on_train_end(self) -> None:
+            assert self.logger is not None
+            self.logger.experiment.add_image("sample", [[0]])
+            self.logger.log_metrics({"loss": 1.0}, step=3)
+            self.logger.log_table("rows", [])
+            self.logger.log_hyperparams({})
+
+    trainer = Trainer(accelerator="cpu", fast_dev_run=True, enable_progress_bar=False)
+    trainer.fit(Draws())
+    assert isinstance(trainer.logger, DummyLogger)
+    assert (trainer.logger.name, trainer.logger.version) == ("", "")
+    assert list(tmp_path.iterdir()) == []
+    assert Trainer(accelerator="cpu", fast_dev_run=True, logger=False).loggers == []
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_a_model_is_made_with_the_hyperparameters_that_a_logger_has_written(
+    kind: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("yaml")
+    pytest.importorskip("tensorboard")
+    logger = kind(tmp_path)
+    logger.log_hyperparams({"width": 3})
+    file = Path(logger.log_dir) / logger.NAME_HPARAMS_FILE
+    assert file.name == "hparams.yaml"
+    assert of_file(file) == {"width": 3}
+    logger.finalize("success")

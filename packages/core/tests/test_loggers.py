@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import json
@@ -187,6 +188,19 @@ def test_a_csv_logger_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
         CSVLogger(tmp_path, root_dir=tmp_path)
     with pytest.raises(ConfigurationError, match=r"flush_logs_every_n_steps=0\): expected a whole"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
+
+
+def test_a_csv_logger_says_which_logger_takes_pictures(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    with pytest.raises(AttributeError) as caught:
+        logger.experiment.add_image("sample", [[0]])
+    assert str(caught.value) == (
+        "'CSVLogger' has no 'add_image': it takes values and hyperparameters. "
+        "Trainer(logger='tensorboard') has an experiment that takes pictures and texts too "
+        "(pip install 'stratagem-core[tensorboard]')"
+    )
+    assert pickle.loads(pickle.dumps(logger)).save_dir == tmp_path
+    assert copy.deepcopy(logger).save_dir == tmp_path
 
 
 @pytest.mark.parametrize("argument", ["save_dir", "root_dir"])

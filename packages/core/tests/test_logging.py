@@ -642,7 +642,7 @@ def test_hyperparameters_may_have_keys_that_json_does_not_take(tmp_path: Path) -
     file = CSVLogger(tmp_path)
     file.log_hyperparams({"sizes": [{("a", 1): 2, None: 3}], "folder": Path("x")})
     saved = json.loads((Path(file.log_dir) / "hparams.json").read_text())
-    assert saved == {"sizes": [{"('a', 1)": 2, "null": 3}], "folder": "x"}
+    assert saved == {"sizes": [{"('a', 1)": 2, "None": 3}], "folder": "x"}
 
 
 def test_names_are_kept_whatever_bytes_they_are_of(tmp_path: Path) -> None:

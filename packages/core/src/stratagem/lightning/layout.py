@@ -38,14 +38,14 @@ _CALLBACKS = _names(
 _LOGGERS = _names(
     {
         "stratagem.loggers": "Logger NeptuneLogger",
-        f"{_API}.loggers": "CSVLogger CometLogger ExperimentWriter MLFlowLogger TensorBoardLogger "
-        "WandbLogger",
+        f"{_API}.loggers": "CSVLogger CometLogger DummyLogger ExperimentWriter MLFlowLogger "
+        "TensorBoardLogger WandbLogger",
         "stratagem.loggers.sdk_logger": "DummyExperiment",
     }
 )
 _LOGGER_LEAVES = {
     "csv_logs": "CSVLogger ExperimentWriter",
-    "logger": "Logger DummyExperiment",
+    "logger": "Logger DummyExperiment DummyLogger",
     "tensorboard": "TensorBoardLogger",
 }
 _FURTHER_LOGGERS = {

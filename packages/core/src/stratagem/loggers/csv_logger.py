@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import IO, Any, BinaryIO, ClassVar, Literal
 
 from torch import Tensor
 
@@ -55,6 +55,9 @@ class CSVLogger(Logger):
         ['step,loss', '0,0.5']
     """
 
+    hparams_file: ClassVar[str] = "hparams.json"
+    """The file of the hyperparameters."""
+
     def __init__(
         self,
         save_dir: str | Path | None = None,
@@ -88,6 +91,16 @@ class CSVLogger(Logger):
     def experiment(self) -> Any:
         """The logger itself: it writes through nothing else."""
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        # What a script asks of an experiment, or of a logger, that this one is not.
+        raise AttributeError(
+            f"{type(self).__name__!r} has no {name!r}: it takes values and hyperparameters. "
+            "Trainer(logger='tensorboard') has an experiment that takes pictures and texts too "
+            "(pip install 'stratagem-core[tensorboard]')",
+            name=name,
+            obj=self,
+        )
 
     @property
     def root_dir(self) -> str:
@@ -139,13 +152,13 @@ class CSVLogger(Logger):
         }
 
     def log_hyperparams(self, params: Any) -> None:
-        """Write hparams.json.
+        """Write `hparams_file`.
 
         Args:
             params: a mapping, an argparse.Namespace or a dataclass.
         """
         text = json.dumps(as_plain(as_mapping(params)), indent=2)
-        (self._folder.make() / "hparams.json").write_text(text + "\n")
+        (self._folder.make() / self.hparams_file).write_text(text + "\n")
 
     def save(self) -> None:
         """Write the rows that are held back."""

@@ -51,6 +51,7 @@ class TensorBoardLogger(SDKLogger):
 
     package = "tensorboard"
     extra = "tensorboard"
+    NAME_HPARAMS_FILE = "hparams.yaml"
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class TensorBoardLogger(SDKLogger):
         for each in hparams(kept, as_numbers(values)):
             writer.add_summary(each)
         text = json.dumps(as_plain(given), indent=2)
-        (Path(self.log_dir) / "hparams.yaml").write_text(text + "\n")
+        (Path(self.log_dir) / self.NAME_HPARAMS_FILE).write_text(text + "\n")
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Write a model's graph, where `log_graph=True`.

@@ -27,15 +27,6 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 class Fabric(Lite):
     """Lite, with the arguments and methods that Fabric has beside."""
 
-    @property
-    def logger(self) -> Any:
-        """The first logger.
-
-        Raises:
-            IndexError: there is none.
-        """
-        return self.loggers[0]
-
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write several values to every logger, on rank 0; as Fabric's, by keyword."""
         if self.is_global_zero:

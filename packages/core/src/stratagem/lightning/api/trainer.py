@@ -15,7 +15,7 @@ from stratagem.checkpoint.catalog import find_all
 from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.callbacks import RichProgressBar
-from stratagem.lightning.api.loggers import CSVLogger, TensorBoardLogger
+from stratagem.lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
 from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
 from stratagem.lightning.api.states import TrainerState
@@ -99,6 +99,8 @@ class Trainer(trainer.Trainer):
             enable_model_summary=enable_model_summary,
             **options,
         )
+        if quick and plain and logger not in (False, []):
+            self.loggers = [DummyLogger()]
 
         if isinstance(options.get("fast_dev_run"), bool):
             self.fast_dev_run = options["fast_dev_run"]
