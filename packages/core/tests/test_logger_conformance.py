@@ -1,6 +1,6 @@
 """The conformance kit on loggers that write through other libraries, without a network.
 
-`nox -s loggers` has the libraries; CI has TensorBoard's.
+`nox -s loggers` has the libraries, and runs this; CI does not.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from stratagem.loggers import (
 from stratagem.testing import LoggerConformance
 
 pytest_plugins = ["stratagem.testing.plugin"]
+pytestmark = pytest.mark.conformance
 
 SESSION = "its SDK is not installed here; `nox -s loggers` runs this"
 RUN = "0123456789abcdef"
