@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed_models as models
 
 from stratagem import Lite, Module
+from stratagem.errors import UserCodeError
 from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 out: dict[str, Any] = {}
@@ -57,6 +58,22 @@ def loop(lite: Lite, held: bool, together: bool = True) -> list[float]:
     return losses
 
 
+def dropped(lite: Lite) -> list[str]:
+    """Return what is said where gradients are cleared that no step has used."""
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = lite.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    lite.backward(model(torch.ones(1, 2)).sum(), model=model)
+    said = []
+    for set_to_none in (True, False):
+        try:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        except UserCodeError as error:
+            said.append(str(error))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return said
+
+
 for name, strategy in {
     "ddp": "ddp",
     "stage 1": "deepspeed_stage_1",
@@ -69,6 +86,7 @@ for name, strategy in {
     out[f"lite {name}, not held"] = loop(lite, held=False)
     if name != "ddp":
         out[f"lite {name}, optimizer after"] = loop(lite, held=True, together=False)
+        out[f"lite {name}, dropped"] = dropped(lite)
 
 # ---- models that are built in shards
 

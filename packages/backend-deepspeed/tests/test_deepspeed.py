@@ -98,6 +98,18 @@ def test_a_loop_under_lite_is_that_of_ddp(stage: int, way: str, behaviour: Ranks
     assert difference(behaviour[0][f"lite stage {stage}{way}"], behaviour[0]["lite ddp"]) <= 2e-6
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_no_step_has_used_are_not_dropped_in_vain(
+    stage: int, behaviour: Ranks
+) -> None:
+    for rank in behaviour:
+        assert rank[f"lite stage {stage}, dropped"] == 2 * [
+            "optimizer.zero_grad() between backward and step: a DeepSpeed engine adds up gradients "
+            "until it steps, and has no way to drop them. Leave a batch out before its backward, "
+            "or call optimizer.step() after each"
+        ]
+
+
 def test_what_init_module_builds_is_sharded_as_it_is_made(behaviour: Ranks) -> None:
     # A parameter that replaces one of a finished layer is left to setup.
     assert behaviour[0]["whole"] == ["blocks.0.mix"]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.data.pytree import map_tensors
+from stratagem.errors import UserCodeError
 from stratagem_deepspeed.config import stage_of
 
 
@@ -28,14 +29,16 @@ class EngineModule(nn.Module):
         engine: DeepSpeed's; None: none was needed yet, or it was released.
         config: the engine's.
         groups: the names of the parameters in each of the optimizer's groups.
+        has_gradients: whether a backward has been followed by no step.
     """
 
     engine: Any
+    has_gradients: bool
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.__dict__["engine"] = None
+        self.__dict__.update(engine=None, has_gradients=False)
         self.config: dict[str, Any] = {}
         self.groups: list[list[str]] = []
         self._linear: Callable[..., Any] | None = None
@@ -56,11 +59,32 @@ class EngineModule(nn.Module):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the engine's backward from a loss that is divided by the micro-batches already."""
+        self.__dict__["has_gradients"] = True
         if self._linear is None:
             self.__dict__["engine"].backward(loss, scale_wrt_gas=False, **kwargs)
             return
         with self.linear():
             self.__dict__["engine"].backward(loss, scale_wrt_gas=False, **kwargs)
+
+    def step(self) -> bool:
+        """Let the engine clip, step and clear the gradients; return whether it stepped."""
+        engine = self.__dict__["engine"]
+        engine.step()
+        self.__dict__["has_gradients"] = False
+        return bool(engine.was_step_applied())
+
+    def check_stepped(self) -> None:
+        """Do nothing where gradients are to be cleared: the engine's step has done it.
+
+        Raises:
+            UserCodeError: it has not, and the gradients would count in the next step.
+        """
+        if self.__dict__["has_gradients"]:
+            raise UserCodeError(
+                "optimizer.zero_grad() between backward and step: a DeepSpeed engine adds up "
+                "gradients until it steps, and has no way to drop them. Leave a batch out before "
+                "its backward, or call optimizer.step() after each"
+            )
 
     @contextlib.contextmanager
     def linear(self) -> Iterator[None]:

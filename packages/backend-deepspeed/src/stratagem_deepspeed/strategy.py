@@ -376,9 +376,8 @@ class DeepSpeedStrategy(ParallelStrategy):
             )
         called = prepared.module
         assert isinstance(called, EngineModule)
-        called.engine.step()
         # The engine leaves out a step whose gradients overflowed.
-        self.precision.step_was_skipped = not called.engine.was_step_applied()
+        self.precision.step_was_skipped = not called.step()
 
     # -- state
 
@@ -430,9 +429,11 @@ class EnginePrepared(PreparedModel):
     """A model and its engine, which clears the gradients in its step."""
 
     def gradient_clearer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Return what does nothing: gradients are the engine's, and its step clears them."""
-        return _nothing
+        """Return what checks that the engine's step has cleared the gradients, which are its own.
 
-
-def _nothing() -> None:
-    pass
+        Raises:
+            UserCodeError: by what is returned, between backward and step.
+        """
+        called = self.module
+        assert isinstance(called, EngineModule)
+        return called.check_stepped

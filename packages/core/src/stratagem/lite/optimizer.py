@@ -50,7 +50,8 @@ class LiteOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
-        if set_to_none:
+        # An engine has gradients of its own, and clears them in one way.
+        if set_to_none or self.strategy.capabilities.owns_clipping:
             self._clear_gradients()
         else:
             self.optimizer.zero_grad(set_to_none=False)
