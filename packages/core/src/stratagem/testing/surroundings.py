@@ -5,8 +5,11 @@ from __future__ import annotations
 import builtins
 import gc
 import inspect
+import logging
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,6 +91,16 @@ class Surroundings:
                 "inference mode": torch.is_inference_mode_enabled(),
                 "anomaly detection": torch.is_anomaly_enabled(),
                 "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+                "the precision of float32 products": torch.get_float32_matmul_precision(),
+                "the working folder": str(Path.cwd()),
+                "sys.excepthook": sys.excepthook,
+                "logging of the root logger": (logging.root.level, len(logging.root.handlers)),
+                "what logging leaves out": logging.root.manager.disable,
+                **{
+                    f"the handler of {one.name}": signal.getsignal(one)
+                    for one in sorted(signal.valid_signals())
+                    if isinstance(one, signal.Signals)
+                },
             },
             groups=_groups(),
             children=tuple(child.name for child in multiprocessing.active_children()),
