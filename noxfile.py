@@ -91,7 +91,7 @@ THIRD_PARTIES = {
     # It pins torch<=2.5.1, and what it imports is a part of what it names.
     "colossalai": [
         ["setuptools", "wheel", "ninja", "psutil", "einops", "pydantic", "safetensors", "rich"],
-        ["--no-deps", "contexttimer", "galore_torch", "kernels", "accelerate"],
+        ["--no-deps", "contexttimer", "galore_torch", "bitsandbytes", "kernels", "accelerate"],
         ["peft==0.17.1", "transformers==4.51.3"],
         ["--no-deps", "--no-build-isolation", "colossalai==0.5.0"],
     ],

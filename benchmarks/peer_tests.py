@@ -170,9 +170,9 @@ def table(work: Path, label: str) -> None:
         }
         ours = results_of(work, label, file)
         for case in sorted(baseline):
-            result = ours.get(
-                case, {"case": case, "outcome": "failed", "cause": "not run", "message": ""}
-            )
+            unknown = {"case": case, "outcome": "failed", "cause": "not run", "message": ""}
+            # One that has begun only has none of this yet.
+            result = {**unknown, **ours.get(case, {})}
             passed = result["outcome"] == "passed"
             counts[folder_of(file)].update(["peer", "ours" if passed else result["cause"]])
             if not passed:

@@ -27,8 +27,17 @@ TORCH = f"torch=={version('torch').partition('+')[0]}"
 TIMEOUT = 1200  # seconds, for any one command, such as a whole kit on a busy machine
 
 
-def run(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> str:
-    """Run `command` as a user's shell would, and return its stdout; fails with all its output."""
+def run(
+    *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None, status: int = 0
+) -> str:
+    """Run `command` as a user's shell would, and return its stdout.
+
+    Args:
+        *command: the program and its arguments.
+        cwd: where.
+        env: further variables.
+        status: what it exits with; at another one this fails, with all that it printed.
+    """
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -39,7 +48,7 @@ def run(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -
         timeout=TIMEOUT,
         check=False,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == status, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
@@ -77,8 +86,10 @@ class Environment:
         # -I: neither the working folder nor the user's site-packages can lend a module.
         return run(self.scripts / "python", "-I", *arguments, cwd=self.folder, env=env)
 
-    def script(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
-        return run(self.scripts / name, *arguments, cwd=self.folder, env=env)
+    def script(
+        self, name: str, *arguments: str, env: Mapping[str, str] | None = None, status: int = 0
+    ) -> str:
+        return run(self.scripts / name, *arguments, cwd=self.folder, env=env, status=status)
 
     def pip(self, *arguments: str | Path) -> str:
         interpreter = self.scripts / "python"

@@ -60,7 +60,11 @@ def test_plugins_and_core_of_two_commits_work_together(
         # Its plugin module needs nothing of the system that it brings, which pip may not find.
         wheel = build_wheel(plugin, tmp_path / plugin.name)
         environment.pip("install", "--quiet", "--no-deps", wheel)
-    diagnosis = json.loads(environment.script("stratagem", "doctor", "--json"))
+    # Its status is 1: what torchft, hivemind and ColossalAI's strategies need is not there.
+    diagnosis = json.loads(environment.script("stratagem", "doctor", "--json", status=1))
+    names = [problem.partition(":")[0] for problem in diagnosis["problems"]]
+    assert names == ["stratagem-colossalai", "stratagem-hivemind", "stratagem-torchft"]
+    assert all(problem.endswith("which is not installed") for problem in diagnosis["problems"])
     status = {told["distribution"]: told["status"] for told in diagnosis["plugins"]}
     assert {plugin.name: status.get(plugin.name) for plugin in plugins} == {
         plugin.name: "loaded" for plugin in plugins

@@ -91,6 +91,13 @@ def test_the_scale_grows_after_as_many_steps_as_asked() -> None:
     assert watch.scales == [64.0, 128.0, 128.0, 256.0, 256.0, 512.0]
 
 
+def test_a_scaler_of_the_users_is_the_one_that_scales() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_factor=4.0, growth_interval=2)
+    _, watch = fit(Linear(), precision=Float16Mixed(scaler=scaler))
+    assert watch.scales == [32.0, 128.0, 128.0, 512.0, 512.0, 2048.0]
+    assert scaler.get_scale() == 2048.0
+
+
 def test_the_numbers_are_those_of_torchs_own_loop() -> None:
     torch.manual_seed(3)
     module = Linear()

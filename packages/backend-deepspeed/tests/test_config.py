@@ -21,7 +21,7 @@ from torch import nn
 
 from stratagem import Lite, Trainer
 from stratagem.errors import ConfigurationError
-from stratagem_deepspeed import library, op_builds, ops
+from stratagem_deepspeed import library, op_builds, ops, preparation
 from stratagem_deepspeed.config import Facts, engine_config
 from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.known_keys import KNOWN_KEYS
@@ -243,12 +243,29 @@ def test_the_range_of_versions_is_the_one_that_the_distribution_requires() -> No
     )
 
 
+@pytest.mark.parametrize("config", [None, {"zero_optimization": {"stage": 1}}])
+def test_parameters_that_are_not_sharded_are_not_offloaded_and_that_is_said(config: Any) -> None:
+    with pytest.warns(
+        UserWarning, match=r"offload_parameters=True with stage=[12]: parameters are"
+    ):
+        strategy = DeepSpeedStrategy(
+            offload_optimizer=True,
+            offload_parameters=True,
+            offload_params_device="cpu",
+            config=config,
+        )
+    assert not strategy.options.offload_parameters
+    assert strategy.options.offload_optimizer
+
+
 # ---------------------------------------------------------------- bad input
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no such stage": (lambda: DeepSpeedStrategy(stage=4), "stage=4: expected 1"),
     "parameters below stage 3": (
-        lambda: DeepSpeedStrategy(stage=2, offload_parameters=True),
+        lambda: DeepSpeedStrategy(
+            config={"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+        ),
         "needs stage=3, where they are sharded; received stage=2",
     ),
     "optimizer at stage 0": (
@@ -564,3 +581,18 @@ def test_a_missing_compiler_for_gpus_is_said(monkeypatch: pytest.MonkeyPatch) ->
     missing = ops.what_is_missing("fused_adam")
     assert missing.startswith("CUDA's compiler nvcc is missing: install CUDA's toolkit of torch's")
     assert missing.endswith("(torch's Adam)")
+
+
+def test_what_this_machine_lacks_for_deepspeed_is_said_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(preparation, "_cpu_has_float16", lambda: False)
+    with pytest.raises(ConfigurationError, match=r"no float16 arithmetic.*pass precision='bf16-mi"):
+        preparation.check_float16({"fp16": {"enabled": True}}, "cpu", "16-mixed")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(op_builds, "what_is_missing", lambda name, has_header: "no compiler")
+    with pytest.raises(ConfigurationError, match="op 'cpu_adam' cannot be built here: no compiler"):
+        op_builds.build("cpu_adam", "cpu")
+    monkeypatch.setattr(library, "version_of", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"DeepSpeed is not installed, .*: pip install '"):
+        library.installed_version()

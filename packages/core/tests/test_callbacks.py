@@ -212,6 +212,15 @@ def test_swa_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ConfigurationError, match=r"has 2 learning rates.*1 parameter groups"):
         trainer(StochasticWeightAveraging([0.1, 0.2], 1), max_epochs=1).fit(Net(), loader())
 
+    class Two(Net):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    with pytest.raises(ConfigurationError, match=r"takes one optimizer; configure.* returned 2"):
+        trainer(StochasticWeightAveraging(0.1, 1), max_epochs=1).fit(Two(), loader())
+
 
 # -- finetuning and pruning
 

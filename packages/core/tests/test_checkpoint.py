@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from stratagem.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointSaveError,
     ConfigurationError,
     UserCodeError,
 )
@@ -884,6 +886,23 @@ def test_another_models_checkpoint_is_refused_and_the_difference_named(
     assert torch.equal(partly.net[0].weight, state["net.0.weight"])  # type: ignore[arg-type]
 
 
+def test_a_model_may_say_that_names_need_not_match(saved: Path, tmp_path: Path) -> None:
+    class Wider(Net):
+        strict_loading = False
+
+        def __init__(self, width: int = 5) -> None:
+            super().__init__(width)
+            self.unknown = torch.nn.Linear(1, 1)
+
+    state = SingleFileCheckpointIO().load_checkpoint(saved)["state_dict"]
+    loaded, validated = Wider.load_from_checkpoint(saved), Wider()
+    trainer_in(tmp_path).validate(validated, loader(), ckpt_path=saved, verbose=False)
+    for model in (loaded, validated):
+        assert torch.equal(model.net[0].weight, state["net.0.weight"])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointMismatchError, match=r"it lacks unknown\.weight"):
+        Wider.load_from_checkpoint(saved, strict=True)
+
+
 def test_other_optimizers_or_schedulers_are_refused(saved: Path, tmp_path: Path) -> None:
     class Alone(Net):
         def configure_optimizers(self) -> Any:
@@ -1030,6 +1049,22 @@ def test_a_checkpoint_of_lite_is_not_taken_for_a_trainers(tmp_path: Path) -> Non
             f"'{tmp_path / 'lite.ckpt'}' has no 'state_dict'; it has model, step: expected a "
             "checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
         )
+
+
+def test_a_folder_that_is_lost_on_the_way_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+
+    class Loses(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.touch()
+
+    trainer = trainer_in(tmp_path, callbacks=[Loses(), ModelCheckpoint(folder)])
+    with pytest.raises(CheckpointSaveError, match=r"cannot save in '.*saved': \w+Error"):
+        trainer.fit(Net(), loader())
+    no_folder = ModelCheckpoint(tmp_path / ("a" * 300))
+    with pytest.raises(CheckpointNotFoundError, match=r"aaa cannot be searched: OSError"):
+        trainer_in(tmp_path, callbacks=no_folder).validate(Net(), loader(), ckpt_path="last")
 
 
 def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:

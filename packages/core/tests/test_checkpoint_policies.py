@@ -577,6 +577,20 @@ def test_a_resumed_run_removes_its_own_wherever_they_are_by_now(how: str, tmp_pa
         assert names(before) == ["last.ckpt", "step=2.ckpt", "step=3.ckpt"]
 
 
+@pytest.mark.parametrize("named", ["step=3.ckpt", "last.ckpt", "by another folder"])
+def test_a_checkpoint_that_was_named_to_resume_from_is_kept(named: str, tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    fit(each_step(folder, save_last=True), 3)
+    other.symlink_to(folder)
+    path = folder / named if named.endswith(".ckpt") else other / "step=3.ckpt"
+    for _ in range(2):  # the same command once more
+        model = fit(each_step(folder, save_last=named == "last.ckpt"), 5, ckpt_path=path)
+        assert "step=3.ckpt" in names(folder)
+        assert path.exists()
+    assert model.first_step == (5 if named == "last.ckpt" else 3) or model.first_step is None
+    assert "step=4.ckpt" not in names(folder)
+
+
 def test_a_run_that_resumes_into_another_runs_folder_leaves_that_ones_files(
     tmp_path: Path,
 ) -> None:

@@ -323,6 +323,8 @@ def test_a_list_of_hosts_that_is_none_is_shown(hosts: str) -> None:
 
 
 def test_rank_0_is_on_the_first_node_of_the_step_not_of_the_job(set_environ: Any) -> None:
+    set_environ({"SLURM_NODELIST": "old[7-9]"})
+    assert SLURMEnvironment().main_address == "old7"
     set_environ({**STEP, "SLURM_STEP_NODELIST": "node[2-3]"})
     assert SLURMEnvironment().main_address == "node2"
     set_environ({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4711"})

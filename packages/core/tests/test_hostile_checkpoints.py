@@ -251,6 +251,12 @@ def laughing(kind: bytes, levels: int) -> bytes:
     return b"(K\x01q\x01" + step * levels + b"t"
 
 
+def storage(key: bytes, count: int) -> bytes:
+    """Return the operations that name a storage of `count` floats."""
+    named = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + key
+    return named + b"X\x03\x00\x00\x00cpuK" + bytes([count]) + b"tQ"
+
+
 @pytest.mark.parametrize(
     ("operations", "said"),
     [
@@ -292,6 +298,12 @@ def laughing(kind: bytes, levels: int) -> bytes:
         (b"ctorch\nFloatTensor\nJ\x00\x00\x00\x70\x85R", "torch.FloatTensor"),
         (b"ctorch\nTensor\nN}X\x01\x00\x00\x00aNs\x86b", "a state of a _TensorMeta"),
         (b"ctorch._utils\n_rebuild_tensor\n}b", "a state of a function"),
+        (b"K\x01K\x02K\x03s", "a change of a int"),
+        (storage(b"K\x03", 4), "names a storage by something else than a text and a size"),
+        (
+            b"(" + storage(b"X\x01\x00\x00\x000", 50) + storage(b"X\x01\x00\x00\x000", 49) + b"t",
+            "its pickle gives the storage '0' two sizes",
+        ),
     ],
 )
 def test_a_pickle_that_would_grow_or_change_classes_is_refused(

@@ -21,6 +21,7 @@ from torch_output import without_torchs_own
 
 from stratagem import Lite, Module, Trainer
 from stratagem.accelerators import CPUAccelerator
+from stratagem.environments import PlainEnvironment
 from stratagem.errors import ConfigurationError
 from stratagem.launch.cores import threads_per_rank
 from stratagem.launch.environment import environment_of_request
@@ -363,6 +364,18 @@ def test_a_launch_by_fork_before_one_of_the_script_is_no_part_of_it(run_script: 
     """
     output = run_script(COMMON + textwrap.dedent(text)).stdout
     assert output.count("['first', [0, 1]] ['second', [0, 1]]") == 2, "one line of each rank"
+
+
+def test_a_process_that_is_a_rank_already_starts_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class SaysNo(PlainEnvironment):
+        creates_processes_externally = False
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    lite = Lite(accelerator="cpu", devices=2, strategy="ddp", plugins=SaysNo())
+    with pytest.raises(ConfigurationError, match="this process is one already, LOCAL_RANK=1"):
+        lite.launch()
 
 
 @pytest.mark.slow

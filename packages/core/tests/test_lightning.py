@@ -21,6 +21,15 @@ from stratagem.errors import ConfigurationError
 
 ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 OURS = "stratagem.lightning"
+OF_BACKENDS = (
+    "Bitsandbytes",
+    "CUDA",
+    "DeepSpeed",
+    "SingleDeviceXLA",
+    "TransformerEngine",
+    "XLA",
+)
+"""What begins names of classes that backends bring, which may not be installed."""
 
 
 def forget() -> None:
@@ -72,6 +81,20 @@ def test_every_name_of_lightnings_is_the_same_object(lightning: ModuleType) -> N
     assert names["ours"].__spec__.name == f"{OURS}.pytorch.callbacks.early_stopping"
 
 
+def test_helpers_that_ask_lightning_for_the_rank_are_told_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    helpers = ModuleType("lightning_utilities.core.rank_zero")
+    helpers.rank_zero_only = lambda function: function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, helpers.__name__, helpers)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setenv("RANK", "3")
+    forget()
+    importlib.import_module(OURS)
+    forget()
+    assert helpers.rank_zero_only.rank == 3
+
+
 def test_packages_are_attributes_without_an_import_of_their_own(lightning: ModuleType) -> None:
     L = imported("import lightning")["lightning"]
     assert issubclass(L.pytorch.callbacks.EarlyStopping, EarlyStopping)
@@ -87,8 +110,8 @@ def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
             continue  # of the extra [cli]
         found = importlib.import_module(f"lightning.{module}" if module else "lightning")
         for name in names:
-            # Those of backends, which may not be installed, say what to install.
-            if not name.startswith(("DeepSpeed", "XLA", "CUDA", "SingleDeviceXLA")):
+            # Those say what to install.
+            if not name.startswith(OF_BACKENDS):
                 assert hasattr(found, name), (module, name)
         imported(f"from lightning.{module} import *" if module else "from lightning import *")
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
-from stratagem.callbacks import ModelCheckpoint
-from stratagem.errors import ConfigurationError
+from stratagem.callbacks import Callback, ModelCheckpoint
+from stratagem.data.pytree import map_tensors
+from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.lightning.api.accelerators import CPUAccelerator
-from stratagem.lightning.api.datamodule import LightningDataModule
+from stratagem.lightning.api.cloud_io import get_filesystem
+from stratagem.lightning.api.data import has_len
+from stratagem.lightning.api.datamodule import LightningDataModule, of_file
 from stratagem.lightning.api.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from stratagem.lightning.api.environments import (
     KubeflowEnvironment,
@@ -22,7 +29,19 @@ from stratagem.lightning.api.environments import (
     TorchElasticEnvironment,
 )
 from stratagem.lightning.api.fabric import Fabric
+from stratagem.lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
+from stratagem.lightning.api.models import from_compiled, grad_norm
 from stratagem.lightning.api.module import LightningModule
+from stratagem.lightning.api.parsing import lightning_setattr
+from stratagem.lightning.api.precision import (
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from stratagem.lightning.api.samplers import DistributedSamplerWrapper, UnrepeatedDistributedSampler
+from stratagem.lightning.api.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from stratagem.lightning.api.trainer import Trainer
 
 
@@ -268,3 +287,343 @@ def test_what_is_left_out_is_what_lightning_takes(tmp_path: Path) -> None:
     again.fit(Numbered(), ckpt_path="last")
     assert again.global_step == 4
     assert again.ckpt_path == saver.best_model_path
+
+
+class NotesState(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
+        self.seen.append(trainer.state.stage)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.seen.append(trainer.state.stage)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(trainer.state.stage)
+
+    def on_test_start(self, trainer: Any, module: Any) -> None:
+        self.seen.append((trainer.state.fn.value, trainer.state.stage))
+
+
+def test_the_state_of_a_trainer_is_of_lightnings_enumerations(tmp_path: Path) -> None:
+    notes = NotesState()
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        fast_dev_run=False,
+        max_epochs=1,
+        limit_train_batches=1,
+        limit_val_batches=1,
+        limit_test_batches=1,
+        callbacks=notes,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    assert (trainer.state.status, trainer.state.fn) == (TrainerStatus.INITIALIZING, None)
+    trainer.fit(BoringModel())
+    state = trainer.state
+    assert (state.status, state.fn, state.stage) == (
+        TrainerStatus.FINISHED,
+        TrainerFn.FITTING,
+        None,
+    )
+    assert repr(state) == "TrainerState(status=finished, fn=fit, stage=None)"
+    assert trainer.state.finished
+    assert trainer.state.stopped
+    trainer.test(BoringModel(), verbose=False)
+    sanity, training, validating, testing = notes.seen[0], *notes.seen[2:]
+    assert sanity is RunningStage.SANITY_CHECKING
+    assert training is RunningStage.TRAINING
+    assert validating is RunningStage.VALIDATING
+    assert testing == ("test", RunningStage.TESTING)
+    trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.INTERRUPTED
+    assert (trainer.state.fn, trainer.interrupted) == ("fit", True)
+    assert (TrainerState().status, TrainerState().stage) == (TrainerStatus.INITIALIZING, None)
+
+
+def test_a_bar_counts_no_validation_in_an_epoch_without_one(tmp_path: Path) -> None:
+    totals: list[float] = []
+
+    class Counts(BoringModel):
+        def on_train_epoch_end(self) -> None:
+            bar: Any = self.trainer.progress_bar_callback
+            totals.append(bar.total_val_batches)
+
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        max_epochs=2,
+        limit_train_batches=1,
+        limit_val_batches=2,
+        check_val_every_n_epoch=2,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Counts())
+    assert totals == [0, 2]
+
+
+class Tenths(Precision):
+    """One of a user's own, in Lightning's words."""
+
+    precision = "tenths"
+
+    def convert_input(self, data: Any) -> Any:
+        return map_tensors(lambda tensor: tensor / 10, data)
+
+    def convert_output(self, data: Any) -> Any:
+        return -data
+
+
+def test_a_precision_of_ones_own_converts_batches_and_outputs() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=Tenths())
+    model = fabric.setup(torch.nn.Identity())
+    assert model(torch.tensor([10.0])).item() == -1.0
+    assert Tenths().precision == fabric.plan.precision.name == "tenths"
+
+
+def test_precisions_have_lightnings_methods() -> None:
+    half = HalfPrecision("bf16-true")
+    with half.module_init_context():
+        assert torch.nn.Linear(1, 1).weight.dtype is torch.bfloat16
+    with half.tensor_init_context():
+        assert torch.ones(1).dtype is torch.bfloat16
+    assert half.convert_input(torch.ones(1)).dtype is torch.bfloat16
+    assert half.convert_output(torch.ones(1).bfloat16()).dtype is torch.float32
+    mixed = MixedPrecision("bf16-mixed", device="cpu")
+    assert (mixed.precision, mixed.device, mixed.scaler) == ("bf16-mixed", "cpu", None)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    mixed.backward(weight.sum(), None)
+    mixed.optimizer_step(optimizer)
+    assert weight.item() == 0.5
+    for name in ("32-true", "bf16-true", "16-mixed", "bf16-mixed"):
+        assert DeepSpeedPrecision(name).precision == FSDPPrecision(name).precision == name
+    with DeepSpeedPrecision("bf16-true").module_init_context():
+        assert torch.ones(1).dtype is torch.bfloat16
+    with pytest.raises(ConfigurationError, match=r"FSDPPrecision\('64-true'\): expected one of"):
+        FSDPPrecision("64-true")
+    with pytest.raises(ConfigurationError, match="expected no scaler, since bfloat16 has"):
+        MixedPrecision("bf16-mixed", scaler=object())
+
+
+def test_mixed_float16_scales_the_loss_by_the_scaler_that_it_is_given() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    assert isinstance(precision, MixedPrecision)
+    assert precision.scaler is scaler
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    precision.backward(weight.sum(), None)
+    assert weight.grad is not None
+    assert weight.grad.item() == 8.0
+    precision.unscale_gradients(optimizer)
+    precision.optimizer_step(optimizer)
+    assert (weight.item(), precision.step_was_skipped) == (0.5, False)
+
+
+def test_a_module_clips_its_gradients_through_fabric() -> None:
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+    fabric, module = Fabric(accelerator="cpu", devices=1), Model()
+    wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    for algorithm, largest in (("value", 0.5), ("norm", 0.5**0.5)):
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, 9.0)
+        clip = 0.5 if algorithm == "value" else 1.0
+        module.clip_gradients(optimizer, clip, algorithm)
+        assert module.layer.bias.grad is not None
+        assert module.layer.bias.grad.item() == pytest.approx(largest, rel=1e-4)
+    assert wrapped.layer is module.layer
+
+
+def test_samplers_of_ranks_repeat_nothing_and_shuffle_another_one() -> None:
+    shares = [UnrepeatedDistributedSampler(range(7), rank=r, num_replicas=3) for r in range(3)]
+    assert sorted(i for share in shares for i in share) == list(range(7))
+    inner = SequentialSampler("abcdef")
+    epochs: list[int] = []
+    inner.set_epoch = epochs.append  # type: ignore[attr-defined]
+    halves = [DistributedSamplerWrapper(inner, rank=r, num_replicas=2) for r in range(2)]
+    for half in halves:
+        half.set_epoch(3)
+    assert sorted([*halves[0], *halves[1]]) == list(range(6))
+    assert epochs == [3, 3]
+
+
+def test_file_systems_are_found_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "memory" in get_filesystem("memory://run/last.ckpt").protocol
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ConfigurationError, match=r"get_filesystem\('run'\) needs fsspec"):
+        get_filesystem(Path("run"))
+
+
+def test_what_one_rank_gathers_keeps_its_shape(tmp_path: Path) -> None:
+    gathered: list[Any] = []
+
+    class Gathers(BoringModel):
+        def on_train_start(self) -> None:
+            gathered.append(self.all_gather({"a": torch.ones(3)})["a"])
+
+    Trainer(max_steps=1, limit_val_batches=0, barebones=True).fit(Gathers())
+    gathered.append(Fabric(accelerator="cpu", devices=1).all_gather(torch.ones(3)))
+    assert [tuple(tensor.shape) for tensor in gathered] == [(3,), (3,)]
+
+
+class LogsBoth(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = super().training_step(batch, batch_idx)
+        self.log("a", out["loss"], on_step=True, on_epoch=True, prog_bar=True)
+        self.log("hidden", 1.0, logger=False)
+        return out
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("b", 2.0, on_step=True, on_epoch=True, reduce_fx="AVG")
+        self.log("unseen", 1.0, logger=False)
+
+
+def test_metrics_have_the_names_that_scripts_read(tmp_path: Path) -> None:
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        max_epochs=1,
+        limit_train_batches=2,
+        limit_val_batches=2,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+    )
+    trainer.fit(LogsBoth())
+    assert set(trainer.callback_metrics) == {
+        *("a", "a_step", "a_epoch", "hidden"),
+        *("b", "b_epoch", "unseen"),
+    }
+    assert set(trainer.logged_metrics) == {"a_step", "a_epoch", "b_step", "b_epoch"}
+    assert all(isinstance(value, torch.Tensor) for value in trainer.logged_metrics.values())
+    assert trainer.progress_bar_metrics.keys() == {"a_step", "a_epoch"}
+    assert all(isinstance(value, float) for value in trainer.progress_bar_metrics.values())
+    loaders = [loader(4), loader(4)]
+    assert trainer.validate(LogsBoth(), loaders, verbose=False) == [
+        {"b_epoch/dataloader_idx_0": 2.0},
+        {"b_epoch/dataloader_idx_1": 2.0},
+    ]
+    # Those of the fit are not among those of the next run.
+    assert "a" not in trainer.callback_metrics
+
+
+def test_the_norm_of_gradients_is_named_by_a_float() -> None:
+    layer = torch.nn.Linear(1, 1)
+    layer(torch.ones(1, 1)).backward()
+    assert set(grad_norm(layer, 2)) == {
+        *("grad_2.0_norm/weight", "grad_2.0_norm/bias"),
+        "grad_2.0_norm_total",
+    }
+
+
+def test_a_command_line_reads_the_arguments_that_the_trainer_hands_on() -> None:
+    shown = inspect.signature(Trainer).parameters
+    assert shown["max_epochs"].annotation == int | None
+    assert shown["log_every_n_steps"].default is None
+    assert "options" not in shown
+    assert Trainer(fast_dev_run=True, barebones=False).fast_dev_run is True
+
+
+# -- what much used libraries take from private modules
+
+
+def test_a_file_of_torch_save_is_mapped_and_executes_nothing(tmp_path: Path) -> None:
+    from stratagem.lightning.api.loading import lazy_load
+
+    torch.save({"weight": torch.arange(4.0)}, tmp_path / "model.pth")
+    assert torch.equal(lazy_load(tmp_path / "model.pth")["weight"], torch.arange(4.0))
+    torch.save({"path": tmp_path}, tmp_path / "objects.pth")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        lazy_load(tmp_path / "objects.pth")
+    with pytest.raises(FileNotFoundError, match=r"absent\.pth"):
+        lazy_load(tmp_path / "absent.pth")
+
+
+def test_layers_on_the_meta_device_get_memory_and_first_values() -> None:
+    from stratagem.lightning.api.loading import materialize_meta_tensors
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    materialize_meta_tensors(model, torch.device("cpu"))
+    assert torch.equal(model.state_dict()["1.running_var"], torch.ones(3))
+    assert model(torch.ones(2, 2)).shape == (2, 3)
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.empty(1, device="meta"))
+
+    with pytest.raises(TypeError, match="Scale: expected a method reset_parameters"):
+        materialize_meta_tensors(Scale(), torch.device("cpu"))
+
+
+# -- the logger
+
+
+def test_the_logger_is_tensorboards_or_a_table_where_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(who: str, package: str, extra: str) -> None:
+        raise MissingPackageError(f"{who} needs {package}")
+
+    pytest.importorskip("tensorboard")
+    found = Trainer(accelerator="cpu", default_root_dir=tmp_path).logger
+    assert isinstance(found, TensorBoardLogger)
+    assert Path(found.log_dir) == tmp_path / "lightning_logs" / "version_0"
+    monkeypatch.setattr("stratagem.loggers.sdk_logger.require_package", absent)
+    table = Trainer(accelerator="cpu", logger=True, default_root_dir=tmp_path).logger
+    assert isinstance(table, CSVLogger)
+    assert Path(table.root_dir) == tmp_path / "lightning_logs"
+    monkeypatch.chdir(tmp_path)
+    elsewhere = Trainer(accelerator="cpu", default_root_dir="memory://runs").logger
+    assert isinstance(elsewhere, CSVLogger)
+    assert Path(elsewhere.root_dir).absolute() == tmp_path / "lightning_logs"
+
+
+def test_helpers_of_lightnings_users_say_what_is_wrong() -> None:
+    model = BoringModel()
+    with pytest.raises(AttributeError, match="neither BoringModel, its hparams nor its DataModu"):
+        lightning_setattr(model, "learning_rate", 0.1)
+    with pytest.raises(ConfigurationError, match=r"expected what torch\.compile has "):
+        from_compiled(nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match=r"DataLoader has length 0: is that what you want\?"):
+        assert has_len(loader(0))
+
+
+def test_a_quick_run_has_a_logger_that_takes_every_call_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Draws(BoringModel):
+        def on_train_end(self) -> None:
+            assert self.logger is not None
+            self.logger.experiment.add_image("sample", [[0]])
+            self.logger.log_metrics({"loss": 1.0}, step=3)
+            self.logger.log_table("rows", [])
+            self.logger.log_hyperparams({})
+
+    trainer = Trainer(accelerator="cpu", fast_dev_run=True, enable_progress_bar=False)
+    trainer.fit(Draws())
+    assert isinstance(trainer.logger, DummyLogger)
+    assert (trainer.logger.name, trainer.logger.version) == ("", "")
+    assert list(tmp_path.iterdir()) == []
+    assert Trainer(accelerator="cpu", fast_dev_run=True, logger=False).loggers == []
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_a_model_is_made_with_the_hyperparameters_that_a_logger_has_written(
+    kind: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("yaml")
+    pytest.importorskip("tensorboard")
+    logger = kind(tmp_path)
+    logger.log_hyperparams({"width": 3})
+    file = Path(logger.log_dir) / logger.NAME_HPARAMS_FILE
+    assert file.name == "hparams.yaml"
+    assert of_file(file) == {"width": 3}
+    logger.finalize("success")

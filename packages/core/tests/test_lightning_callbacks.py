@@ -160,7 +160,9 @@ def test_checkpoints_are_named_and_listed_as_lightnings(pl: Any, tmp_path: Path)
     assert saver.dirpath == str(tmp_path / "a")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["0_0.1.ckpt", "1_0.2.ckpt"]
     assert Path(saver.kth_best_model_path).name == "1_0.2.ckpt"
-    assert saver.current_score == pytest.approx(0.2)
+    assert saver.current_score.item() == pytest.approx(0.2)
+    assert saver.best_model_score.item() == pytest.approx(0.1)
+    assert saver.kth_value.item() == pytest.approx(0.2)
     saver.to_yaml()
     listed = json.loads((tmp_path / "a" / "best_k_models.yaml").read_text())
     assert listed == saver.best_k_models
@@ -169,7 +171,7 @@ def test_checkpoints_are_named_and_listed_as_lightnings(pl: Any, tmp_path: Path)
     )
     newest = pl.callbacks.ModelCheckpoint(tmp_path / "b")
     fit(pl, tmp_path, newest)
-    assert newest.best_k_models == {}
+    assert (newest.best_k_models, newest.best_model_score, newest.kth_value) == ({}, None, None)
     assert newest.kth_best_model_path == ""
     assert newest.best_model_path
 

@@ -293,7 +293,9 @@ def test_print_log_and_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     logger.save()
     lines = (Path(logger.log_dir) / "metrics.csv").read_text().split()
     assert lines == ["step,loss,acc", "1,0.5,", "2,0.25,0.75"]
-    assert lite.loggers == [logger]
+    assert lite.loggers == [lite.logger] == [logger]
+    with pytest.raises(ConfigurationError, match="Lite has no logger: expected one of"):
+        _ = lite_on_cpu().logger
 
 
 def test_seed_everything_seeds_python_numpy_and_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import json
@@ -189,6 +190,33 @@ def test_a_csv_logger_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
 
 
+def test_a_csv_logger_says_which_logger_takes_pictures(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    with pytest.raises(AttributeError) as caught:
+        logger.experiment.add_image("sample", [[0]])
+    assert str(caught.value) == (
+        "'CSVLogger' has no 'add_image': it takes values and hyperparameters. "
+        "Trainer(logger='tensorboard') has an experiment that takes pictures and texts too "
+        "(pip install 'stratagem-core[tensorboard]')"
+    )
+    assert pickle.loads(pickle.dumps(logger)).save_dir == tmp_path
+    assert copy.deepcopy(logger).save_dir == tmp_path
+
+
+@pytest.mark.parametrize("argument", ["save_dir", "root_dir"])
+def test_a_csv_logger_refuses_a_url(argument: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        CSVLogger(**{argument: "s3://bucket/logs"})  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "CSVLogger(save_dir='s3://bucket/logs'): expected a local folder, received a URL: a store "
+        "of objects takes no rows one by one. Log to a local folder; checkpoints go to a URL by "
+        "ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
+    )
+    with pytest.raises(ConfigurationError, match="a URL of which pathlib has taken a slash"):
+        CSVLogger(**{argument: Path("s3://bucket/logs")})  # type: ignore[arg-type]
+    assert Path(CSVLogger(f"file://{tmp_path}", name="").log_dir).parent == tmp_path
+
+
 @dataclasses.dataclass
 class Settings:
     rate: float = 0.1
@@ -372,6 +400,12 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
     assert [step for step, row in rows if "loss" in row] == [0, 1, 2, 3]
     hparams = json.loads((Path(first.log_dir) / "hparams.yaml").read_text())
     assert hparams == {"rate": 0.5}
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_tensorboard_refuses_a_url() -> None:
+    with pytest.raises(ConfigurationError, match=r"TensorBoardLogger\(save_dir='gs://b/logs'\)"):
+        TensorBoardLogger("gs://b/logs")
 
 
 @pytest.mark.usefixtures("tensorboard")

@@ -138,6 +138,7 @@ def test_the_mean_of_an_epoch_is_weighted_by_batch_size() -> None:
         ("sum", 1.5 + 5.5 + 8.5),
         ("max", 8.5),
         ("min", 1.5),
+        ("AVG", 4.5),
         (torch.median, 5.5),
         (lambda values: values[0] * 10, 15.0),
     ],
@@ -295,6 +296,21 @@ def test_values_of_evaluation_steps_are_logged_by_batch() -> None:
     trainer_with(memory).validate(model, numbers(), verbose=False)
     assert memory.of("x_step") == {0: 1.5, 1: 5.5, 2: 8.5}
     assert memory.of("x_epoch") == {0: pytest.approx(4.5)}
+
+
+def test_of_several_loaders_the_index_ends_the_name_and_steps_are_not_monitored() -> None:
+    memory = Memory()
+    model = Logs(
+        validate=lambda m, batch, i: m.log("x", batch.mean(), on_step=True, on_epoch=True),
+    )
+    trainer = trainer_with(memory)
+    trainer.fit(model, numbers(), [numbers(), numbers()])
+    ends = [f"/dataloader_idx_{index}" for index in range(2)]
+    assert {f"x_step{end}" for end in ends} <= set(trainer.logged_metrics)
+    assert {f"x_epoch{end}" for end in ends} <= set(trainer.logged_metrics)
+    assert {f"x{end}" for end in ends} <= set(trainer.callback_metrics)
+    assert not any(name.startswith("x_step") for name in trainer.callback_metrics)
+    assert memory.of("x_epoch/dataloader_idx_1")
 
 
 def test_every_nth_step_goes_to_the_loggers() -> None:
@@ -626,7 +642,7 @@ def test_hyperparameters_may_have_keys_that_json_does_not_take(tmp_path: Path) -
     file = CSVLogger(tmp_path)
     file.log_hyperparams({"sizes": [{("a", 1): 2, None: 3}], "folder": Path("x")})
     saved = json.loads((Path(file.log_dir) / "hparams.json").read_text())
-    assert saved == {"sizes": [{"('a', 1)": 2, "null": 3}], "folder": "x"}
+    assert saved == {"sizes": [{"('a', 1)": 2, "None": 3}], "folder": "x"}
 
 
 def test_names_are_kept_whatever_bytes_they_are_of(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_report_goes_to_a_file_of_each_rank_and_stage(tmp_path: Path) -> None:
     one.fit(Net(), loader())
     one.validate(Net(), loader(), verbose=False)
     names = sorted(path.name for path in (tmp_path / "reports").iterdir())
-    assert names == ["fit-mine-0.txt", "validate-mine-0.txt"]
+    assert names == ["fit-mine.txt", "validate-mine.txt"]
     text = (tmp_path / "reports" / names[1]).read_text()
     assert "validation_step" in text
     assert "training_step" not in text
@@ -125,10 +125,10 @@ def test_a_report_goes_to_a_file_of_each_rank_and_stage(tmp_path: Path) -> None:
 def test_functions_are_found_within_actions_that_lie_within_others(tmp_path: Path) -> None:
     profiler = AdvancedProfiler(tmp_path, "deep", dump_stats=True)
     trainer(profiler).fit(Net(), loader())
-    report = (tmp_path / "fit-deep-0.txt").read_text()
+    report = (tmp_path / "fit-deep.txt").read_text()
     assert "Profile stats for: run_training_epoch" in report
     assert "Profile stats for: [Strategy]SingleDeviceStrategy.backward" in report
-    stats: Any = pstats.Stats(str(tmp_path / "fit-run_training_epoch-deep-0.prof"))
+    stats: Any = pstats.Stats(str(tmp_path / "fit-run_training_epoch-deep.prof"))
     functions = {name for _, _, name in stats.stats}
     assert {"training_step", "<built-in method torch._C._nn.linear>"} <= functions
 
@@ -136,8 +136,8 @@ def test_functions_are_found_within_actions_that_lie_within_others(tmp_path: Pat
 def test_torchs_profiler_has_the_actions_as_ranges(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path, "torch", row_limit=-1)
     trainer(profiler).fit(Net(), loader())
-    assert "aten::linear" in (tmp_path / "fit-torch-0.txt").read_text()
-    trace = json.loads((tmp_path / "fit-trace-0-torch-0.json").read_text())
+    assert "aten::linear" in (tmp_path / "fit-torch.txt").read_text()
+    trace = json.loads((tmp_path / "fit-trace-0-torch.json").read_text())
     ranges = {event.get("name") for event in trace["traceEvents"]}
     assert "[PyTorchProfiler][profile][Strategy]SingleDeviceStrategy.training_step" in ranges
     with pytest.raises(ConfigurationError, match=r"PyTorchProfiler\(.*shape"):

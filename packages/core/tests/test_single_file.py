@@ -714,3 +714,10 @@ def test_bytes_come_back_also_where_there_are_none(tmp_path: Path, value: Any) -
     io.save_checkpoint({"deep": [value]}, tmp_path / "model.ckpt")
     loaded = io.load_checkpoint(tmp_path / "model.ckpt")["deep"][0]
     assert (type(loaded), loaded) == (type(value), value)
+
+
+def test_a_link_that_cannot_be_made_says_what_is_still_named(tmp_path: Path) -> None:
+    io = SingleFileCheckpointIO()
+    io.save_checkpoint({"weights": torch.ones(1)}, tmp_path / "one.ckpt")
+    with pytest.raises(CheckpointSaveError, match=r"cannot let '.*last' name .*what it named"):
+        io.link_checkpoint(tmp_path / "one.ckpt", tmp_path / "one.ckpt" / "last")

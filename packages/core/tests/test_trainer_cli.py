@@ -108,6 +108,12 @@ def test_options_go_before_files_and_later_files_before_earlier_ones() -> None:
     assert cli.subcommand is None
 
 
+def test_a_word_for_no_is_no_name_of_a_logger() -> None:
+    assert made("--trainer.logger=false").trainer.loggers == []
+    assert type(made("--trainer.logger=csv").trainer.loggers[0]).__name__ == "CSVLogger"
+    assert TrainerCLI.subcommands()["predict"] == {"model", "dataloaders", "datamodule"}
+
+
 def test_classes_are_named_by_their_place() -> None:
     config = f"""
 model:

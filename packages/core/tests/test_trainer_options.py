@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from stratagem import Module, Trainer
 from stratagem.callbacks import LambdaCallback, ModelCheckpoint
 from stratagem.errors import ConfigurationError
+from stratagem.loggers import CSVLogger
 
 
 class Net(Module):
@@ -61,6 +63,22 @@ def trainer(*callbacks: Any, **options: Any) -> Trainer:
         callbacks=list(callbacks),
         **options,
     )
+
+
+def test_several_may_come_in_a_sequence_of_any_type(tmp_path: Path) -> None:
+    class Config(UserList[Any]):
+        """What a library that reads configuration files has for a list."""
+
+    callback, logger = LambdaCallback(), CSVLogger(tmp_path)
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=Config([callback]),
+        logger=Config([logger]),
+    )
+    assert trainer.loggers == [logger]
+    assert callback in trainer.callbacks
+    with pytest.raises(ConfigurationError, match="cpu devices have none: pass a number, such as"):
+        Trainer(accelerator="cpu", devices=Config([0, 1]))  # type: ignore[arg-type]
 
 
 def test_overfitting_reads_the_same_batches_in_order() -> None:

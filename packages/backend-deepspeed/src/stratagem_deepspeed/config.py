@@ -8,8 +8,9 @@ an engine is made.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stratagem.errors import ConfigurationError
@@ -29,6 +30,8 @@ gathered, are more than what sharding saves. The price is that backward gathers 
 BENCHMARKS.md ("Memory of a rank") has the memory; what it costs in time was not measured alone.
 """
 
+_STAGE = 2
+"""Where nothing is said."""
 _NEVER = 2**31 - 1
 
 _ENGINE_FORMATS = {
@@ -90,7 +93,7 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
     for name, path, value in options.placed():
         config.put(path, value, f"{name}={value!r}")
     _offload(options, config)
-    config.fill((ZERO, "stage"), 2)
+    config.fill((ZERO, "stage"), _STAGE)
     config.fill((ZERO, "contiguous_gradients"), True)
     _buckets(config, facts)
     # Below stage 2 gradients are reduced in the step, when there is no backward to overlap with.
@@ -104,6 +107,22 @@ def engine_config(options: Options, user: Mapping[str, Any], facts: Facts) -> di
     _leave_to_deepspeed(made)
     _check_auto(made)
     return made
+
+
+def without_needless_offload(options: Options, user: Mapping[str, Any]) -> Options:
+    """Return options without an offload of parameters that no rank has a part of; says so.
+
+    DeepSpeed, and Lightning with it, passes over that option below stage 3 without a word.
+    """
+    stage = user.get(ZERO, {}).get("stage", _STAGE) if options.stage is None else options.stage
+    if not options.offload_parameters or stage == 3:
+        return options
+    warnings.warn(
+        f"offload_parameters=True with stage={stage!r}: parameters are whole on each rank below "
+        "stage 3, so they stay on the device. Pass stage=3 to offload them, or leave it out",
+        stacklevel=3,
+    )
+    return replace(options, offload_parameters=False, offload_params_device=None)
 
 
 def stage_of(config: Mapping[str, Any]) -> int:

@@ -43,7 +43,8 @@ class Options:
         "DeepSpeedCPUAdam, unless the config has zero_force_ds_cpu_optimizer=false.",
     )
     offload_parameters: bool = _option(
-        default=False, doc="keep parameters in host memory too; stage 3."
+        default=False,
+        doc="keep parameters in host memory too; stage 3, below it they stay where they are.",
     )
     offload_optimizer_device: str | None = _option(doc='"cpu" (the default) or "nvme".')
     offload_params_device: str | None = _option()

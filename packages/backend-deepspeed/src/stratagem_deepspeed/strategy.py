@@ -30,6 +30,7 @@ from stratagem_deepspeed.config import (
     engine_config,
     offload_device,
     stage_of,
+    without_needless_offload,
 )
 from stratagem_deepspeed.config_file import read_config
 from stratagem_deepspeed.engine import EngineModule, restored_linear
@@ -76,7 +77,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         stage: 1 shards optimizer state, 2 (the default) gradients too, 3 parameters too; 0 nothing.
         offload_optimizer: keep optimizer state in host memory, and step there; torch's Adam and
             AdamW become DeepSpeedCPUAdam, unless the config has zero_force_ds_cpu_optimizer=false.
-        offload_parameters: keep parameters in host memory too; stage 3.
+        offload_parameters: keep parameters in host memory too; stage 3, below it they stay where
+            they are.
         offload_optimizer_device, offload_params_device: "cpu" (the default) or "nvme".
         nvme_path: a folder on the NVMe device; default "/local_nvme".
         params_buffer_count, params_buffer_size, max_in_cpu: buffers for parameters on NVMe, their
@@ -163,9 +165,9 @@ class DeepSpeedStrategy(ParallelStrategy):
             components["checkpoint_io"] = "single_file"
         super().__init__(**components)
         installed_version()
-        self.options = Options.among(arguments)
         self.activation_checkpointing = check_choice(activation_checkpointing)
         self.user_config = read_config(config)
+        self.options = without_needless_offload(Options.among(arguments), self.user_config)
         self.facts = Facts()
         self._config()
         self._engines: list[EngineModule] = []

@@ -65,7 +65,10 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
     automatic_optimization: bool = True
     """The Trainer runs backward and steps the optimizer; False: `training_step` does."""
-    # No annotation, which torch.jit.script would read.
+    # No annotations, which torch.jit.script would read.
+    strict_loading = True  # type: bool | None
+    """Refuse a checkpoint that lacks names of this model's, or has others; False: leave those out,
+    as for a model whose `state_dict` keeps back a frozen part."""
     example_input_array = None  # type: Any
     """Inputs of `forward`, for a ModelSummary and for exports: a tensor, a tuple or a dict."""
     __jit_unused_properties__ = []  # type: list[str]  # noqa: RUF012  # torch reads a list
@@ -382,7 +385,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         checkpoint_path: str | Path,
         *,
         map_location: Any = None,
-        strict: bool = True,
+        strict: bool | None = None,
         **kwargs: Any,
     ) -> ModuleType:
         """Make a model from a checkpoint, with its hyperparameters and weights.
@@ -391,7 +394,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             checkpoint_path: what a Trainer saved, a local path or a URL.
             map_location: device to put it on, or what `torch.load` takes in its place (a dict of
                 devices, a function), asked where the CPU's tensors go; None: the CPU.
-            strict: refuse names that do not match.
+            strict: refuse names that do not match; None: as the model's `strict_loading` says.
             **kwargs: arguments of `__init__`, in place of those in the checkpoint.
 
         Raises:
@@ -413,6 +416,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         adopt_compiled(model)
         model.on_load_checkpoint(checkpoint)
         with naming(checkpoint_path):
+            strict = model.strict_loading is not False if strict is None else strict
             load_weights(model, checkpoint["state_dict"], strict=strict)
         return model if map_location is None else model.to(_device_for(map_location))
 

@@ -50,7 +50,6 @@ class BitsandbytesPrecision(TruePrecision):
     def __init__(
         self,
         mode: str = "nf4",
-        *,
         dtype: torch.dtype | None = None,
         ignore_modules: Collection[str] = (),
     ) -> None:

@@ -31,6 +31,7 @@ class Float16Mixed(MixedPrecision):
         name: "16-mixed".
         init_scale: the first scale.
         growth_interval: steps without an overflow after which it is doubled.
+        scaler: what scales the loss, in the place of one of these two values.
 
     Raises:
         ConfigurationError: the name is another one; or, from `bind`, the accelerator cannot
@@ -47,7 +48,12 @@ class Float16Mixed(MixedPrecision):
     scales_loss = True
 
     def __init__(
-        self, name: str = "16-mixed", *, init_scale: float = 2.0**16, growth_interval: int = 2000
+        self,
+        name: str = "16-mixed",
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if name != "16-mixed":
             raise ConfigurationError(f"Float16Mixed(name={name!r}): expected '16-mixed'")
@@ -55,6 +61,8 @@ class Float16Mixed(MixedPrecision):
         self.name = name
         self._device_type = "cuda"
         self._options = {"init_scale": init_scale, "growth_interval": growth_interval}
+        if scaler is not None:
+            self.scaler = scaler
         self._watched: WeakSet[Optimizer] = WeakSet()
         self._stepped = False
 
@@ -63,24 +71,30 @@ class Float16Mixed(MixedPrecision):
         self._device_type = accelerator.device(0).type
 
     @cached_property
-    def _scaler(self) -> torch.amp.GradScaler:
+    def scaler(self) -> torch.amp.GradScaler:
+        """What scales the loss."""
         # Made on the rank: whether there is a GPU is asked of CUDA, and the launching process,
         # which may be forked, must not have asked.
         return torch.amp.GradScaler(self._device_type, **self._options)  # type: ignore[arg-type]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        return self._scaler.scale(loss)
+        return self.scaler.scale(loss)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        self._scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
 
-    def optimizer_step(self, optimizer: Optimizer) -> None:
-        """Step the optimizer if all gradients are finite, and adapt the scale."""
-        scaler = self._scaler
+    def optimizer_step(self, optimizer: Optimizer, **options: Any) -> None:
+        """Step the optimizer if all gradients are finite, and adapt the scale.
+
+        Args:
+            optimizer: whose gradients were unscaled, if anybody looks at them.
+            **options: for its `step`.
+        """
+        scaler = self.scaler
         # Fused optimizers look for an overflow on the device, and always step on the host's side.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             before = scaler.get_scale()
-            scaler.step(optimizer)
+            scaler.step(optimizer, **options)
             scaler.update()
             self.step_was_skipped = scaler.get_scale() < before
             return
@@ -88,7 +102,7 @@ class Float16Mixed(MixedPrecision):
             optimizer.register_step_post_hook(self._note_step)
             self._watched.add(optimizer)
         self._stepped = False
-        scaler.step(optimizer)
+        scaler.step(optimizer, **options)
         scaler.update()
         self.step_was_skipped = not self._stepped
 
@@ -97,9 +111,9 @@ class Float16Mixed(MixedPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, and how many steps ago it changed."""
-        return dict(self._scaler.state_dict())
+        return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scale; a checkpoint of a precision without one begins with a new scale."""
         if state:
-            self._scaler.load_state_dict(state)
+            self.scaler.load_state_dict(state)

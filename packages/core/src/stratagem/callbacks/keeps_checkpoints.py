@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
 from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
-from stratagem.callbacks.resumed_checkpoints import ResumedCheckpoints, in_folder
+from stratagem.callbacks.resumed_checkpoints import ResumedCheckpoints, in_folder, leads_to
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
@@ -151,7 +151,11 @@ class KeepsCheckpoints(Callback):
             there = ResumedCheckpoints(self._folder, run.resumed_from, run.run_id)
             self._kept.load_state_dict(state, there.locate)
             self.last_model_path = there.locate_last(state.get("last_model_path"))
+            # The command line that names one may be run again.
+            named = run.job.ckpt_path
             self._spared = there.spared
+            if named not in (None, "best", "last"):
+                self._spared |= {path for path in self.kept_paths if leads_to(named, path)}
             there.warn_of_refused()
         kept = self._kept
         seen = [kept.best, kept.latest, kept.nonfinite, self.last_model_path]

@@ -27,7 +27,8 @@ class ModelCheckpoint(KeepsCheckpoints):
 
     What calls for a save (steps, epochs, time) may be combined. Only files of this run, or of the
     run that it resumes, are ever removed or replaced: where another run has saved under a name, or
-    is about to, this one adds `-v1`, `-v2` and so on.
+    is about to, this one adds `-v1`, `-v2` and so on. What a fit's `ckpt_path` has named is kept,
+    so that the same command finds it again; what it found as "last" goes as others do.
 
     Args:
         dirpath: where to, a local path or a URL ("s3://bucket/run"); None: a folder `checkpoints`
@@ -201,7 +202,7 @@ class ModelCheckpoint(KeepsCheckpoints):
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         """Save after validation, unless it is to happen after the training epoch."""
-        if trainer.state.stage != "fit" or trainer.sanity_checking:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         if self._is_awaited(trainer) or (
             not self._after_training_epoch(trainer) and self._epoch_is_due(trainer)
@@ -321,8 +322,8 @@ class ModelCheckpoint(KeepsCheckpoints):
         positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = "step" if self.monitor is None else self.monitor
         if name in positions and (self.monitor is None or name not in trainer.callback_metrics):
-            self.current_score = float(positions[name])
-            return self.current_score
+            position = self.current_score = float(positions[name])
+            return position
         if trainer.run.may_come_later(name):
             self._waits = True
             self._warn_once(

@@ -174,11 +174,7 @@ class ModelPruning(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Prune."""
-        if (
-            not self._after_training
-            and trainer.state.stage == "fit"
-            and not (trainer.sanity_checking)
-        ):
+        if not self._after_training and trainer.state.fn == "fit" and not (trainer.sanity_checking):
             self._prune(trainer)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:

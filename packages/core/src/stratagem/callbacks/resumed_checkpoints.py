@@ -8,6 +8,7 @@ replaced.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -17,6 +18,22 @@ from stratagem.errors import shown
 from stratagem.storage import paths
 
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")
+
+
+def leads_to(named: str | os.PathLike[str], path: str) -> bool:
+    """Return whether what a user has named is a checkpoint, maybe by a link or another folder.
+
+    Example:
+        >>> leads_to("runs/step=3.ckpt", "runs/step=4.ckpt")
+        False
+    """
+    at, checkpoint = paths.given(named), paths.at(path)
+    if not isinstance(at, Path) or not isinstance(checkpoint, Path):
+        return str(at) == str(checkpoint)
+    try:
+        return at.samefile(checkpoint)
+    except OSError:  # one of them is gone
+        return False
 
 
 def in_folder(folder: paths.Location, name: object) -> str | None:

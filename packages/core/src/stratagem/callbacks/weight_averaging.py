@@ -214,7 +214,7 @@ class WeightAveraging(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """Validate with the average, as soon as there is one."""
         averages = self._averages
-        if trainer.state.stage == "fit" and averages is not None and averages.count:
+        if trainer.state.fn == "fit" and averages is not None and averages.count:
             trainer.run.require_prepared().reshard()
             averages.swap(module)
             self._is_in_model = True

@@ -11,9 +11,7 @@ INSTEAD = {
     "pytorch.utilities.upgrade_checkpoint": "Lightning's own, where Lightning is installed, for "
     "checkpoints of its versions before 2.0",
     "pytorch.loops": "Trainer's attributes, and stratagem.Lite for a loop of your own",
-    "pytorch.overrides": "use_distributed_sampler, and stratagem.data for samplers of ranks",
     "fabric.plugins.collectives": "Fabric.all_gather, all_reduce, broadcast and barrier",
-    "fabric.utilities.init": "Fabric.init_module",
     "pytorch.core.saving": "save_hyperparameters and load_from_checkpoint",
 }
 """By the module or name, as it stands under `lightning`."""

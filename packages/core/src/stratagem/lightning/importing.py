@@ -43,9 +43,19 @@ def install() -> None:
                 "`stratagem run --as-lightning SCRIPT`"
             )
     sys.meta_path.insert(0, Finder())
+    _share_rank()
     # A process of multiprocessing runs the main module again; the one that began has said so.
     if multiprocessing.current_process().name == "MainProcess":
         _say()
+
+
+def _share_rank() -> None:
+    """Tell lightning_utilities the rank: others use it too, and it expects that of Lightning."""
+    try:
+        helpers = importlib.import_module("lightning_utilities.core.rank_zero")
+    except ImportError:
+        return
+    helpers.rank_zero_only.rank = rank_zero_only.rank
 
 
 @rank_zero_only

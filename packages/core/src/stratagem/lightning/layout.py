@@ -38,14 +38,14 @@ _CALLBACKS = _names(
 _LOGGERS = _names(
     {
         "stratagem.loggers": "Logger NeptuneLogger",
-        f"{_API}.loggers": "CSVLogger CometLogger ExperimentWriter MLFlowLogger TensorBoardLogger "
-        "WandbLogger",
+        f"{_API}.loggers": "CSVLogger CometLogger DummyLogger ExperimentWriter MLFlowLogger "
+        "TensorBoardLogger WandbLogger",
         "stratagem.loggers.sdk_logger": "DummyExperiment",
     }
 )
 _LOGGER_LEAVES = {
     "csv_logs": "CSVLogger ExperimentWriter",
-    "logger": "Logger DummyExperiment",
+    "logger": "Logger DummyExperiment DummyLogger",
     "tensorboard": "TensorBoardLogger",
 }
 _FURTHER_LOGGERS = {
@@ -90,10 +90,11 @@ _ACCELERATORS = _names(
 )
 _PRECISION = _names(
     {
-        "stratagem.precision": "Precision PrecisionPlugin=Precision",
-        f"{_API}.precision": "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
+        "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision",
+        f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "
+        "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
         "FSDPPrecisionPlugin=FSDPPrecision HalfPrecision HalfPrecisionPlugin=HalfPrecision "
-        "MixedPrecision MixedPrecisionPlugin=MixedPrecision",
+        "MixedPrecision MixedPrecisionPlugin=MixedPrecision Precision PrecisionPlugin=Precision",
     }
 )
 _ENVIRONMENTS = _names(
@@ -210,10 +211,13 @@ _Layout = dict[str, Mapping[str, str]]
 
 _PRECISION_LEAVES = {
     "amp": "MixedPrecision MixedPrecisionPlugin",
+    "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
+    "bitsandbytes": "BitsandbytesPrecision",
     "double": "DoublePrecision DoublePrecisionPlugin",
     "fsdp": "FSDPPrecision FSDPPrecisionPlugin",
     "half": "HalfPrecision HalfPrecisionPlugin",
     "precision": "Precision PrecisionPlugin",
+    "transformer_engine": "TransformerEnginePrecision",
 }
 _STRATEGY_LEAVES = {
     "ddp": "DDPStrategy",
@@ -372,6 +376,8 @@ _PYTORCH: _Layout = {
     "pytorch.utilities.seed": {"isolate_rng": _SEED["isolate_rng"]},
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": _WARNINGS,
+    "pytorch.overrides": {},
+    "pytorch.overrides.distributed": _names({f"{_API}.samplers": "UnrepeatedDistributedSampler"}),
     "pytorch.demos": {**_BORING, **_TRANSFORMER, **_LSTM},
     "pytorch.demos.boring_classes": _BORING,
     "pytorch.demos.lstm": _LSTM,
@@ -394,9 +400,18 @@ _FABRIC_SIDE: _Layout = {
     ),
     "fabric.utilities": _UTILITIES,
     "fabric.utilities.apply_func": _MOVING,
+    "fabric.utilities.cloud_io": _names({f"{_API}.cloud_io": "get_filesystem"}),
     "fabric.utilities.data": _DATA,
+    "fabric.utilities.distributed": _names({f"{_API}.samplers": "DistributedSamplerWrapper"}),
     "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
     "fabric.utilities.exceptions": _EXCEPTIONS,
+    # Private, and in libraries that many use.
+    "fabric.utilities.init": _names(
+        {f"{_API}.loading": "_materialize_meta_tensors=materialize_meta_tensors"}
+    ),
+    "fabric.utilities.load": _names(
+        {f"{_API}.loading": "_NotYetLoadedTensor=NotYetLoadedTensor _lazy_load=lazy_load"}
+    ),
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,
     "fabric.utilities.throughput": _THROUGHPUT,

@@ -27,6 +27,20 @@ class Observed(Ranked):
         """Where `log` writes."""
         return self._loggers
 
+    @property
+    def logger(self) -> Any:
+        """The first logger.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if not self._loggers:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no logger: expected one of the argument loggers, "
+                "received none; pass loggers=CSVLogger() or another one"
+            )
+        return self._loggers[0]
+
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Write a value to every logger, on rank 0."""
         self.log_dict({name: value}, step)

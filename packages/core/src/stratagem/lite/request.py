@@ -90,7 +90,7 @@ def _is_called(spec: Any, name: str) -> bool:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list of what may be None, one thing or several."""
+    """Return a list of what may be None, one thing or several, in a sequence of any type."""
     if value is None:
         return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]

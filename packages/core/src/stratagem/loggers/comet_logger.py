@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.loggers.parameters import as_numbers, flattened
 from stratagem.loggers.sdk_logger import SDKLogger
+from stratagem.loggers.version_folder import local_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +33,7 @@ class CometLogger(SDKLogger):
 
     Raises:
         MissingPackageError: comet_ml is not installed.
+        ConfigurationError: `save_dir` is a URL.
 
     Example:
         >>> from stratagem.loggers import CometLogger
@@ -58,7 +59,7 @@ class CometLogger(SDKLogger):
         **kwargs: Any,
     ) -> None:
         super().__init__(prefix)
-        self.save_dir = save_dir
+        self.save_dir = None if save_dir is None else local_folder(type(self).__name__, save_dir)
         self.name = project
         self._key = experiment_key
         self._where = {"api_key": api_key, "workspace": workspace, "project": project}
@@ -83,7 +84,7 @@ class CometLogger(SDKLogger):
         import comet_ml
 
         key = self._key
-        if key is None and re.fullmatch("[0-9a-f]{16}", self.run_id):
+        if key is None and self.run_id:
             key = self.run_id * 2  # Comet's keys have 32 characters or more
         return comet_ml.start(
             **self._where,

@@ -8,14 +8,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import IO, Any, BinaryIO, ClassVar, Literal
 
 from torch import Tensor
 
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
-from stratagem.loggers.parameters import as_mapping
-from stratagem.loggers.version_folder import VersionFolder
+from stratagem.loggers.parameters import as_mapping, as_plain
+from stratagem.loggers.version_folder import VersionFolder, local_folder
 
 _PIECE = 2**20
 """Bytes of a file that are read at once."""
@@ -42,7 +42,8 @@ class CSVLogger(Logger):
         root_dir: another name for `save_dir`.
 
     Raises:
-        ConfigurationError: no rows are to be held back, or `save_dir` and `root_dir` are given.
+        ConfigurationError: no rows are to be held back, `save_dir` and `root_dir` are given, or one
+            of them is a URL.
 
     Example:
         >>> import tempfile
@@ -53,6 +54,9 @@ class CSVLogger(Logger):
         >>> (Path(logger.log_dir) / "metrics.csv").read_text().split()
         ['step,loss', '0,0.5']
     """
+
+    hparams_file: ClassVar[str] = "hparams.json"
+    """The file of the hyperparameters."""
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class CSVLogger(Logger):
                 f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): expected a whole "
                 "number of at least 1"
             )
-        self.save_dir = Path(save_dir or root_dir or ".").expanduser()
+        self.save_dir = local_folder(type(self).__name__, save_dir or root_dir or ".")
         self.name = name or ""
         self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
         self._prefix = prefix
@@ -87,6 +91,16 @@ class CSVLogger(Logger):
     def experiment(self) -> Any:
         """The logger itself: it writes through nothing else."""
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        # What a script asks of an experiment, or of a logger, that this one is not.
+        raise AttributeError(
+            f"{type(self).__name__!r} has no {name!r}: it takes values and hyperparameters. "
+            "Trainer(logger='tensorboard') has an experiment that takes pictures and texts too "
+            "(pip install 'stratagem-core[tensorboard]')",
+            name=name,
+            obj=self,
+        )
 
     @property
     def root_dir(self) -> str:
@@ -138,13 +152,13 @@ class CSVLogger(Logger):
         }
 
     def log_hyperparams(self, params: Any) -> None:
-        """Write hparams.json.
+        """Write `hparams_file`.
 
         Args:
             params: a mapping, an argparse.Namespace or a dataclass.
         """
-        text = json.dumps(_with_text_keys(as_mapping(params)), indent=2, default=str)
-        (self._folder.make() / "hparams.json").write_text(text + "\n")
+        text = json.dumps(as_plain(as_mapping(params)), indent=2)
+        (self._folder.make() / self.hparams_file).write_text(text + "\n")
 
     def save(self) -> None:
         """Write the rows that are held back."""
@@ -216,15 +230,6 @@ def _with_more_fields(rows: BinaryIO, more: int) -> Iterator[bytes]:
             if not is_quoted:  # within quotes, a line's end is a part of the value
                 parts[number] = part.replace(b"\r\n", b"\n").replace(b"\n", end)
         yield b'"'.join(parts)
-
-
-def _with_text_keys(value: Any) -> Any:
-    """Return nested data whose keys JSON takes: of any other one its text."""
-    if isinstance(value, Mapping):
-        taken = (str, int, float, type(None))
-        pairs = ((key if isinstance(key, taken) else str(key), value[key]) for key in value)
-        return {key: _with_text_keys(held) for key, held in pairs}
-    return [_with_text_keys(held) for held in value] if isinstance(value, (list, tuple)) else value
 
 
 def _open(file: Path, mode: Literal["r", "w", "a"] = "r") -> IO[str]:

@@ -61,7 +61,8 @@ class Logger(ABC):
         """Choose where this run's values go; one that is resumed goes on in its own place.
 
         Args:
-            run_id: of the fit, 16 hexadecimal digits; a fit that resumes it has the same.
+            run_id: of the fit, 16 hexadecimal digits (what else a checkpoint may say is not handed
+                on); a fit that resumes it has the same.
             resumed_at: optimizer steps that were taken before it was resumed; None: it is new.
         """
 

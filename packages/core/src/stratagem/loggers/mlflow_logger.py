@@ -13,6 +13,7 @@ from stratagem.discovery.installed import require_package
 from stratagem.loggers.parameters import as_numbers, flattened
 from stratagem.loggers.sdk_logger import SDKLogger
 from stratagem.loggers.uploads import Upload, Uploads
+from stratagem.loggers.version_folder import local_folder
 
 if TYPE_CHECKING:
     from stratagem.callbacks import ModelCheckpoint
@@ -52,6 +53,7 @@ class MLFlowLogger(SDKLogger):
 
     Raises:
         MissingPackageError: mlflow (or mlflow-skinny) is not installed, or what its database needs.
+        ConfigurationError: `save_dir` is a URL.
 
     Example:
         >>> from stratagem.loggers import MLFlowLogger
@@ -79,7 +81,7 @@ class MLFlowLogger(SDKLogger):
         super().__init__(prefix)
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self.save_dir = save_dir if uri is None or uri.startswith(("file:", "sqlite:")) else None
-        self._folder = Path(save_dir or "mlruns")
+        self._folder = local_folder(type(self).__name__, save_dir or "mlruns")
         self._tracking_uri = uri
         self._experiment_name = experiment_name
         self._run_name = run_name
@@ -147,8 +149,7 @@ class MLFlowLogger(SDKLogger):
 
     def _find_run(self, client: Any, experiment_id: str) -> Any:
         """Return the run of the fit that is resumed, or None."""
-        # The id may come from a checkpoint; it is looked for, and names nothing else.
-        if self.resumed_at is None or not re.fullmatch("[0-9a-f]{16}", self.run_id):
+        if self.resumed_at is None or not self.run_id:
             return None
         tagged = f"tags.`{_RUN_TAG}` = '{self.run_id}'"
         return next(iter(client.search_runs([experiment_id], tagged, max_results=1)), None)

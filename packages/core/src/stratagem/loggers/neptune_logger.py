@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,7 +79,7 @@ class NeptuneLogger(SDKLogger):
     def _start(self) -> Any:
         import neptune
 
-        own = {"custom_run_id": self.run_id} if re.fullmatch("[0-9a-f]{16}", self.run_id) else {}
+        own = {"custom_run_id": self.run_id} if self.run_id else {}
         named = self._init.keys() & {"with_id", "custom_run_id"}
         return neptune.init_run(**({} if named else own), **self._init)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.loggers.parameters import as_mapping, as_numbers, as_plain, flattened
 from stratagem.loggers.sdk_logger import SDKLogger
-from stratagem.loggers.version_folder import VersionFolder
+from stratagem.loggers.version_folder import VersionFolder, local_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +38,7 @@ class TensorBoardLogger(SDKLogger):
 
     Raises:
         MissingPackageError: tensorboard is not installed.
+        ConfigurationError: `save_dir` is a URL.
 
     Example:
         >>> from stratagem import Trainer
@@ -50,6 +51,7 @@ class TensorBoardLogger(SDKLogger):
 
     package = "tensorboard"
     extra = "tensorboard"
+    NAME_HPARAMS_FILE = "hparams.yaml"
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class TensorBoardLogger(SDKLogger):
         **kwargs: Any,
     ) -> None:
         super().__init__(prefix)
-        self.save_dir = Path(os.path.expandvars(str(save_dir or "."))).expanduser()
+        self.save_dir = local_folder(type(self).__name__, os.path.expandvars(str(save_dir or ".")))
         self.name = name or ""
         self.sub_dir = "" if sub_dir is None else os.path.expandvars(str(sub_dir))
         self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
@@ -133,7 +135,7 @@ class TensorBoardLogger(SDKLogger):
         for each in hparams(kept, as_numbers(values)):
             writer.add_summary(each)
         text = json.dumps(as_plain(given), indent=2)
-        (Path(self.log_dir) / "hparams.yaml").write_text(text + "\n")
+        (Path(self.log_dir) / self.NAME_HPARAMS_FILE).write_text(text + "\n")
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Write a model's graph, where `log_graph=True`.

@@ -5,9 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 
 from stratagem.errors import ConfigurationError
+from stratagem.storage import paths
 
 _MARK = ".run"
 """A file in the folder with the names of the runs that wrote there, one a line."""
+
+
+def local_folder(owner: str, folder: str | Path) -> Path:
+    """Return a folder that a logger writes to; `~` is the home folder.
+
+    Args:
+        owner: the logger's name, for messages.
+        folder: a path, or a URL that begins with "file://".
+
+    Raises:
+        ConfigurationError: it is another URL.
+
+    Example:
+        >>> local_folder("CSVLogger", "logs").name
+        'logs'
+    """
+    place = paths.given(folder)
+    if isinstance(place, Path):
+        return place
+    raise ConfigurationError(
+        f"{owner}(save_dir={place!r}): expected a local folder, received a URL: a store of objects "
+        "takes no rows one by one. Log to a local folder; checkpoints go to a URL by "
+        "ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
+    )
 
 
 class VersionFolder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.loggers.parameters import as_mapping, as_numbers, as_plain
 from stratagem.loggers.sdk_logger import SDKLogger
 from stratagem.loggers.uploads import Upload, Uploads
+from stratagem.loggers.version_folder import local_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +47,7 @@ class WandbLogger(SDKLogger):
 
     Raises:
         MissingPackageError: wandb is not installed.
-        ConfigurationError: checkpoints are to be sent, but nothing is.
+        ConfigurationError: checkpoints are to be sent, but nothing is; or `save_dir` is a URL.
 
     Example:
         >>> from stratagem.loggers import WandbLogger
@@ -82,7 +82,7 @@ class WandbLogger(SDKLogger):
                 f"WandbLogger(offline=True, log_model={log_model!r}): checkpoints are sent to a "
                 "server, and offline nothing is; expected one of the two"
             )
-        self._folder = Path(dir if dir is not None else save_dir)
+        self._folder = local_folder(type(self).__name__, save_dir if dir is None else dir)
         self.save_dir = str(self._folder)
         self.project = project or os.environ.get("WANDB_PROJECT") or self.default_project
         self._experiment = experiment
@@ -119,10 +119,8 @@ class WandbLogger(SDKLogger):
             )
             run = wandb.run
         else:
-            # The id becomes a part of a folder's name, and may come from a checkpoint.
-            of_fit = self.run_id if re.fullmatch("[0-9a-f]{16}", self.run_id) else None
             options = {"dir": self.save_dir, "project": self.project, **self._init}
-            run = wandb.init(id=self._id or of_fit, **options)
+            run = wandb.init(id=self._id or self.run_id or None, **options)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
@@ -162,7 +163,7 @@ def parse_devices(asked: Any, found: Availability, accelerator: str) -> tuple[in
         value = numbers if "," in value else (numbers[0] if numbers else None)
     if isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value > 0):
         return tuple(range(found.count if value == -1 else value))
-    if isinstance(value, (list, tuple)) and value and all(is_index(index) for index in value):
+    if isinstance(value, Sequence) and value and all(is_index(index) for index in value):
         if len(set(value)) < len(value):
             raise ConfigurationError(f"devices={asked!r} names a device twice; name each once")
         if not found.indexed:

@@ -23,7 +23,7 @@ class AdvancedProfiler(Profiler):
         dirpath, filename: as for `Profiler`.
         line_count_restriction: how much of each action's table is printed: a number of lines
             (int), or a fraction of them (float).
-        dump_stats: also write each action's numbers to a file `STAGE-ACTION-FILENAME-RANK.prof`
+        dump_stats: also write each action's numbers to a file `STAGE-ACTION-FILENAME.prof`
             that pstats and its viewers read.
 
     Example:

@@ -32,9 +32,9 @@ class Profiler(ABC):
         3. `describe` at its end, also after an error, then `teardown`.
 
     Args:
-        dirpath: folder of the report's file; None: that of the logs.
-        filename: of the report, without an ending: it goes to `STAGE-FILENAME-RANK.txt`, one for
-            each rank; None: rank 0 prints it.
+        dirpath: folder of the report's file; None: that of the logs, once a run has begun.
+        filename: of the report, without an ending: it goes to `STAGE-FILENAME.txt`, or of several
+            ranks to `STAGE-FILENAME-RANK.txt`, one for each; None: rank 0 prints it.
 
     Example:
         >>> from stratagem.profilers import Profiler
@@ -54,11 +54,10 @@ class Profiler(ABC):
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = dirpath
         self.filename = filename
         self._stage = ""
-        self._rank = 0
-        self._log_dir: Path | None = None
+        self._rank: int | None = None
 
     @abstractmethod
     def start(self, action_name: str) -> None:
@@ -73,12 +72,13 @@ class Profiler(ABC):
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: number of this process; None: 0.
+            local_rank: number of this process; None: there is only one.
             log_dir: of the run.
         """
         self._stage = stage
-        self._rank = local_rank or 0
-        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._rank = local_rank
+        if self.dirpath is None and log_dir is not None:
+            self.dirpath = log_dir
 
     def teardown(self, stage: str | None = None) -> None:
         """Called at the end of a run, after `describe`; the next one begins with nothing."""
@@ -96,14 +96,14 @@ class Profiler(ABC):
             path = self.path_of(".txt")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(report)
-        elif self._rank == 0:
+        elif not self._rank:
             print(printable(report, getattr(sys.stdout, "encoding", None) or "ascii"))
 
     def path_of(self, ending: str, name: str = "") -> Path:
-        """Return the path of a file of this run: its stage, `name`, `filename` and rank."""
-        parts = (self._stage, name, self.filename or "", str(self._rank))
-        folder = self.dirpath or self._log_dir or Path()
-        return folder / ("-".join(part for part in parts if part) + ending)
+        """Return the path of a file of this run: stage, `name`, `filename`, of several the rank."""
+        rank = "" if self._rank is None else str(self._rank)
+        parts = (self._stage, name, self.filename or "", rank)
+        return Path(self.dirpath or "") / ("-".join(part for part in parts if part) + ending)
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ class PyTorchProfiler(Profiler):
         dirpath, filename: as for `Profiler`; traces go there too.
         group_by_input_shapes: tell operations apart by the shapes of their inputs.
         export_to_chrome: write a trace for chrome://tracing and Perfetto to
-            `STAGE-trace-N-FILENAME-RANK.json`; not with `on_trace_ready`, which writes its own.
+            `STAGE-trace-N-FILENAME.json`; not with `on_trace_ready`, which writes its own.
         row_limit: rows of the table; -1: all.
         sort_by_key: column that sorts it; None: "cpu_time_total".
         table_kwargs: further arguments of torch's `table`.

@@ -46,7 +46,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
 
     callbacks: list[Callback]
     loggers: list[Logger]
-    state: RunState
+    _state: RunState
     _progress: Progress
     _latest: LatestValues
     _run: Run | None
@@ -69,6 +69,11 @@ class TrainerAttributes(Ranked, OptionAttributes):
         """The present run, or the one before."""
 
     # -- what runs
+
+    @property
+    def state(self) -> RunState:
+        """What it is doing: which of its runs, and how the last one has ended."""
+        return self._state
 
     @property
     def model(self) -> Module | None:
@@ -97,7 +102,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
     @property
     def training(self) -> bool:
         """Whether a fit is running, and no validation within it."""
-        return self.state.stage == "fit" and not self._evaluates("validation")
+        return self._state.stage == "fit" and not self._evaluates("validation")
 
     @property
     def validating(self) -> bool:
@@ -129,7 +134,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
     @property
     def interrupted(self) -> bool:
         """Whether the last run ended by an exception."""
-        return self.state.status == "interrupted"
+        return self._state.status == "interrupted"
 
     # -- on what
 
@@ -323,13 +328,16 @@ class TrainerAttributes(Ranked, OptionAttributes):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest value of everything that was logged since the last fit began."""
+        """The latest value of everything that was logged since the last fit began.
+
+        But for the single steps of evaluations, which nobody monitors.
+        """
         return {name: torch.as_tensor(value) for name, value in self._latest.values.items()}
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """The latest epoch values."""
-        return self._latest.of_epochs
+        """The latest value of everything that goes to the loggers."""
+        return self._latest.logged()
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def report(run: Run, result: Any) -> dict[str, Any]:
         "result": result,
         "weights": run.strategy.model_state(run.require_prepared()),
         "callback_metrics": run.trainer.callback_metrics,
-        "logged_metrics": dict(run.latest.of_epochs),
+        "logged_metrics": run.trainer.logged_metrics,
         "callbacks": {key: state for key, state in states.items() if state},
         "progress": run.progress.state_dict(),
     }
@@ -49,7 +49,9 @@ def take_over(
         trainer.strategy.precision.convert_module(model)
     model.load_state_dict(outcome["weights"])
     latest.values = dict(outcome["callback_metrics"])
-    latest.of_epochs = dict(outcome["logged_metrics"])
+    logged = outcome["logged_metrics"]
+    latest.for_loggers = dict.fromkeys(logged)
+    latest.evaluation_steps = {k: v for k, v in logged.items() if k not in latest.values}
     states = outcome["callbacks"]
     for callback in trainer.callbacks:
         if callback.state_key in states:

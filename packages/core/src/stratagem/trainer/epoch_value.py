@@ -30,6 +30,14 @@ _FOLD = 64
 """So many tensors are kept before they are reduced together, so that no step waits for a device."""
 
 
+def reduction(asked: Any) -> Any:
+    """Return how to reduce as it is called here: "avg" and "MEAN" are "mean"; others stay."""
+    if not isinstance(asked, str):
+        return asked
+    name = asked.casefold()
+    return "mean" if name == "avg" else name
+
+
 class Summary(NamedTuple):
     """The value of an epoch on one rank or of one loader; plain data, for other ranks.
 
@@ -65,11 +73,12 @@ class EpochValue:
     """One logged name in one epoch: its options, resolved, and the reduction of its values so far.
 
     Args:
-        name: with the evaluation loader's index, where there are several.
+        name: as it was logged.
         options: as `Module.log` received them.
         on_step, on_epoch: the options, with the defaults of the place where it was logged.
         compiles_steps: whether what is computed here is compiled as a part of a step, and so has to
             be the same in each.
+        suffix: of all its names: the evaluation loader's index, where there are several.
     """
 
     __slots__ = (
@@ -100,17 +109,18 @@ class EpochValue:
         on_step: bool,
         on_epoch: bool,
         compiles_steps: bool = False,
+        suffix: str = "",
     ) -> None:
-        self.name = name
+        self.name = f"{name}{suffix}"
         self.options = options
         self.on_step, self.on_epoch = on_step, on_epoch
         self.compiles_steps = compiles_steps
         self.logger, self.prog_bar = options.logger, options.prog_bar
-        self.reduce_fx = options.reduce_fx
+        self.reduce_fx = reduction(options.reduce_fx)
         self.sync_steps = options.sync_dist is True
         both = on_step and on_epoch
-        self.step_name = f"{name}_step" if both else name
-        self.epoch_name = f"{name}_epoch" if both else name
+        self.step_name = f"{name}_step{suffix}" if both else self.name
+        self.epoch_name = f"{name}_epoch{suffix}" if both else self.name
         self.metric: Any = None
         """A torchmetrics Metric, which reduces its values itself."""
         self.number = _START.get(self.reduce_fx, 0.0) if isinstance(self.reduce_fx, str) else 0.0

@@ -48,7 +48,7 @@ def evaluate(
     if is_sanity_check:
         metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     else:
-        metrics = Metrics(run.strategy, run.rows, run.latest)
+        metrics = Metrics(run.strategy, run.rows, run.latest, of_evaluation=True)
     with module.logging_to(metrics), _EvaluationMode(run, what):
         hooks.call(f"on_{what}_start")
         with run.strategy.evaluation(prepared), _inference(run):

@@ -13,7 +13,14 @@ from stratagem.errors import UserCodeError
 from stratagem.interfaces.ranks import ReduceOp
 from stratagem.interfaces.strategy import Strategy
 from stratagem.module import LogOptions
-from stratagem.trainer.epoch_value import REDUCTIONS, EpochValue, Summary, merged, over_ranks
+from stratagem.trainer.epoch_value import (
+    REDUCTIONS,
+    EpochValue,
+    Summary,
+    merged,
+    over_ranks,
+    reduction,
+)
 from stratagem.trainer.rows import Rows
 
 
@@ -21,17 +28,26 @@ class LatestValues:
     """The latest values of a Trainer's last fit and what followed: for callbacks, users, the bar.
 
     Attributes:
-        values: of everything that was logged, by the name of a step's or an epoch's value.
-        of_epochs: of epochs only.
+        values: of everything that was logged, by the name of a step's or an epoch's value, but for
+            the single steps of evaluations.
+        evaluation_steps: of those.
+        for_loggers: the names of what goes to the loggers.
         bar: those for the progress bar, of the present run.
     """
 
-    __slots__ = ("bar", "of_epochs", "values")
+    __slots__ = ("bar", "evaluation_steps", "for_loggers", "values")
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.of_epochs: dict[str, Tensor] = {}
+        self.evaluation_steps: dict[str, Any] = {}
+        self.for_loggers: dict[str, None] = {}
         self.bar: dict[str, Any] = {}
+
+    def logged(self) -> dict[str, Tensor]:
+        """Return the latest value of all that goes to the loggers."""
+        known = self.values | self.evaluation_steps
+        there = (name for name in self.for_loggers if name in known)
+        return {name: torch.as_tensor(known[name]) for name in there}
 
 
 class EpochValues(NamedTuple):
@@ -57,10 +73,17 @@ class Metrics:
         rows: for the loggers.
         latest: where the latest values are kept.
         every_n_steps: the values of every n-th step go to `rows`; 0: none.
+        of_evaluation: whether they are logged in one.
     """
 
     def __init__(
-        self, strategy: Strategy, rows: Rows, latest: LatestValues, *, every_n_steps: int = 1
+        self,
+        strategy: Strategy,
+        rows: Rows,
+        latest: LatestValues,
+        *,
+        every_n_steps: int = 1,
+        of_evaluation: bool = False,
     ) -> None:
         self.rows = rows
         self.in_step = False
@@ -74,6 +97,7 @@ class Metrics:
         self._ranks = strategy.ranks
         self._compiles_steps = strategy.accelerator.compiles_steps
         self._latest = latest
+        self._steps = latest.evaluation_steps if of_evaluation else latest.values
         self._every = every_n_steps
         self._loader: int | None = None
         self._epoch = EpochValues({}, {}, {})
@@ -101,7 +125,7 @@ class Metrics:
         if entry.on_step and value is not None:
             now = self._reduced(entry, value) if entry.sync_steps else value
             step_name = entry.step_name
-            self._latest.values[step_name] = now
+            self._steps[step_name] = now
             if entry.logger:
                 self.row[step_name] = now
             if entry.prog_bar:
@@ -141,7 +165,6 @@ class Metrics:
         self._of_loader.clear()
         self.begin_loader(self._loader)
         self._latest.values.update(epoch.values)
-        self._latest.of_epochs.update(epoch.values)
 
     def end_epoch(self) -> EpochValues:
         """Return the epoch's values, with those that hooks at its end have logged; begin a new one.
@@ -194,15 +217,13 @@ class Metrics:
                 f"self.log({name!r}, ...) was called with other options before in this epoch; use "
                 "one set of options for one name"
             )
-        fx = options.reduce_fx
+        fx = reduction(options.reduce_fx)
         if not callable(fx) and fx not in REDUCTIONS:
             raise UserCodeError(
-                f"self.log({name!r}, reduce_fx={fx!r}): expected one of "
+                f"self.log({name!r}, reduce_fx={options.reduce_fx!r}): expected one of "
                 f"{', '.join(map(repr, REDUCTIONS))}, or a function of a tensor"
             )
-        key = name
-        if self._loader is not None and options.add_dataloader_idx:
-            name = f"{name}/dataloader_idx_{self._loader}"
+        several = self._loader is not None and options.add_dataloader_idx
         on_step = self.in_step if options.on_step is None else options.on_step
         on_epoch = not self.in_step if options.on_epoch is None else options.on_epoch
         entry = EpochValue(
@@ -211,8 +232,14 @@ class Metrics:
             on_step=on_step,
             on_epoch=on_epoch,
             compiles_steps=self._compiles_steps,
+            suffix=f"/dataloader_idx_{self._loader}" if several else "",
         )
-        self._entries[key] = entry
+        self._entries[name] = entry
+        if entry.logger:
+            shown = {entry.step_name: on_step, entry.epoch_name: on_epoch}
+            self._latest.for_loggers.update(
+                (one, None) for one, is_shown in shown.items() if is_shown
+            )
         return entry
 
 

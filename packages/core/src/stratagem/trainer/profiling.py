@@ -57,7 +57,9 @@ class Profiling:
     def begin(self, run: Run) -> None:
         """Begin a run."""
         if self._profiler is not None:
-            self._profiler.setup(run.stage, run.strategy.ranks.global_rank, run.trainer.log_dir)
+            ranks = run.strategy.ranks
+            rank = ranks.global_rank if ranks.world_size > 1 else None
+            self._profiler.setup(run.stage, rank, run.trainer.log_dir)
 
     def end(self, run: Run) -> None:
         """Report on it."""

@@ -126,7 +126,7 @@ class Trainer(TrainerAttributes):
         num_nodes: int = 1,
         precision: str | int | Precision = "32-true",
         plugins: Plugin | Sequence[Plugin] | None = None,
-        logger: Logger | str | Sequence[Logger | str] | bool | None = None,
+        logger: bool | Logger | Sequence[Logger | str] | str | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -174,7 +174,7 @@ class Trainer(TrainerAttributes):
         self.loggers = make_loggers(given["logger"], self.default_root_dir, quick=quick)
         self._profiler = make_profiler(given["profiler"])
         self.callbacks = make_callbacks(given, quick=quick)
-        self.state = RunState()
+        self._state = RunState()
         self._progress = Progress()
         self._latest = LatestValues()
 
@@ -326,9 +326,9 @@ class Trainer(TrainerAttributes):
 
     def _execute(self, job: Job) -> Any:
         """Launch, and run on every rank."""
-        check_not_running(self.state, job.stage)
+        check_not_running(self._state, job.stage)
         check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
-        self.state = RunState(job.stage, "running", job.stage)
+        self._state = RunState(job.stage, "running", job.stage)
         try:
             folders.check_before_launch(self, self._launched, job.stage)
             if self.plan.runs_elsewhere and not self._launched.is_launched:
@@ -336,11 +336,11 @@ class Trainer(TrainerAttributes):
             else:
                 result = self._launched.launch(self._run_on_rank, job)
         except BaseException as error:
-            self.state.status = "interrupted"
+            self._state.status = "interrupted"
             if isinstance(error, KeyboardInterrupt):
                 leave_unprinted(error)  # in two lines, by the rank that shows it
             raise
-        self.state = RunState("", "finished", job.stage)
+        self._state = RunState("", "finished", job.stage)
         return result
 
     def _execute_elsewhere(self, job: Job) -> Any:

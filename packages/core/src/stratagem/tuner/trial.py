@@ -76,7 +76,7 @@ def trials(
             "_progress": Progress(),
             "_latest": LatestValues(),
             "_run": None,
-            "state": RunState(),
+            "_state": RunState(),
             **options,
         }
     )

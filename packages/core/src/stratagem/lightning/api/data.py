@@ -13,7 +13,20 @@ from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.errors import ConfigurationError
 from stratagem.launch.cores import available_cores
 from stratagem.launch.rank_zero import rank_zero_warn
+from stratagem.lite.ranked import Ranked
 from stratagem.state.hyperparameters import HyperParameters
+
+
+def first_of_one(gathered: Any, ranks: Ranked) -> Any:
+    """Return what was gathered of one rank without the dimension of ranks, as Lightning does.
+
+    Args:
+        gathered: tensors of shape (world_size, *shape).
+        ranks: how many there are.
+    """
+    if ranks.world_size > 1:
+        return gathered
+    return map_tensors(lambda tensor: tensor.squeeze(0), gathered)
 
 
 class AttributeDict(HyperParameters):

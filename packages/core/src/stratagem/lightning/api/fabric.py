@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.data import first_of_one
 from stratagem.lightning.api.module import LightningModule
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.lite import Lite, PathLike
@@ -25,15 +26,6 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 class Fabric(Lite):
     """Lite, with the arguments and methods that Fabric has beside."""
-
-    @property
-    def logger(self) -> Any:
-        """The first logger.
-
-        Raises:
-            IndexError: there is none.
-        """
-        return self.loggers[0]
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write several values to every logger, on rank 0; as Fabric's, by keyword."""
@@ -72,7 +64,42 @@ class Fabric(Lite):
             module.fabric = self
             wrapped = result[1:] if isinstance(result, tuple) else ()
             module.__dict__["_fabric_optimizers"] = wrapped
+            module.__dict__["_fabric_module"] = result[0] if wrapped else result
         return result
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return every rank's tensors, each of shape (world_size, *shape); of one rank as they are.
+
+        Args:
+            data: tensors, or numbers.
+            group: not needed here.
+            sync_grads: let gradients flow through it.
+        """
+        return first_of_one(super().all_gather(data, sync_grads=sync_grads), self)
+
+    def clip_gradients(
+        self,
+        module: Any,
+        optimizer: Any,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Any:
+        """Clip gradients; as `Lite.clip_gradients`.
+
+        Args:
+            module: what `setup` returned; or a LightningModule, which it was given.
+            optimizer, clip_val, max_norm, norm_type, error_if_nonfinite: as there.
+        """
+        return super().clip_gradients(
+            vars(module).get("_fabric_module", module),
+            optimizer,
+            clip_val=clip_val,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     def setup_dataloaders(self, *dataloaders: Any, **options: Any) -> Any:
         """Prepare data loaders; as `Lite.setup_dataloaders`.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from stratagem import loggers
+from stratagem.loggers.sdk_logger import DummyExperiment
 
 _NAME = "lightning_logs"
 
@@ -26,8 +28,11 @@ class CSVLogger(loggers.CSVLogger):
     ) -> None:
         super().__init__(save_dir, name, version, **options)
 
+    hparams_file = "hparams.yaml"
+    NAME_HPARAMS_FILE = hparams_file
+
     def log_hyperparams(self, params: Any = None) -> None:
-        """Write them; None: there are none."""
+        """Write them, as JSON, which is YAML too; None: there are none."""
         super().log_hyperparams(params)
 
     @property
@@ -44,7 +49,7 @@ class CSVLogger(loggers.CSVLogger):
 class ExperimentWriter:
     """Names of the files of a CSVLogger."""
 
-    NAME_HPARAMS_FILE = "hparams.json"
+    NAME_HPARAMS_FILE = CSVLogger.hparams_file
     NAME_METRICS_FILE = "metrics.csv"
 
 
@@ -65,6 +70,30 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
         **options: Any,
     ) -> None:
         super().__init__(root_dir if save_dir is None else save_dir, name, version, **options)
+
+
+class DummyLogger(loggers.Logger):
+    """Stands for the loggers of a quick run: it takes every call, and writes nothing."""
+
+    name = version = ""
+
+    def __init__(self) -> None:
+        self.experiment = DummyExperiment()
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.experiment, name)
+
+    def __getitem__(self, index: int) -> DummyLogger:
+        return self
+
+    def __iter__(self) -> Iterator[DummyLogger]:
+        yield self
 
 
 class MLFlowLogger(loggers.MLFlowLogger):

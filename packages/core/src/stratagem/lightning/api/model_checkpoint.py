@@ -8,6 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import Tensor
+
 from stratagem import callbacks
 from stratagem.callbacks.checkpoint_names import filled
 
@@ -92,6 +95,25 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         callbacks.ModelCheckpoint.dirpath.fset(self, folder)  # type: ignore[attr-defined]
 
     @property
+    def best_model_score(self) -> Any:
+        """The value of the best, a tensor; None: there is none."""
+        return _tensor(super().best_model_score)
+
+    @property
+    def current_score(self) -> Any:
+        """The value that was looked at last, a tensor; None: there is none."""
+        return _tensor(self._current_score)
+
+    @current_score.setter
+    def current_score(self, score: float | None) -> None:
+        self._current_score = score
+
+    @property
+    def kth_value(self) -> Any:
+        """The value of `kth_best_model_path`, a tensor; None: there is none."""
+        return _tensor(self.best_k_models.get(self.kth_best_model_path))
+
+    @property
     def best_k_models(self) -> dict[str, float]:
         """Value by path of those that are kept as the best; without a monitor there are none."""
         return super().best_k_models if self.monitor is not None else {}
@@ -137,6 +159,10 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if why == "exception":
             return self._name(trainer)
         return super()._name_to_resume_from(trainer, why)
+
+
+def _tensor(score: float | None) -> Tensor | None:
+    return None if score is None else torch.tensor(score)
 
 
 class _Zeros(dict[str, Any]):

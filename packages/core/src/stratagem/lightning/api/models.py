@@ -90,7 +90,7 @@ def grad_norm(
     kind = float(norm_type)
     if kind <= 0:
         raise ValueError(f"norm_type={norm_type!r}: expected a number above 0, or 'inf'")
-    prefix = f"grad_{norm_type}_norm"
+    prefix = f"grad_{kind}_norm"
     norms: dict[str, Any] = {
         f"{prefix}{group_separator}{name}": parameter.grad.data.norm(kind)
         for name, parameter in module.named_parameters()

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from stratagem.launch.rank_zero import rank_zero_warn
+from stratagem.lightning.api.data import first_of_one
 from stratagem.lightning.api.datamodule import of_file
 from stratagem.module import Module
 
@@ -72,11 +74,35 @@ class LightningModule(Module):
         else:
             self.fabric.backward(loss, *args, **kwargs)
 
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of an optimizer's parameters; as there, or through Fabric."""
+        if self.fabric is None:
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val is not None:
+            by_value = gradient_clip_algorithm == "value"
+            self.fabric.clip_gradients(
+                self,
+                optimizer,
+                clip_val=gradient_clip_val if by_value else None,
+                max_norm=None if by_value else gradient_clip_val,
+            )
+
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return every rank's tensors; `group` is not needed here."""
+        """Return every rank's tensors, each of shape (world_size, *shape); of one rank as they are.
+
+        Args:
+            data: tensors, or numbers.
+            group: not needed here.
+            sync_grads: let gradients flow through it.
+        """
         if self.fabric is not None:
-            return self.fabric.all_gather(data)
-        return super().all_gather(data, sync_grads=sync_grads)
+            return self.fabric.all_gather(data, group, sync_grads)
+        return first_of_one(super().all_gather(data, sync_grads=sync_grads), self.trainer)
 
     # -- from a checkpoint
 
@@ -95,13 +121,13 @@ class LightningModule(Module):
         Args:
             checkpoint_path, map_location, **kwargs: as there.
             hparams_file: a YAML file whose values go before those of the checkpoint.
-            strict: refuse names that do not match; None: True.
+            strict: as there.
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
         return super().load_from_checkpoint(
             checkpoint_path,
             map_location=map_location,
-            strict=strict is not False,
+            strict=strict,
             **of_file(hparams_file),
             **kwargs,
         )

@@ -67,8 +67,15 @@ class ProgressBar(callbacks.ProgressBar):
 
     @property
     def total_val_batches(self) -> float:
-        """Batches of a validation, of all loaders."""
-        return sum(self.trainer.num_val_batches)
+        """Batches of this epoch's validation, of all loaders; 0: it has none."""
+        of, run = self.trainer, self.trainer._run
+        if (
+            run is not None
+            and run.stage == "fit"
+            and not run.validation.is_in_epoch(of.current_epoch)
+        ):
+            return 0
+        return sum(of.num_val_batches)
 
     @property
     def total_val_batches_current_dataloader(self) -> float:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from stratagem import trainer
 from stratagem.trainer.progress import RunState
-
-TrainerState = RunState
 
 
 class LightningEnum(str, Enum):
@@ -75,6 +74,64 @@ class RunningStage(LightningEnum):
         if self in (type(self).VALIDATING, type(self).SANITY_CHECKING):
             return "val"
         return self.value
+
+
+class TrainerState:
+    """What a Trainer is doing, in Lightning's enumerations.
+
+    Args:
+        of: the Trainer; None: one that has done nothing yet.
+    """
+
+    def __init__(self, of: trainer.Trainer | None = None) -> None:
+        self._trainer = of
+        self._state = RunState() if of is None else of._state
+
+    @property
+    def status(self) -> TrainerStatus:
+        """How far its last run is."""
+        begun = self._state.fn is not None
+        return TrainerStatus(self._state.status) if begun else TrainerStatus.INITIALIZING
+
+    @status.setter
+    def status(self, status: str) -> None:
+        self._state.status = str(TrainerStatus(status))
+
+    @property
+    def fn(self) -> TrainerFn | None:
+        """Which run it was; None: there was none."""
+        return None if self._state.fn is None else TrainerFn(self._state.fn)
+
+    @fn.setter
+    def fn(self, fn: str | None) -> None:
+        self._state.fn = None if fn is None else str(TrainerFn(fn))
+
+    @property
+    def stage(self) -> RunningStage | None:
+        """What is going on within it; None: it has ended."""
+        of = self._trainer
+        if of is None or self._state.status != "running":
+            return None
+        if of.sanity_checking:
+            return RunningStage.SANITY_CHECKING
+        if of.validating:
+            return RunningStage.VALIDATING
+        if of.testing:
+            return RunningStage.TESTING
+        return RunningStage.PREDICTING if of.predicting else RunningStage.TRAINING
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last run has ended without an exception."""
+        return self.status == TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last run has ended."""
+        return self.status.stopped
+
+    def __repr__(self) -> str:
+        return f"TrainerState(status={self.status}, fn={self.fn}, stage={self.stage})"
 
 
 class GradClipAlgorithmType(LightningEnum):

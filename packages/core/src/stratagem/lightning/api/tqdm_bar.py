@@ -131,7 +131,7 @@ class TQDMProgressBar(ProgressBar):
 
     def init_validation_tqdm(self) -> Any:
         """Return the bar of a validation, below that of training where there is one."""
-        within = self.trainer.state.stage == "fit"
+        within = self.trainer.state.fn == "fit"
         return self._new(self.validation_description, leave=not within, below=int(within))
 
     def init_test_tqdm(self) -> Any:
@@ -253,7 +253,7 @@ class TQDMProgressBar(ProgressBar):
         """Take the bar away, and show the values beside that of training."""
         self.val_progress_bar.close()
         self.reset_dataloader_idx_tracker()
-        if trainer.state.stage == "fit" and "train" in self._bars:
+        if trainer.state.fn == "fit" and "train" in self._bars:
             self._show_values(trainer, module)
 
     def on_test_start(self, trainer: Trainer, module: Module) -> None:

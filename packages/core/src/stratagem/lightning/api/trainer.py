@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from stratagem import callbacks as own
 from stratagem import trainer
 from stratagem.checkpoint.catalog import find_all
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.callbacks import RichProgressBar
-from stratagem.lightning.api.loggers import CSVLogger
+from stratagem.lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
 from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
+from stratagem.lightning.api.states import TrainerState
+from stratagem.loggers import Logger
+from stratagem.profilers.profiler import Profiler
 from stratagem.storage import paths
+from stratagem.trainer.metrics import LatestValues
+
+_OWN_DEFAULTS = ("logger", "log_every_n_steps", "enable_model_summary")
+"""Arguments whose defaults are Lightning's where None is given."""
+
+
+def _taking_arguments_of(base: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Show the signature of whom the arguments are handed on to, for command lines."""
+    taken = inspect.signature(base.__init__)  # type: ignore[misc]
+    # Not as text, which only its own module can evaluate.
+    types = get_type_hints(base.__init__, localns={"Profiler": Profiler})  # type: ignore[misc]
+    parameters = [
+        one.replace(
+            annotation=types.get(name, one.annotation),
+            default=None if name in _OWN_DEFAULTS else one.default,
+        )
+        for name, one in taken.parameters.items()
+    ]
+
+    def show(init: Callable[..., None]) -> Callable[..., None]:
+        init.__signature__ = taken.replace(parameters=parameters)  # type: ignore[attr-defined]
+        init.__annotations__ = types
+        return init
+
+    return show
 
 
 class Trainer(trainer.Trainer):
     """A Trainer that logs as Lightning's does: into `lightning_logs`, every 50 steps.
 
     Args:
-        logger: None or True: a CSVLogger of the folder `lightning_logs`; as in `stratagem.Trainer`
-            otherwise.
+        logger: None or True: a TensorBoardLogger of the folder `lightning_logs`, or a CSVLogger of
+            it where TensorBoard is not installed; as in `stratagem.Trainer` otherwise.
         log_every_n_steps: None: 50.
         enable_model_summary: None: print the table of layers, but in a quick run.
         model_registry: not here: expected None.
@@ -42,23 +71,14 @@ class Trainer(trainer.Trainer):
         50
     """
 
-    def __init__(
-        self,
-        *,
-        logger: Any = None,
-        log_every_n_steps: int | None = None,
-        enable_model_summary: bool | None = None,
-        model_registry: str | None = None,
-        **options: Any,
-    ) -> None:
-        named = {
-            "logger": logger,
-            "log_every_n_steps": log_every_n_steps,
-            "enable_model_summary": enable_model_summary,
-        }
-        given = {name: value for name, value in named.items() if value is not None}
-        options = {**_of_environment(), **options, **given}
-        logger, log_every_n_steps, enable_model_summary = (options.pop(n, None) for n in named)
+    @_taking_arguments_of(trainer.Trainer)
+    def __init__(self, **options: Any) -> None:
+        given = {n: v for n, v in options.items() if v is not None or n not in _OWN_DEFAULTS}
+        options = {**_of_environment(), **given}
+        logger, log_every_n_steps, enable_model_summary = (
+            options.pop(name, None) for name in _OWN_DEFAULTS
+        )
+        model_registry = options.pop("model_registry", None)
         if model_registry is not None:
             raise ConfigurationError(
                 f"model_registry={model_registry!r} is a service of Lightning's: leave it out"
@@ -66,7 +86,7 @@ class Trainer(trainer.Trainer):
         plain = not options.get("barebones")
         quick = bool(options.get("fast_dev_run"))
         if plain and not quick and logger in (None, True):
-            logger = CSVLogger(options.get("default_root_dir") or Path.cwd())
+            logger = _default_logger(options.get("default_root_dir"))
         if log_every_n_steps is None and plain:
             log_every_n_steps = 50
         if enable_model_summary is None and plain:
@@ -79,6 +99,11 @@ class Trainer(trainer.Trainer):
             enable_model_summary=enable_model_summary,
             **options,
         )
+        if quick and plain and logger not in (False, []):
+            self.loggers = [DummyLogger()]
+
+        if isinstance(options.get("fast_dev_run"), bool):
+            self.fast_dev_run = options["fast_dev_run"]
 
     # -- the four runs
 
@@ -123,7 +148,7 @@ class Trainer(trainer.Trainer):
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
         path = self._best_if_left_out(model, ckpt_path)
-        return super().validate(model, dataloaders, datamodule, path, verbose)
+        return self._logged(super().validate(model, dataloaders, datamodule, path, verbose))
 
     def test(
         self,
@@ -136,7 +161,7 @@ class Trainer(trainer.Trainer):
     ) -> list[dict[str, float]]:
         """Run testing. Arguments as in `validate`."""
         path = self._best_if_left_out(model, ckpt_path)
-        return super().test(model, dataloaders, datamodule, path, verbose)
+        return self._logged(super().test(model, dataloaders, datamodule, path, verbose))
 
     def predict(
         self,
@@ -150,6 +175,22 @@ class Trainer(trainer.Trainer):
         """Predict; as `stratagem.Trainer.predict`, with `model` and `ckpt_path` of `validate`."""
         path = self._best_if_left_out(model, ckpt_path)
         return super().predict(model, dataloaders, datamodule, return_predictions, path)
+
+    def _run_on_rank(self, launched: Any, job: Any) -> Any:
+        """Run, and forget before another run what was logged in the one before."""
+        if job.stage != "fit":
+            self._latest = LatestValues()
+        return super()._run_on_rank(launched, job)
+
+    def _logged(self, results: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Return of the values of each loader those that loggers are given, as Lightning does."""
+        names = self._latest.for_loggers
+        return [{n: value for n, value in one.items() if n in names} for one in results]
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values for the progress bar."""
+        return {name: float(value) for name, value in self._latest.bar.items()}
 
     def _best_if_left_out(self, model: Any, ckpt_path: str | Path | None) -> str | Path | None:
         """Return "best" where neither model nor checkpoint is named, as Lightning has it."""
@@ -173,7 +214,12 @@ class Trainer(trainer.Trainer):
         there = list(find_all(folder for folder in folders if folder is not None))
         return bool(there) or any(saver.kept_paths for saver in savers)
 
-    # -- views of loops
+    # -- views of its state and of loops
+
+    @property
+    def state(self) -> TrainerState:  # type: ignore[override]  # the same in Lightning's enumerations
+        """What it is doing."""
+        return TrainerState(self)
 
     @property
     def fit_loop(self) -> FitLoop:
@@ -186,6 +232,19 @@ class Trainer(trainer.Trainer):
         return EvaluationLoop(self)
 
     test_loop = predict_loop = validate_loop
+
+
+def _default_logger(root: str | Path | None) -> Logger:
+    """Return what Lightning logs by where nothing else is asked for.
+
+    Args:
+        root: `default_root_dir`; not if it is a URL.
+    """
+    folder = Path.cwd() if root is None or paths.is_url(root) else root
+    try:
+        return TensorBoardLogger(folder)
+    except MissingPackageError:
+        return CSVLogger(folder)
 
 
 def _with_defaults(options: Mapping[str, Any]) -> list[Any]:

@@ -123,9 +123,9 @@ class SLURMEnvironment(AnnouncedPortEnvironment):
 
     @property
     def main_address(self) -> str:
-        """The first node of this step, where its task 0 runs."""
-        given = os.environ.get("MASTER_ADDR")
-        return given or first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
+        """The first node of this step, where its task 0 runs; without a step, of the job."""
+        given, of_job = os.environ.get("MASTER_ADDR"), os.environ.get("SLURM_NODELIST", "")
+        return given or first_host(os.environ.get("SLURM_STEP_NODELIST", of_job))
 
     def _token(self) -> str:
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")

@@ -32,7 +32,7 @@ class ScriptLauncher(Launcher):
         """Start the other ranks, unless an earlier call did, then run the function on this one.
 
         Raises:
-            ConfigurationError: there is no script to run again.
+            ConfigurationError: there is no script to run again, or this process is a further rank.
             RankFailedError: another rank failed.
         """
         if not ScriptLauncher._started and not rank.has_parent():
@@ -47,6 +47,13 @@ class ScriptLauncher(Launcher):
                 "read from standard input: save it in a file and run that"
             )
         environ = plan.request.environ
+        if environ.get("LOCAL_RANK", "0") != "0":
+            raise ConfigurationError(
+                f"the launcher 'script' is to start ranks, and this process is one already, "
+                f"LOCAL_RANK={environ['LOCAL_RANK']}: whoever has started it starts the others; "
+                "let creates_processes_externally of the cluster environment be True, or unset "
+                "LOCAL_RANK"
+            )
         os.environ[rank.LAUNCH_VARIABLE] = str(plan.request.ordinal)
         count = plan.processes_per_node
         node_rank = int(environ.get("NODE_RANK", "0"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -193,7 +194,10 @@ class TrainerCLI:
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the Trainer's methods that are subcommands, with arguments that are left out."""
-        return {name: set(_NOT_ASKED) for name in ("fit", "validate", "test", "predict")}
+        return {
+            name: _NOT_ASKED & inspect.signature(getattr(Trainer, name)).parameters.keys()
+            for name in ("fit", "validate", "test", "predict")
+        }
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:

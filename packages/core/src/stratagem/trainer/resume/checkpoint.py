@@ -161,7 +161,8 @@ def restore_model(
     module.on_load_checkpoint(checkpoint)
     with naming(path):
         # Taken out, so that it is freed before the optimizers' states are loaded.
-        run.strategy.load_model_state(prepared, checkpoint.pop("state_dict"))
+        state = checkpoint.pop("state_dict")
+        run.strategy.load_model_state(prepared, state, strict=module.strict_loading is not False)
 
 
 def restore_training(
