@@ -132,7 +132,7 @@ class Surroundings:
         changed += [
             f"{what}: {value} before, now {now.modes[what]}"
             for what, value in self.modes.items()
-            if now.modes[what] != value
+            if now.modes[what] != value and not _is_of_a_library(now.modes[what])
         ]
         if groups and now.groups > self.groups:
             changed.append(f"{now.groups - self.groups} process group(s) of torch.distributed")
@@ -148,6 +148,11 @@ def _is_of_torch(now: Surroundings, place: str) -> bool:
     """Whether what stands there is torch's own code: it wraps some functions when first used."""
     code = getattr(now.functions.get(place), "__code__", None)
     return code is not None and code.co_filename.startswith(_TORCH)
+
+
+def _is_of_a_library(handler: Any) -> bool:
+    """Whether it is a function of torch's or of the launch's, as of its watch over signals."""
+    return str(getattr(handler, "__module__", "")).startswith(("torch.", "stratagem.launch."))
 
 
 def _name(owner: Any) -> str:
