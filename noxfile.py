@@ -104,6 +104,7 @@ LOGGERS = [
     "alembic",
     "wandb==0.31.0",
     "comet_ml==3.58.8",
+    "neptune==1.14.0.post2",
 ]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 # Whose tests of public behaviour are run through stratagem.lightning, and what they need.
@@ -321,7 +322,10 @@ def loggers(session: nox.Session) -> None:
     """Loggers on the libraries that they log by, and the command line; not in CI."""
     install_everything(session)
     session.install(*LOGGERS)
-    files = [f"packages/core/tests/test_{name}.py" for name in ("loggers", "trainer_cli")]
+    files = [
+        f"packages/core/tests/test_{name}.py"
+        for name in ("loggers", "logger_conformance", "trainer_cli")
+    ]
     session.run("pytest", *files, *session.posargs)
 
 

@@ -66,6 +66,10 @@ class Missing:
     def __bool__(self) -> bool:
         return False
 
+    def __iter__(self) -> Iterator[Any]:
+        self._use()
+        return iter(())  # the cases of a parametrization that names it
+
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
         missing = self._name
 

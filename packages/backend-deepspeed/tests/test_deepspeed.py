@@ -192,3 +192,32 @@ def test_a_step_that_overflows_in_float16_is_left_out_and_not_counted(
 
 def test_a_run_in_float16_resumes_with_its_scale(float16: Any) -> None:
     assert float16["resumed"] == float16["16-mixed, 2"][3:]
+
+
+# ---------------------------------------------------------------- a Module's own pieces of a step
+
+
+def test_a_modules_own_steps_are_those_of_ddp_and_what_cannot_be_is_refused(
+    tmp_path: Path,
+) -> None:
+    for out in launch("deepspeed_hooks.py", tmp_path)[0]:
+        for way in ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"):
+            assert out[way]["steps"] == out["ddp"]["steps"] == 20
+            assert difference(out[way]["losses"], out["ddp"]["losses"]) < 1e-4
+        adds_up = (
+            "the engine of the strategy 'deepspeed_stage_2' adds up gradients until it steps: call "
+            "optimizer.step(closure=optimizer_closure) in each optimizer_step"
+        )
+        for name in ("LeavesOut", "ComputesAgain"):
+            said = f"{name}.optimizer_step did not step the optimizer after its closure, and "
+            assert out[name] == said + adds_up
+        for name, hook in (
+            ("RunsBackward", "backward"),
+            ("Clips", "configure_gradient_clipping"),
+            ("ClearsItself", "optimizer_zero_grad"),
+        ):
+            assert out[name] == (
+                f"{name} overrides {hook}, and the engine of the strategy 'deepspeed_stage_2' runs "
+                "backward, clips, and clears gradients in its step, so that it would not be "
+                "called: leave out one of the two"
+            )

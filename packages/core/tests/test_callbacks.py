@@ -344,6 +344,16 @@ def test_learning_rates_are_those_of_the_next_step(tmp_path: Path) -> None:
     )
     assert by_step.lrs == {"lr-SGD": [0.1, 0.1]}
 
+    class Unscheduled(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    both = LearningRateMonitor()
+    trainer(both, logger=CSVLogger(tmp_path), max_epochs=2, log_every_n_steps=100).fit(
+        Unscheduled(), loader()
+    )
+    assert both.lrs == {"lr-SGD": [0.1, 0.1]}
+
 
 def test_several_groups_and_names_of_schedulers(tmp_path: Path) -> None:
     class Grouped(Net):

@@ -799,7 +799,7 @@ def test_a_resumed_run_goes_on_with_the_checkpoints_that_it_kept(tmp_path: Path)
     trainer_in(tmp_path, max_epochs=4, callbacks=second).fit(
         Scored(scores), loader(), loader(4), ckpt_path=tmp_path / "epoch=1-step=20.ckpt"
     )
-    assert kept(tmp_path) == [0, 3]
+    assert kept(tmp_path) == [0, 1, 3]  # what the user has named, too
     assert second.best_model_path == str(tmp_path / "epoch=0-step=10.ckpt")
 
 

@@ -43,6 +43,7 @@ from stratagem.lightning.api.precision import (
 from stratagem.lightning.api.samplers import DistributedSamplerWrapper, UnrepeatedDistributedSampler
 from stratagem.lightning.api.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from stratagem.lightning.api.trainer import Trainer
+from stratagem.strategies import SingleDeviceStrategy
 
 
 def loader(samples: int) -> DataLoader[Any]:
@@ -275,6 +276,8 @@ def test_what_is_left_out_is_what_lightning_takes(tmp_path: Path) -> None:
     model = Numbered()
     saver = ModelCheckpoint(monitor="epochs", mode="max")
     trainer = Trainer(callbacks=[saver], **options)
+    with pytest.warns(UserWarning, match=r"test\(ckpt_path='last'\): nothing is saved yet"):
+        trainer.test(model, ckpt_path="last", verbose=False)
     with pytest.warns(UserWarning, match="nothing is saved yet in the ModelCheckpoints"):
         trainer.fit(model, ckpt_path="last")
     assert trainer.ckpt_path is None
@@ -392,6 +395,8 @@ def test_precisions_have_lightnings_methods() -> None:
     assert half.convert_output(torch.ones(1).bfloat16()).dtype is torch.float32
     mixed = MixedPrecision("bf16-mixed", device="cpu")
     assert (mixed.precision, mixed.device, mixed.scaler) == ("bf16-mixed", "cpu", None)
+    with mixed.autocast_context_manager():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     mixed.backward(weight.sum(), None)
@@ -399,6 +404,9 @@ def test_precisions_have_lightnings_methods() -> None:
     assert weight.item() == 0.5
     for name in ("32-true", "bf16-true", "16-mixed", "bf16-mixed"):
         assert DeepSpeedPrecision(name).precision == FSDPPrecision(name).precision == name
+    whole = DeepSpeedPrecision("32-true")
+    assert isinstance(whole, DeepSpeedPrecision)
+    assert whole.convert_module(torch.nn.Linear(1, 1)).weight.dtype is torch.float32
     with DeepSpeedPrecision("bf16-true").module_init_context():
         assert torch.ones(1).dtype is torch.bfloat16
     with pytest.raises(ConfigurationError, match=r"FSDPPrecision\('64-true'\): expected one of"):
@@ -592,6 +600,24 @@ def test_helpers_of_lightnings_users_say_what_is_wrong() -> None:
         from_compiled(nn.Linear(1, 1))
     with pytest.warns(UserWarning, match=r"DataLoader has length 0: is that what you want\?"):
         assert has_len(loader(0))
+
+
+def test_a_strategy_tells_of_its_ranks_and_its_device() -> None:
+    told: list[Any] = []
+
+    class Asks(BoringModel):
+        def on_train_start(self) -> None:
+            one = self.trainer.strategy
+            told.extend([one.root_device, one.world_size, one.global_rank, one.is_global_zero])
+            told.append(one.broadcast({"a": 1}))
+
+    trainer = Trainer(max_steps=1, limit_val_batches=0, barebones=True, accelerator="cpu")
+    trainer.fit(Asks())
+    assert told == [torch.device("cpu"), 1, 0, True, {"a": 1}]
+    with pytest.raises(AttributeError, match="ranks is not there yet"):
+        _ = SingleDeviceStrategy().world_size
+    with pytest.raises(AttributeError, match="device is not there yet"):
+        _ = SingleDeviceStrategy().root_device
 
 
 def test_a_quick_run_has_a_logger_that_takes_every_call_and_writes_nothing(

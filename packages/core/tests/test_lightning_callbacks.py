@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -160,6 +161,8 @@ def test_checkpoints_are_named_and_listed_as_lightnings(pl: Any, tmp_path: Path)
     assert saver.dirpath == str(tmp_path / "a")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["0_0.1.ckpt", "1_0.2.ckpt"]
     assert Path(saver.kth_best_model_path).name == "1_0.2.ckpt"
+    taken = inspect.signature(pl.callbacks.ModelCheckpoint).parameters
+    assert taken["save_last"].annotation == bool | Literal["link"] | None
     assert saver.current_score.item() == pytest.approx(0.2)
     assert saver.best_model_score.item() == pytest.approx(0.1)
     assert saver.kth_value.item() == pytest.approx(0.2)

@@ -409,6 +409,14 @@ def test_tensorboard_refuses_a_url() -> None:
 
 
 @pytest.mark.usefixtures("tensorboard")
+def test_the_folder_has_two_names(tmp_path: Path) -> None:
+    assert TensorBoardLogger(root_dir=tmp_path).save_dir == tmp_path
+    assert CSVLogger(root_dir=tmp_path).save_dir == tmp_path
+    with pytest.raises(ConfigurationError, match=r"TensorBoardLogger\(save_dir='a', root_dir='b'"):
+        TensorBoardLogger("a", root_dir="b")
+
+
+@pytest.mark.usefixtures("tensorboard")
 def test_tensorboard_takes_hyperparameters_of_any_kind(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, name=None, default_hp_metric=False, sub_dir="sub")
     given = {"a": Namespace(b=[1, 2]), "layer": nn.Linear, "tensor": torch.zeros(2), 7: None}

@@ -108,9 +108,13 @@ def test_options_go_before_files_and_later_files_before_earlier_ones() -> None:
     assert cli.subcommand is None
 
 
-def test_a_word_for_no_is_no_name_of_a_logger() -> None:
+def test_a_word_for_no_and_a_class_are_no_names() -> None:
     assert made("--trainer.logger=false").trainer.loggers == []
     assert type(made("--trainer.logger=csv").trainer.loggers[0]).__name__ == "CSVLogger"
+    strategy = made("--trainer.strategy=stratagem.strategies.SingleDeviceStrategy").trainer.strategy
+    assert type(strategy).__name__ == "SingleDeviceStrategy"
+    named = made("--trainer.profiler=stratagem.profilers.SimpleProfiler").trainer
+    assert type(named.profiler) is type(made("--trainer.profiler=simple").trainer.profiler)
     assert TrainerCLI.subcommands()["predict"] == {"model", "dataloaders", "datamodule"}
 
 
@@ -211,6 +215,9 @@ def test_the_optimizer_of_a_config_is_the_models() -> None:
     assert optimizers[0].param_groups[0]["lr"] == 0.25
     assert schedulers[0].step_size == 5
     cli.trainer.fit(cli.model)
+    # What this fit steps through is no second class of that name.
+    alone = made("--optimizer=Adam", "--optimizer.lr=0.5", model_class=Plain)
+    assert type(alone.model.configure_optimizers()) is Adam
     with pytest.warns(UserWarning, match="Line has configure_optimizers of its own"):
         made(*args, "--lr_scheduler.step_size=5")
     plateau = f"--lr_scheduler={parsing.__name__}.ReduceLROnPlateau"
@@ -301,3 +308,25 @@ def test_the_program_trains_what_a_file_describes_on_two_ranks(tmp_path: Path) -
     folder = tmp_path / "stratagem_logs" / "version_0"
     assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["devices"] == 2
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
+
+
+def test_lightnings_classes_may_stand_by_their_names_alone() -> None:
+    from stratagem.lightning.api.cli import LightningCLI
+    from stratagem.lightning.api.loggers import CSVLogger
+    from stratagem.profilers import SimpleProfiler
+
+    words = [
+        "--trainer.callbacks+=LearningRateMonitor",
+        "--trainer.callbacks.logging_interval=epoch",
+        "--trainer.logger=CSVLogger",
+        "--trainer.logger.name=named",
+        *("--trainer.profiler", "SimpleProfiler"),
+        *("--model.rate", "0.5"),
+    ]
+    trainer = LightningCLI(model_class=Line, run=False, args=[*QUIET, *words]).trainer
+    found = [c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)]
+    assert [callback.logging_interval for callback in found] == ["epoch"]
+    assert isinstance(trainer.profiler, SimpleProfiler)
+    logger = trainer.logger
+    assert isinstance(logger, CSVLogger)
+    assert logger.name == "named"

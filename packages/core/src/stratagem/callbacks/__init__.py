@@ -79,3 +79,7 @@ __all__ = [
     "Timer",
     "WeightAveraging",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

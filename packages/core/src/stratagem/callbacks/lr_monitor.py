@@ -22,7 +22,7 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: "step": with every row that is logged; "epoch": at the start of each
-            epoch; None: as often as the schedulers step, both where they differ.
+            epoch; None: as often as its scheduler steps, and both where there is none.
         log_momentum: log momentum (betas[0] of Adam) too.
         log_weight_decay: log weight decay too.
 
@@ -91,33 +91,29 @@ class LearningRateMonitor(Callback):
         # In manual optimization each optimizer may take a step of this batch.
         steps = 1 if module.automatic_optimization else len(trainer.optimizers)
         logs = every and (step + steps) // every > step // every
-        if logs and self._is_due(trainer, "step"):
+        if logs and self.logging_interval != "epoch":
             trainer.run.metrics.row.update(self._read(trainer, "step"))
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """Log before an epoch."""
-        if self._is_due(trainer, "epoch"):
-            values = {"epoch": trainer.current_epoch, **self._read(trainer, "epoch")}
+        if self.logging_interval == "step":
+            return
+        if values := self._read(trainer, "epoch"):
+            values = {"epoch": trainer.current_epoch, **values}
             trainer.run.rows.write(values, trainer.global_step)
 
-    def _is_due(self, trainer: Trainer, interval: str) -> bool:
-        if self.logging_interval is not None:
-            return self.logging_interval == interval
-        # A rate that no scheduler changes is logged with each step, as one that changes there.
-        intervals = {config.interval for config in trainer.lr_scheduler_configs} or {"step"}
-        return interval in intervals
-
     def _read(self, trainer: Trainer, interval: str) -> dict[str, float]:
-        only = {
-            id(config.scheduler.optimizer)
+        intervals = {
+            id(config.scheduler.optimizer): config.interval
             for config in trainer.lr_scheduler_configs
-            if config.interval == interval and hasattr(config.scheduler, "optimizer")
+            if hasattr(config.scheduler, "optimizer")
         }
         values: dict[str, float] = {}
         momenta: dict[str, float] = {}
         decays: dict[str, float] = {}
         for index, optimizer in enumerate(trainer.optimizers):
-            if self.logging_interval is None and only and id(optimizer) not in only:
+            # A rate that no scheduler changes is logged with both.
+            if self.logging_interval is None and intervals.get(id(optimizer), interval) != interval:
                 continue
             names = self._of_groups(trainer, index)
             for name, group in zip(names, optimizer.param_groups, strict=True):

@@ -82,3 +82,7 @@ __all__ = [
     "TrainerCLI",
     "main",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -37,6 +37,11 @@ _THERE = {
     **dict.fromkeys(("checkpoint_io", "cluster_environment", "ranks"), "after bind()"),
     "device": "once processes are launched",
 }
+_OF_RANKS = (
+    *("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero"),
+    "broadcast",
+)
+"""What users of the 2.x line ask a strategy for; a subclass may call something of its own so."""
 
 
 class Strategy(Stepping, ABC):
@@ -94,7 +99,9 @@ class Strategy(Stepping, ABC):
             `bind`.
         ranks: the processes that train together; after `bind`, for communication after
             `setup_environment`.
-        device: this rank's `torch.device`; after `setup_environment`.
+        device: this rank's `torch.device`; after `setup_environment`. `root_device` is the same,
+            and `world_size`, `global_rank`, `local_rank`, `node_rank`, `is_global_zero` and
+            `broadcast` are those of `ranks`.
         requested: the components that were asked for in `__init__`, by name.
 
     Raises:
@@ -157,7 +164,11 @@ class Strategy(Stepping, ABC):
         self.requested = {k: v for k, v in requested.items() if v is not None}
 
     def __getattr__(self, name: str) -> Any:
-        """Say of what is not there yet when it will be."""
+        """Say of what is not there yet when it will be; find what its ranks and device are."""
+        if name in _OF_RANKS:
+            return getattr(self.ranks, name)
+        if name == "root_device":
+            return self.device
         kind = type(self).__name__
         if name == "requested":
             raise ConfigurationError(

@@ -226,11 +226,15 @@ class Launched(Ranked):
 
     # -- devices
 
-    def init_module(self) -> AbstractContextManager[None]:
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Return a context in which to build a model.
 
         Its parameters are made on the device, in the right dtype and, under a sharding
         strategy, sharded.
+
+        Args:
+            empty_init: whether first values may be left out, which other libraries do to save
+                memory and time. Here they are as the constructor draws them in any case.
         """
         return self._init_context(self._launched_strategy().model_context())
 

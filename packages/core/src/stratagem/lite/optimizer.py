@@ -74,7 +74,9 @@ def _itself(optimizer: Optimizer) -> Optimizer:
 def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Strategy) -> Any:
     """Return a `LiteOptimizer` that stands for the user's optimizer, under its class's name."""
     own = type(optimizer)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    # Nobody is to find it at a place of its own: command lines look for classes by name.
+    place = f"wrap_optimizer.<locals>.{own.__qualname__}"
+    names = {"__module__": __name__, "__qualname__": place, "__doc__": own.__doc__}
     kind = type(own.__name__, (LiteOptimizer, own), names)
     wrapped: Any = object.__new__(kind)
     # A scheduler made earlier has put a counting `step` on the instance: ours comes first, and

@@ -15,7 +15,7 @@ from torch import Tensor
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
 from stratagem.loggers.parameters import as_mapping, as_plain
-from stratagem.loggers.version_folder import VersionFolder, local_folder
+from stratagem.loggers.version_folder import VersionFolder, local_folder, one_folder
 
 _PIECE = 2**20
 """Bytes of a file that are read at once."""
@@ -68,19 +68,15 @@ class CSVLogger(Logger):
         flush_logs_every_n_steps: int = 1,
         root_dir: str | Path | None = None,
     ) -> None:
-        if save_dir is not None and root_dir is not None:
-            raise ConfigurationError(
-                f"CSVLogger(save_dir={str(save_dir)!r}, root_dir={str(root_dir)!r}): expected one "
-                "of the two, which mean the same"
-            )
         if flush_logs_every_n_steps < 1:
             raise ConfigurationError(
                 f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): expected a whole "
                 "number of at least 1"
             )
-        self.save_dir = local_folder(type(self).__name__, save_dir or root_dir or ".")
+        owner = type(self).__name__
+        self.save_dir = local_folder(owner, one_folder(owner, save_dir, root_dir) or ".")
         self.name = name or ""
-        self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
+        self._folder = VersionFolder(owner, self.save_dir / self.name, version)
         self._prefix = prefix
         self._flush_every = flush_logs_every_n_steps
         self._held: list[tuple[int | None, Mapping[str, float]]] = []

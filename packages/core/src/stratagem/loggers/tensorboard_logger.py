@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.loggers.parameters import as_mapping, as_numbers, as_plain, flattened
 from stratagem.loggers.sdk_logger import SDKLogger
-from stratagem.loggers.version_folder import VersionFolder, local_folder
+from stratagem.loggers.version_folder import VersionFolder, local_folder, one_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,11 +34,12 @@ class TensorBoardLogger(SDKLogger):
         default_hp_metric: write a first value (-1) of "hp_metric", for models that log one.
         prefix: goes before each name, with a "-".
         sub_dir: a folder in that of the run, to write to.
+        root_dir: another name for `save_dir`.
         **kwargs: of `torch.utils.tensorboard.SummaryWriter`, such as `max_queue`.
 
     Raises:
         MissingPackageError: tensorboard is not installed.
-        ConfigurationError: `save_dir` is a URL.
+        ConfigurationError: `save_dir` is a URL, or given beside `root_dir`.
 
     Example:
         >>> from stratagem import Trainer
@@ -63,13 +64,16 @@ class TensorBoardLogger(SDKLogger):
         default_hp_metric: bool = True,
         prefix: str = "",
         sub_dir: str | Path | None = None,
+        root_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(prefix)
-        self.save_dir = local_folder(type(self).__name__, os.path.expandvars(str(save_dir or ".")))
+        owner = type(self).__name__
+        given = one_folder(owner, save_dir, root_dir) or "."
+        self.save_dir = local_folder(owner, os.path.expandvars(given))
         self.name = name or ""
         self.sub_dir = "" if sub_dir is None else os.path.expandvars(str(sub_dir))
-        self._folder = VersionFolder(type(self).__name__, self.save_dir / self.name, version)
+        self._folder = VersionFolder(owner, self.save_dir / self.name, version)
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._writer_options = kwargs

@@ -32,3 +32,7 @@ __all__ = [
     "PyTorchProfiler",
     "SimpleProfiler",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

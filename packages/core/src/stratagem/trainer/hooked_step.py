@@ -79,9 +79,11 @@ def check_step_hooks(
         own = [name for name in own if name == "backward"]
     problem = _taken_as_a_whole(strategy, plan, options)
     if not problem and plan.capabilities.owns_clipping:
-        engines = {"backward", "configure_gradient_clipping"}
-        own = [name for name in own if name in engines]
-        problem = f"the engine of the strategy {plan.strategy.name!r} runs backward and clips"
+        own = [name for name in own if name != "optimizer_step"]
+        problem = (
+            f"the engine of the strategy {plan.strategy.name!r} runs backward, clips, and clears "
+            "gradients in its step"
+        )
     if own and problem:
         raise ConfigurationError(
             f"{type(module).__name__} overrides {' and '.join(own)}, and {problem}, so that it "
@@ -162,6 +164,10 @@ class HookedStep(Step):
         self._on_before_zero_grad = ()
         prepared.clear_gradients[0] = _nothing
         self._is_watched = False
+        # An engine clears gradients in its step, and only there.
+        self._engine = run.trainer.plan.strategy.name if strategy.capabilities.owns_clipping else ""
+        self._awaits_update = False
+        """Whether a backward of the closure has been followed by no update."""
         self._last: tuple[Any] | None = None
         """The micro-batch that the closure computes with."""
         self._has_cleared = self._was_taken = self._was_left_out = False
@@ -214,6 +220,7 @@ class HookedStep(Step):
             )
         if not self.has_loss:
             return
+        self._check_updated()
         if self._was_left_out and not self._was_taken:
             super().optimizer_step_was_skipped(self._inner)
         else:
@@ -226,6 +233,7 @@ class HookedStep(Step):
                 "the closure of optimizer_step was called after the step that it belongs to: call "
                 "it within optimizer_step"
             )
+        self._check_updated()
         self._evaluations += 1
         if self._evaluations > 1:
             if self._expected > 1:
@@ -245,12 +253,23 @@ class HookedStep(Step):
                 f"{type(self._module).__name__}.backward: expected it to call super().backward(...)"
                 ", or prepared.run_backward(loss), as Strategy.backward does"
             )
+        self._awaits_update = self.has_loss
         loss = None if self._loss is None else self._loss.detach()
         ranks = self._strategy.ranks
         if loss is not None and self._hands_closure_over and ranks.world_size > 1:
             # What an optimizer decides by the loss, it has to decide alike on every rank.
             return ranks.all_reduce(loss, "mean")
         return loss
+
+    def _check_updated(self) -> None:
+        """Refuse to leave out an update where that would not drop the gradients."""
+        if self._engine and self._awaits_update:
+            raise UserCodeError(
+                f"{type(self._module).__name__}.optimizer_step did not step the optimizer after "
+                f"its closure, and the engine of the strategy {self._engine!r} adds up gradients "
+                "until it steps: call optimizer.step(closure=optimizer_closure) in each "
+                "optimizer_step"
+            )
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._ran_backward = True
@@ -310,13 +329,13 @@ class HookedStep(Step):
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note it; the step counts once `optimizer_step` of the Module has returned."""
-        self._was_taken = True
+        self._was_taken, self._awaits_update = True, False
         for hook in self._after_update:
             hook(optimizer)
 
     def optimizer_step_was_skipped(self, optimizer: Optimizer) -> None:
         """Note it."""
-        self._was_left_out = True
+        self._was_left_out, self._awaits_update = True, False
         for hook in self._after_update:
             hook(optimizer)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import re
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stratagem.lightning.api.trainer import Trainer
@@ -21,6 +24,27 @@ from stratagem.trainer.cli.parser import (
 from stratagem.trainer.cli.save_config import SaveConfigCallback
 from stratagem.trainer.cli.trainer_cli import TrainerCLI, instantiate_class
 
+_PLACES = {
+    "callbacks": "lightning.pytorch.callbacks",
+    "logger": "lightning.pytorch.loggers",
+    "profiler": "lightning.pytorch.profilers",
+}
+"""Where the classes are that a Trainer's arguments take."""
+
+
+def _with_places(words: Sequence[str]) -> list[str]:
+    """Return words with the places of classes: of `--trainer.logger=CSVLogger`, or as two words."""
+    placed, before = [], ""
+    for word in words:
+        option, equals, value = word.partition("=") if word[:2] == "--" else (before, "", word)
+        named = re.fullmatch(r"--trainer\.(\w+)\+?", option)
+        place = _PLACES.get(named[1], "") if named else ""
+        if place and value[:1].isupper() and value in dir(importlib.import_module(place)):
+            value = f"{place}.{value}"
+        placed.append(f"{option}{equals}{value}" if word[:2] == "--" else value)
+        before = word
+    return placed
+
 
 class LightningArgumentParser(TrainerArgumentParser):
     """A TrainerArgumentParser whose environment variables begin with PL.
@@ -31,6 +55,16 @@ class LightningArgumentParser(TrainerArgumentParser):
 
     def __init__(self, *args: Any, env_prefix: str | bool = "PL", **options: Any) -> None:
         super().__init__(*args, env_prefix=env_prefix, **options)
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
+        """Parse a command line, in which a class of Lightning's may stand by its name alone.
+
+        Args:
+            args: its words; None: those of the process.
+            *more, **options: of `jsonargparse.ArgumentParser.parse_args`.
+        """
+        words = sys.argv[1:] if args is None else args
+        return super().parse_args(_with_places(words), *more, **options)
 
     def add_lightning_class_args(
         self,

@@ -131,15 +131,6 @@ class Fabric(Lite):
             )
         return super().launch(function, *args, **kwargs)
 
-    def init_module(self, empty_init: bool | None = None) -> Any:
-        """Return a context in which to build a model.
-
-        Args:
-            empty_init: not needed here: what a sharding strategy builds is sharded at once, with
-                the values that the constructor draws.
-        """
-        return super().init_module()
-
     def save(
         self, path: PathLike | Mapping[str, Any], state: Any = None, filter: Filter | None = None
     ) -> None:

@@ -58,7 +58,6 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
 
     Args:
         save_dir, name, version, **options: of `stratagem.loggers.TensorBoardLogger`.
-        root_dir: another name for `save_dir`.
     """
 
     def __init__(
@@ -66,10 +65,9 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
         save_dir: str | Path | None = None,
         name: str | None = _NAME,
         version: int | str | None = None,
-        root_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(root_dir if save_dir is None else save_dir, name, version, **options)
+        super().__init__(save_dir, name, version, **options)
 
 
 class DummyLogger(loggers.Logger):

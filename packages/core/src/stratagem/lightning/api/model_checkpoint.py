@@ -1,6 +1,6 @@
 """ModelCheckpoint: with the arguments, in the order that Lightning's has them."""
 
-from __future__ import annotations
+# Without the __future__ import: command lines read the types of the arguments as they stand here.
 
 import json
 from collections.abc import Mapping
@@ -155,7 +155,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         text = json.dumps(self.best_k_models, indent=2)
         Path(filepath or Path(self.dirpath or "") / "best_k_models.yaml").write_text(text + "\n")
 
-    def _name_to_resume_from(self, trainer: Trainer, why: str) -> str:
+    def _name_to_resume_from(self, trainer: "Trainer", why: str) -> str:
         if why == "exception":
             return self._name(trainer)
         return super()._name_to_resume_from(trainer, why)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -150,14 +151,9 @@ class MixedPrecision(Precision, precision.MixedPrecision):
         super().__init__(precision, **({} if scaler is None else {"scaler": scaler}))
         self.device = device
 
-
-class _EnginePrecision(Precision, precision.EnginePrecision):
-    """A half precision that the strategy's engine computes in."""
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which to build a model; "true" names have half-precision ones."""
-        stays = self.name.endswith("mixed")
-        return super().module_init_context() if stays else default_dtype(self.dtype)
+    def autocast_context_manager(self) -> Any:
+        """Return the context of forward passes."""
+        return self.forward_context()
 
 
 class _TruePrecision(Precision, precision.TruePrecision):
@@ -180,19 +176,6 @@ def FSDPPrecision(precision: str, scaler: Any = None) -> Any:
     return _TruePrecision(precision)
 
 
-def DeepSpeedPrecision(precision: str) -> Any:
-    """Return the precision of that name; DeepSpeed's engine computes in it.
-
-    Args:
-        precision: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
-
-    Raises:
-        ConfigurationError: it is none of these.
-    """
-    _check("DeepSpeedPrecision", precision)
-    return _TruePrecision(precision) if precision == "32-true" else _EnginePrecision(precision)
-
-
 _OF_SHARDING = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 
@@ -200,3 +183,25 @@ def _check(who: str, precision: str) -> None:
     if precision not in _OF_SHARDING:
         expected = ", ".join(map(repr, _OF_SHARDING))
         raise ConfigurationError(f"{who}({precision!r}): expected one of {expected}")
+
+
+class DeepSpeedPrecision(Precision, precision.EnginePrecision):
+    """The precision that DeepSpeed's engine computes in.
+
+    Args:
+        precision: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+
+    def __init__(self, precision: str) -> None:
+        _check("DeepSpeedPrecision", precision)
+        super().__init__(precision)
+        if precision == "32-true":
+            self.dtype = torch.float32
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which to build a model; "true" names have half-precision ones."""
+        stays = self.name.endswith("mixed")
+        return super().module_init_context() if stays else default_dtype(self.dtype)

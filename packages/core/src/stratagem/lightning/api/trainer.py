@@ -123,13 +123,8 @@ class Trainer(trainer.Trainer):
             ckpt_path: as there; "last" begins anew, with a warning, where nothing is saved yet.
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
-        if ckpt_path == "last" and not self._has_saved():
-            rank_zero_warn(
-                "fit(ckpt_path='last'): nothing is saved yet in the ModelCheckpoints' folders, so "
-                "the fit begins anew"
-            )
-            ckpt_path = None
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+        path = self._last_if_there(ckpt_path, "fit")
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
 
     def validate(
         self,
@@ -147,7 +142,7 @@ class Trainer(trainer.Trainer):
             dataloaders, datamodule, ckpt_path, verbose: as there.
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
-        path = self._best_if_left_out(model, ckpt_path)
+        path = self._best_if_left_out(model, ckpt_path, "validate")
         return self._logged(super().validate(model, dataloaders, datamodule, path, verbose))
 
     def test(
@@ -160,7 +155,7 @@ class Trainer(trainer.Trainer):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run testing. Arguments as in `validate`."""
-        path = self._best_if_left_out(model, ckpt_path)
+        path = self._best_if_left_out(model, ckpt_path, "test")
         return self._logged(super().test(model, dataloaders, datamodule, path, verbose))
 
     def predict(
@@ -173,7 +168,7 @@ class Trainer(trainer.Trainer):
         weights_only: bool | None = None,
     ) -> Any:
         """Predict; as `stratagem.Trainer.predict`, with `model` and `ckpt_path` of `validate`."""
-        path = self._best_if_left_out(model, ckpt_path)
+        path = self._best_if_left_out(model, ckpt_path, "predict")
         return super().predict(model, dataloaders, datamodule, return_predictions, path)
 
     def _run_on_rank(self, launched: Any, job: Any) -> Any:
@@ -192,8 +187,21 @@ class Trainer(trainer.Trainer):
         """The values for the progress bar."""
         return {name: float(value) for name, value in self._latest.bar.items()}
 
-    def _best_if_left_out(self, model: Any, ckpt_path: str | Path | None) -> str | Path | None:
+    def _last_if_there(self, ckpt_path: str | Path | None, what: str) -> str | Path | None:
+        """Return what to load, None in the place of "last" as long as nothing is saved."""
+        if ckpt_path != "last" or self._has_saved():
+            return ckpt_path
+        rank_zero_warn(
+            f"{what}(ckpt_path='last'): nothing is saved yet in the ModelCheckpoints' folders, so "
+            "that no checkpoint is loaded"
+        )
+        return None
+
+    def _best_if_left_out(
+        self, model: Any, ckpt_path: str | Path | None, what: str
+    ) -> str | Path | None:
         """Return "best" where neither model nor checkpoint is named, as Lightning has it."""
+        ckpt_path = self._last_if_there(ckpt_path, what)
         saved = any(saver.best_model_path for saver in self.checkpoint_callbacks)
         if model is not None or ckpt_path is not None or not saved:
             return ckpt_path
