@@ -6,6 +6,7 @@ Each class's docstring is the mistake. Ranks load this file by its path.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -650,6 +651,202 @@ class KeepsEnvironment(DDPStrategy):
     def teardown(self) -> None:
         os.environ["MINE_DONE"] = "1"
         super().teardown()
+
+
+class ByBackward(ByHand):
+    """Nothing is wrong: gradients that any rank has are averaged after each backward."""
+
+    def trained(self, prepared: PreparedModel) -> list[nn.Parameter]:
+        return [p for p in prepared.original.parameters() if p.requires_grad]
+
+    def reduce_all(self, prepared: PreparedModel) -> None:
+        """Leave it to backward."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        trained = self.trained(prepared)
+        used = self.ranks.reduce_numbers([p.grad is not None for p in trained], "max")
+        for p, is_used in zip(trained, used, strict=True):
+            if is_used:
+                p.grad = self.ranks.all_reduce(p.new_zeros(p.shape) if p.grad is None else p.grad)
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        for buffer in prepared.original.buffers():
+            buffer.copy_(self.ranks.broadcast(buffer))
+        yield
+
+
+class ZerosForUnused(ByBackward):
+    """A parameter that no rank has used gets a gradient of zeros, and decays."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss, *args, **kwargs)
+        for p in self.trained(prepared):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+
+class ListsTrainedOnce(ByBackward):
+    """Looks at requires_grad in wrap, so that what is unfrozen later is not averaged."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        self._listed = [p for p in module.parameters() if p.requires_grad]
+        return super().wrap(module)
+
+    def trained(self, prepared: PreparedModel) -> list[nn.Parameter]:
+        return self._listed
+
+
+class IgnoresClosure(ByBackward):
+    """optimizer_step leaves the closure out."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        return super().optimizer_step(prepared, optimizer)
+
+
+class StepsPastPrecision(ByBackward):
+    """Steps the optimizer itself, past the precision that scales losses."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        return optimizer.step(closure)
+
+
+class FirstLearningRates(ByBackward):
+    """Steps with the learning rates that there were first, as a copy of param_groups does."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        groups = optimizer.param_groups
+        first = self.__dict__.setdefault("_first", {}).setdefault(
+            id(optimizer), [group["lr"] for group in groups]
+        )
+        now = [group["lr"] for group in groups]
+        for group, rate in zip(groups, first, strict=True):
+            group["lr"] = rate
+        try:
+            return super().optimizer_step(prepared, optimizer, closure)
+        finally:
+            for group, rate in zip(groups, now, strict=True):
+                group["lr"] = rate
+
+
+class FirstOptimizer(ByBackward):
+    """Steps the first of two optimizers, and no other one."""
+
+    def optimizer_step(
+        self, prepared: PreparedModel, optimizer: Optimizer, closure: Any = None
+    ) -> Any:
+        if self.__dict__.setdefault("_one", optimizer) is optimizer:
+            return super().optimizer_step(prepared, optimizer, closure)
+        return None
+
+
+class LoadsFirstGroup(ByBackward):
+    """All groups of an optimizer have the learning rate of the first one after a load."""
+
+    def load_optimizer_state(
+        self, prepared: PreparedModel, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        super().load_optimizer_state(prepared, optimizer, state)
+        for group in optimizer.param_groups:
+            group["lr"] = optimizer.param_groups[0]["lr"]
+
+
+class IgnoresBackwardArguments(ByBackward):
+    """backward drops retain_graph."""
+
+    def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(prepared, loss)
+
+
+class OwnNorm(ByBackward):
+    """clip_gradients clips, and returns no norm."""
+
+    def clip_gradients(
+        self, prepared: PreparedModel, optimizer: Optimizer, clip: GradientClip
+    ) -> Tensor | None:
+        super().clip_gradients(prepared, optimizer, clip)
+        return None
+
+
+class OwnInitialBuffers(ByBackward):
+    """Ranks begin with rank 0's parameters, and with buffers of their own."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(self.ranks.broadcast(parameter.detach()))
+        return module
+
+
+class SavesOtherDtype(ByBackward):
+    """model_state returns tensors of another dtype."""
+
+    def model_state(self, prepared: PreparedModel) -> dict[str, Any]:
+        return {name: value.double() for name, value in super().model_state(prepared).items()}
+
+
+class EvaluatesAnAverage(ByBackward):
+    """Other weights are swapped in for an evaluation, and stay."""
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        with super().evaluation(prepared), torch.no_grad():
+            for parameter in prepared.original.parameters():
+                parameter.mul_(0.9)
+            yield
+
+
+class Unfreezes(ByBackward):
+    """Each parameter requires a gradient after an evaluation, whether it did before or not."""
+
+    @contextmanager
+    def evaluation(self, prepared: PreparedModel) -> Iterator[None]:
+        with super().evaluation(prepared):
+            prepared.original.requires_grad_(False)
+            yield
+            prepared.original.requires_grad_(True)
+
+
+class LosesComponents(ByBackward):
+    """Its __init__ takes what is the base class's, and does not pass it on."""
+
+    def __init__(self, **components: Any) -> None:
+        super().__init__()
+
+
+class NoComponents(ByBackward):
+    """Its __init__ takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class GeneratorNoSync(ByBackward):
+    """no_sync yields, and is no context: the decorator was forgotten."""
+
+    def no_sync(self, prepared: PreparedModel) -> Any:
+        yield
+
+
+class AsyncWrap(ByBackward):
+    """wrap is a coroutine."""
+
+    async def wrap(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        return module
+
+
+class KeepsSignalHandler(DDPStrategy):
+    """Its setup_environment sets a signal's handler, and nobody puts back what was there."""
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 class KeepsFirstModel(DDPStrategy):

@@ -20,7 +20,7 @@ from stratagem.testing import (
     PluginConformance,
     PrecisionConformance,
 )
-from stratagem.testing.places import place_of
+from stratagem.testing.places import find, place_of
 
 pytest_plugins = ["stratagem.testing.plugin"]
 
@@ -198,3 +198,14 @@ def test_a_class_of_an_editable_installation_is_imported_and_not_read_from_its_f
     """Whose folder would hide what other modules are called, such as an SDK of the same name."""
     monkeypatch.setattr("importlib.metadata.packages_distributions", dict)
     assert place_of(DDPStrategy) == "stratagem.native.strategies.ddp:DDPStrategy"
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    """As in one run of pytest over two distributions, which both have a test_strategy.py."""
+    places = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "test_strategy.py"
+        file.write_text(f"def make():\n    return {folder!r}\n")
+        places.append(f"{file}:make")
+    assert [find(place)() for place in places] == ["one", "two"]

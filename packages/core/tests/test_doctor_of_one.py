@@ -285,6 +285,168 @@ def test_each_class_is_compared_with_its_spec(program: Program) -> None:
     assert all(component["why_not"] for component in found["components"])
 
 
+OTHER_KINDS = {
+    "missing": (
+        "LoggerSpec(name='missing', target='averaging_nowhere:Mine', api_version=1)",
+        "logger 'missing': its target 'averaging_nowhere:Mine' cannot be imported",
+    ),
+    "no_logger": (
+        "LoggerSpec(name='no_logger', target='pathlib:Path', api_version=1)",
+        "logger 'no_logger': its target 'pathlib:Path' is no subclass of Logger",
+    ),
+    "signature": (
+        "CheckpointIOSpec(name='signature', target='averaging_classes:IO', api_version=1)",
+        "checkpoint_io 'signature': IO.load_checkpoint(self) cannot be called as CheckpointIO.",
+    ),
+    "arguments": (
+        "CheckpointIOSpec(name='arguments', target='averaging_classes:Named', api_version=1,"
+        " init_args={'level': 3})",
+        "checkpoint_io 'arguments': Named(level=3) failed with TypeError: ",
+    ),
+    "nothing": (
+        "CheckpointIOSpec(name='nothing', target='averaging_classes:make', api_version=1)",
+        "checkpoint_io 'nothing': its target 'averaging_classes:make' made None, which is no Ch",
+    ),
+    "other_name": (
+        "PrecisionSpec(name='other_name', target='averaging_classes:Half', api_version=1)",
+        "precision 'other_name': its spec says name='other_name', and Half name='half': a plan is ",
+    ),
+    "own": (
+        "AcceleratorSpec(name='own', target='averaging_classes:Own', api_version=1,"
+        " probe='averaging_classes:probe', own_strategies=True)",
+        "accelerator 'own': its spec says own_strategies=True, and Own own_strategies=False: ",
+    ),
+    "probe": (
+        "AcceleratorSpec(name='probe', target='averaging_classes:Probed', api_version=1,"
+        " probe='averaging_classes:two')",
+        "accelerator 'probe': its probe 'averaging_classes:two' cannot be called with 0 argument",
+    ),
+    "objection": (
+        "StrategySpec(name='objection', target='averaging_classes:Plain', api_version=1,"
+        " objection='averaging_classes:nowhere')",
+        "strategy 'objection': its objection 'averaging_classes:nowhere' cannot be imported: Attr",
+    ),
+    "environment": (
+        "LauncherSpec(name='environment', target='averaging_classes:Starts', api_version=1,"
+        " cluster_environment='nowhere')",
+        "launcher 'environment': it names a cluster environment that cannot be found: unknown clus",
+    ),
+    "variables": (
+        "ClusterEnvironmentSpec(name='variables', target='averaging_classes:Cluster',"
+        " api_version=1, variables=('MINE',))",
+        "cluster_environment 'variables': Cluster.global_rank(self, node) cannot be called as Clu",
+    ),
+    "engine": (
+        "StrategySpec(name='engine', target='averaging_classes:Engine', api_version=1,"
+        " capabilities=Capabilities(precisions=('32-true',), engine_precisions=('bf16-true',)))",
+        "strategy 'engine': it names the engine's precision(s) bf16-true, and not in precisions",
+    ),
+    "compiles": (
+        "StrategySpec(name='compiles', target='averaging_classes:Compiles', api_version=1,"
+        " capabilities=Capabilities(compiles=('models',)))",
+        "strategy 'compiles': it names 'models' in compiles; expected some of 'model', 'step'",
+    ),
+    "one_process": (
+        "StrategySpec(name='one_process', target='averaging_classes:Many', api_version=1,"
+        " capabilities=Capabilities(many_devices=True))",
+        "strategy 'one_process': Many.capabilities has one_process=True and many_devices=True, but",
+    ),
+    "generator": (
+        "StrategySpec(name='generator', target='averaging_classes:Generator', api_version=1)",
+        "strategy 'generator': Generator.no_sync is a generator: decorate it with contextlib.cont",
+    ),
+    "coroutine": (
+        "StrategySpec(name='coroutine', target='averaging_classes:Coroutine', api_version=1)",
+        "strategy 'coroutine': Coroutine.wrap is a coroutine, which nobody awaits: define it by d",
+    ),
+}
+OTHER_CLASSES = """
+    from stratagem.accelerators import *
+    from stratagem.checkpoint import *
+    from stratagem.discovery import Availability, Capabilities
+    from stratagem.environments import ClusterEnvironment
+    from stratagem.launch import Launcher
+    from stratagem.precision import Precision
+    from stratagem.strategies import *
+    import torch
+
+    class IO(SingleFileCheckpointIO):
+        def load_checkpoint(self): ...
+
+    class Named(SingleFileCheckpointIO):
+        def __init__(self, name): ...
+
+    def make(): ...
+
+    class Half(Precision):
+        name, dtype = "half", torch.float16
+
+    class Own(CPUAccelerator):
+        name = "own"
+
+    class Probed(CPUAccelerator):
+        name = "probe"
+
+    def probe(): return Availability(1, "one")
+    def two(one, other): ...
+
+    class Plain(SingleDeviceStrategy):
+        capabilities = Capabilities()
+
+    class Starts(Launcher):
+        def launch(self, plan, function, *args, **kwargs): ...
+
+    class Cluster(ClusterEnvironment):
+        def global_rank(self, node): ...
+
+    class Engine(SingleDeviceStrategy):
+        capabilities = Capabilities(precisions=("32-true",), engine_precisions=("bf16-true",))
+
+    class Compiles(SingleDeviceStrategy):
+        capabilities = Capabilities(compiles=("models",))
+
+    class Many(ParallelStrategy):
+        capabilities = Capabilities(many_devices=True)
+
+    class Generator(Plain):
+        def no_sync(self, prepared):
+            yield
+
+    class Coroutine(Plain):
+        async def wrap(self, module): return module
+"""
+
+
+def test_components_of_every_kind_are_imported_and_compared_with_their_specs(
+    program: Program,
+) -> None:
+    specs = ", ".join(spec for spec, _ in OTHER_KINDS.values())
+    code = (
+        "from stratagem.discovery import *\n@hookimpl\ndef stratagem_components():\n"
+        f"    return [{specs}]\n"
+    )
+    program.install("averaging", code, requires=RANGE)
+    write(program, "averaging_classes", OTHER_CLASSES)
+    problems = program.json("doctor", "averaging", code=1)["problems"]
+    for _, said in OTHER_KINDS.values():
+        assert [problem for problem in problems if problem.startswith(said)], (said, problems)
+    assert len(problems) == len(OTHER_KINDS), problems
+
+
+def test_an_objection_that_fails_stops_its_own_strategy_only(program: Program) -> None:
+    code = GOOD.replace("capabilities=CAN", "capabilities=CAN, objection=lambda plan: plan.none")
+    program.install("averaging", code, requires=RANGE)
+    write(program, "averaging_classes", CLASSES)
+    rows = {row["name"]: row for row in program.json("strategies", "--all")}
+    assert rows["averaging"]["why_not"].startswith(
+        "the objection of the strategy 'averaging' failed with AttributeError: "
+    )
+    assert rows["ddp"]["usable"]
+    assert program.json("doctor", "averaging", code=1)["problems"] == [
+        "nothing that it provides can be used on this machine"
+    ]
+
+
 def test_a_method_that_nearly_has_the_name_of_one_that_is_called_is_a_warning(
     program: Program,
 ) -> None:
@@ -339,6 +501,21 @@ def test_a_requirement_that_will_not_last_is_a_problem(program: Program, require
     program.install("averaging", NOTHING, requires=requires)
     (problem,) = program.json("doctor", "averaging", code=1)["problems"]
     assert problem == f"requirement on core: {REQUIREMENTS[requires]}stratagem-core>=0.1,<0.2"
+
+
+def test_a_requirement_that_is_not_met_here_is_a_problem(program: Program) -> None:
+    info = program.install("averaging", NOTHING, requires=RANGE)
+    with info.joinpath("METADATA").open("a") as file:
+        file.write(
+            "Requires-Dist: vendors-sdk>=3\nRequires-Dist: torch>=99\n"
+            'Requires-Dist: absent; extra == "test"\n'
+        )
+    problems = program.json("doctor", "averaging", code=1)["problems"]
+    assert problems[0] == (
+        "requirements: vendors-sdk>=3 is not installed: pip install 'vendors-sdk>=3'"
+    )
+    assert problems[1].startswith("requirements: torch>=99 is required, and torch 2.")
+    assert len(problems) == 2
 
 
 def test_a_version_that_is_none_is_a_problem(program: Program) -> None:

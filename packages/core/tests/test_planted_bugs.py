@@ -91,6 +91,24 @@ PLANTED = [
     ("SaysOwnsClipping", "steps/gradient", "has owns_clipping=True, but the class overrides none"),
     ("LeavesClippingToDDP", "steps/gradient", "has owns_clipping=True, but the class overrides"),
     ("AveragesUnderTheTrainer", "lite/loop", "ranks 0 and 1 have different values of '0.weight'"),
+    ("ZerosForUnused", "losses/unused", "keeps grad=None"),
+    ("ListsTrainedOnce", "steps/unfrozen", "look at requires_grad in each step"),
+    ("IgnoresClosure", "optimizers/closure", "did not train as the closure asks"),
+    ("StepsPastPrecision", "precisions/scaled loss", "step by self.precision.optimizer_step"),
+    ("ClipsBeforeUnscaling", "precisions/scaled loss and clip", "changes what is trained"),
+    ("FirstLearningRates", "optimizers/groups and schedule", "a scheduler changes both"),
+    ("FirstOptimizer", "optimizers/two", "one of two optimizers of a model was not stepped"),
+    ("LoadsFirstGroup", "state/round trip", "they differ at [0]['param_groups'][1]['lr']"),
+    ("IgnoresBackwardArguments", "optimizers/arguments of backward", "retain_graph=True"),
+    ("OwnNorm", "lite/clip", "returned None on rank 0, expected "),
+    ("OwnInitialBuffers", "losses/initial weights", "from rank 0's weights and buffers"),
+    ("SavesOtherDtype", "state/into single_device", "'net.0.weight': 'float64[8, 6]'"),
+    ("EvaluatesAnAverage", "evaluation/one model", "has to put back what it changes"),
+    ("Unfreezes", "evaluation/one model", "another requires_grad: net.0.bias"),
+    ("LosesComponents", "life/arguments", "its __init__ does not pass launcher on"),
+    ("NoComponents", "life/arguments", "an unexpected keyword argument 'launcher'"),
+    ("GeneratorNoSync", "steps/gradient", "decorate it with contextlib.contextmanager"),
+    ("AsyncWrap", "steps/gradient", "is a coroutine, which nobody awaits"),
     ("OverridesFinal", "steps/gradient", "OverridesFinal.barrier takes the place of"),
     ("NoDataShard", "steps/gradient", "data_shard is rank 0: (0, 3), rank 1: (1, 3)"),
 ]
@@ -101,6 +119,7 @@ AT_THE_END = [
     ("LeaksProcess", "end/nothing left", "left running: "),
     ("TeardownRaises", "end/nothing left", "TeardownRaises.teardown() failed after the run"),
     ("KeepsEnvironment", "end/nothing left", "the environment variable MINE_DONE"),
+    ("KeepsSignalHandler", "end/nothing left", "the handler of SIGUSR2"),
     ("SwallowsException", "end/failing rank", "the exception was swallowed"),
 ]
 
@@ -122,12 +141,13 @@ def outcomes(
 ) -> dict[Item, Outcome]:
     """What came of all of them, in one pair of ranks; two that are right, too."""
     items = [item(name, check) for name, check, _ in PLANTED]
-    items += [item(name, check) for name in ("ByHand", "OtherRanks") for check in RIGHT]
+    items += [item(name, check) for name in RIGHTS for check in RIGHT]
     folder = tmp_path_factory.mktemp("planted")
     return run_checks(list(dict.fromkeys(items)), folder, reference=stratagem_reference)
 
 
 RIGHT = ("steps/accumulation and clip", "collectives/all_reduce", "state/exact resume")
+RIGHTS = ("ByHand", "ByBackward", "OtherRanks")
 
 
 @pytest.mark.parametrize(("name", "check", "phrase"), PLANTED)
@@ -140,7 +160,7 @@ def test_a_planted_bug_is_found_and_named(
 
 
 @pytest.mark.parametrize("check", RIGHT)
-@pytest.mark.parametrize("name", ["ByHand", "OtherRanks"])
+@pytest.mark.parametrize("name", RIGHTS)
 def test_what_planted_bugs_are_made_of_is_right(
     name: str, check: str, outcomes: dict[Item, Outcome]
 ) -> None:

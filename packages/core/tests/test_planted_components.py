@@ -208,7 +208,7 @@ PLUGINS = {
         "api_version=1, capabilities=Capabilities(multi_node=True)",
         REQUIRES,
         "specs/as the class",
-        "a plan is made by the first",
+        "differ: multi_node is True in the spec",
     ),
 }
 

@@ -25,7 +25,7 @@ from stratagem.discovery import (
 from stratagem.discovery.checks import check_spec
 from stratagem.discovery.entry_points import PluginEntry
 from stratagem.discovery.registry import Registry
-from stratagem.errors import AmbiguousNameError, ConfigurationError, UnknownNameError
+from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
 from stratagem.plan.components import probe_accelerator
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolve import resolve
@@ -977,6 +977,29 @@ def test_a_plugin_may_refuse_a_plan() -> None:
     registry = registry_of(("quota", plugin_of(stratagem_run_planned=refuse)))
     with pytest.raises(ConfigurationError, match="are more than the quota"):
         planned_with(registry)
+
+
+@pytest.mark.parametrize("hook", ["stratagem_run_planned", "stratagem_choose_strategy"])
+def test_a_plugin_whose_hook_fails_is_named(hook: str) -> None:
+    def of_plan(plan: RunPlan) -> None:
+        raise KeyError("quota")
+
+    def of_choice() -> None:
+        raise KeyError("quota")
+
+    hooks: dict[str, Any] = {hook: of_plan if hook.endswith("planned") else of_choice}
+    registry = registry_of(("quota", plugin_of(**hooks)))
+    with pytest.raises(PluginError, match=rf"the plugin quota:\S+ failed in {hook} with KeyErr"):
+        planned_with(registry)
+
+
+def test_an_objection_that_fails_is_named() -> None:
+    def fails(plan: RunPlan) -> str:
+        raise KeyError("quota")
+
+    registry = registry_of(("quota", plugin_of([strategy("mine", objection=fails)])))
+    with pytest.raises(PluginError, match="the objection of the strategy 'mine' failed with KeyE"):
+        planned_with(registry, strategy="mine")
 
 
 # -- names

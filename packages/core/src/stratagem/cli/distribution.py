@@ -43,6 +43,7 @@ _KINDS = (
     "checkpoint_io",
     "cluster_environment",
     "launcher",
+    "logger",
 )
 _FIRST_WORDS = re.compile(r"^stratagem-(backend-)?")
 
@@ -197,6 +198,7 @@ def _metadata_checks(distribution: str, entries: list[PluginEntry]) -> Iterator[
         else:
             yield Check(f"entry point {entry.name}", "ok", f"{entry.value} in the group {GROUP}")
     yield Check("requirement on core", *_judge_requirement(entries[0].requires_core))
+    yield from _judge_environment(distribution)
 
 
 def _judge_version(version: str) -> tuple[Any, str]:
@@ -212,6 +214,34 @@ def _judge_requirement(clauses: str) -> tuple[Any, str]:
     """Return the status and detail of a requirement on core, such as "<0.2,>=0.1"."""
     why = why_not_lasting(clauses)
     return ("error", why) if why else ("ok", f"{CORE}{clauses}")
+
+
+def _judge_environment(distribution: str) -> Iterator[Check]:
+    """Yield what a distribution requires that is not here, as `pip check` does."""
+    from importlib_metadata import PackageNotFoundError, requires
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        declared = requires(distribution) or []
+    except PackageNotFoundError:
+        return
+    for text in declared:
+        try:
+            wanted = Requirement(text)
+        except InvalidRequirement:
+            yield Check("requirements", "error", f"{text!r} in its metadata cannot be read")
+            continue
+        if normalise(wanted.name) == CORE:
+            continue  # which has a line of its own
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        found = version_of(wanted.name)
+        if found is None:
+            yield Check("requirements", "error", f"{text} is not installed: pip install '{text}'")
+        elif not wanted.specifier.contains(found, prereleases=True):
+            yield Check(
+                "requirements", "error", f"{text} is required, and {wanted.name} {found} is here"
+            )
 
 
 def _plugin_checks(reports: list[PluginReport], registry: Registry) -> Iterator[Check]:

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator, Set
 from stratagem.discovery.class_source import check_source, find_module
 from stratagem.discovery.hints import installation_hint
 from stratagem.discovery.registry import Registry
-from stratagem.discovery.specs import ComponentSpec, PrecisionSpec, StrategySpec
+from stratagem.discovery.specs import ComponentSpec, LauncherSpec, PrecisionSpec, StrategySpec
 from stratagem.errors import ConfigurationError
 
+_COMPILES = ("model", "step")
+"""What `Capabilities.compiles` may name."""
 _DEFINED = re.compile(rb"^(?:class|def) (\w+)", re.MULTILINE)
 _IMPORTED = re.compile(rb"^(?:import|from) (\w+)", re.MULTILINE)
 
@@ -32,6 +34,8 @@ def check_spec(spec: ComponentSpec, registry: Registry) -> Iterator[str]:
             yield missing
     if isinstance(spec, PrecisionSpec):
         yield from _unknown(spec.accelerators or (), "accelerator", registry)
+    if isinstance(spec, LauncherSpec):
+        yield from _unknown((spec.cluster_environment,), "cluster_environment", registry)
     if not isinstance(spec, StrategySpec):
         return
     can = spec.capabilities
@@ -41,6 +45,17 @@ def check_spec(spec: ComponentSpec, registry: Registry) -> Iterator[str]:
     own = {name.casefold() for name in can.engine_precisions}
     wanted = [name for name in can.precisions or () if name.casefold() not in own]
     yield from _unknown(wanted, "precision", registry)
+    taken = {name.casefold() for name in can.precisions or own}
+    if left_out := sorted(own - taken):
+        yield (
+            f"it names the engine's precision(s) {', '.join(left_out)}, and not in precisions, so "
+            "that nobody can choose them: name them there too"
+        )
+    if strange := [name for name in can.compiles if name not in _COMPILES]:
+        yield (
+            f"it names {', '.join(map(repr, strange))} in compiles; expected some of "
+            + ", ".join(map(repr, _COMPILES))
+        )
     for kind in ("launcher", "checkpoint_io"):
         if isinstance(name := spec.init_args.get(kind), str) and name not in (
             *(can.launchers or ()),

@@ -58,6 +58,14 @@ def contradictions(
         )
 
 
+def one_process_of(name: str) -> str:
+    """Return what is said of a ParallelStrategy whose one process is to drive many devices."""
+    return (
+        f"{name}.capabilities has one_process=True and many_devices=True, but a ParallelStrategy "
+        "has a process for each device: set one_process=False"
+    )
+
+
 def difference(name: str, of_spec: Capabilities, of_class: Capabilities | None) -> str:
     """Return how the capabilities of a strategy's spec and of its class differ; "": they do not.
 
@@ -116,10 +124,7 @@ def check_source(spec: StrategySpec, registry: Registry) -> Iterator[str]:
         )
     drives_one = [_BASES.get(base, True) for base in bases]
     if drives_one and not any(drives_one) and can.one_process and can.many_devices:
-        yield (
-            f"{source.name}.capabilities has one_process=True and many_devices=True, but a "
-            "ParallelStrategy has a process for each device: set one_process=False"
-        )
+        yield one_process_of(source.name)
 
 
 def _leaves_steps(base: str, registry: Registry) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 from stratagem.discovery.capabilities import Capabilities, check_fields
-from stratagem.errors import PluginError
+from stratagem.errors import PluginError, StratagemError
 
 PLUGIN_API_VERSION = 1
 """The version of the interfaces that plugins build on; a spec declares the one it was made for."""
@@ -259,7 +259,7 @@ class ClusterEnvironmentSpec(ComponentSpec):
             return f"{text}: {self.advice}" if self.advice else text
         if self.objection is None:
             return ""
-        objection: str = load_target(self.objection, what=f"objection of {self.name!r}")(environ)
+        objection: str = asked_function(self, "objection", environ)
         return objection
 
 
@@ -297,6 +297,35 @@ class LoggerSpec(ComponentSpec):
 
     __slots__ = ()
     kind: ClassVar[str] = "logger"
+
+
+def asked_function(spec: ComponentSpec, field: str, *arguments: Any) -> Any:
+    """Return what a function that a spec names answers.
+
+    Args:
+        spec: whose.
+        field: that names it.
+        *arguments: of the call.
+
+    Raises:
+        PluginError: it cannot be imported, or fails; names the component.
+
+    Example:
+        >>> from stratagem.discovery.specs import asked_function
+        >>> spec = StrategySpec(name="mine", target="my_package:Mine", api_version=1,
+        ...                     objection=lambda plan: "")
+        >>> asked_function(spec, "objection", None)
+        ''
+    """
+    what = f"{field} of the {spec.kind} {spec.name!r}"
+    function = load_target(getattr(spec, field), what=what)
+    # A plugin's own code: what it raises would not say whose it is.
+    try:
+        return function(*arguments)
+    except StratagemError:
+        raise
+    except Exception as error:
+        raise PluginError(f"the {what} failed with {type(error).__name__}: {error}") from error
 
 
 def load_target(target: Target, *, what: str) -> Any:

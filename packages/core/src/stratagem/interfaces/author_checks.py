@@ -47,6 +47,16 @@ def check_overrides(kind: type, base: type, *, by_name: bool = False) -> None:
                 f"{kind.__name__}.{name} is a {type(own).__name__}; expected a method, "
                 f"{name}{inspect.signature(expected)}"
             )
+        if inspect.iscoroutinefunction(own) or inspect.isgeneratorfunction(own):
+            raise ConfigurationError(
+                f"{kind.__name__}.{name} "
+                + (
+                    "is a generator: decorate it with contextlib.contextmanager, if it is to be a "
+                    "context, or return what is expected"
+                    if inspect.isgeneratorfunction(own)
+                    else "is a coroutine, which nobody awaits: define it by def, not async def"
+                )
+            )
         arguments, keywords = _as_called(expected)
         try:
             inspect.signature(own).bind(*arguments, **keywords)

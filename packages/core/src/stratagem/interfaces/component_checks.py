@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
 from types import FunctionType
+from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.discovery.specs import ComponentSpec, StrategySpec
+from stratagem.discovery.class_source import one_process_of
+from stratagem.discovery.specs import ComponentSpec, StrategySpec, load_target
 from stratagem.errors import ConfigurationError, PluginError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.author_checks import check_capabilities, check_overrides
@@ -19,15 +21,55 @@ from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.strategy import Strategy
 
-INTERFACES: dict[str, type] = {
+INTERFACES: dict[str, type | str] = {
     "accelerator": Accelerator,
     "checkpoint_io": CheckpointIO,
     "cluster_environment": ClusterEnvironment,
     "launcher": Launcher,
+    "logger": "stratagem.loggers:Logger",  # which lies above
     "precision": Precision,
     "strategy": Strategy,
 }
 """What a component of each kind is an instance of."""
+
+_SAID_TWICE = {
+    "accelerator": ("name", "own_strategies", "data_parallel_kernels"),
+    "precision": ("name", "shardable"),
+    "launcher": (
+        *("interactive", "new_processes", "spans_nodes", "devices_elsewhere"),
+        "cluster_environment",
+    ),
+}
+"""The fields of a spec that its class has too."""
+_OF_ONE_KIND = {"accelerator": ("process_group_backend",)}
+"""What an interface only annotates, so that each class, or what is made of it, has its own."""
+_FUNCTIONS = {"probe": 0, "objection": 1, "local_world_size": 1}
+"""The fields that name a function, and with how many arguments it is called."""
+_NOT_MADE = ("cluster_environment", "logger")
+"""Kinds whose constructors read the machine, or may write."""
+_PARALLEL = "stratagem.strategies:ParallelStrategy"
+
+
+def kinds() -> list[str]:
+    """Return the kinds of component that an installed distribution may provide.
+
+    Example:
+        >>> "logger" in kinds()
+        True
+    """
+    return list(INTERFACES)
+
+
+def interface_of(spec: ComponentSpec) -> Any:
+    """Return the class of which a component is an instance.
+
+    Example:
+        >>> from stratagem.discovery import LoggerSpec
+        >>> interface_of(LoggerSpec(name="mine", target="my_package:Mine", api_version=1)).__name__
+        'Logger'
+    """
+    named = INTERFACES[spec.kind]
+    return load_target(named, what=f"the interface of a {spec.kind}")
 
 
 def mistakes_of(spec: ComponentSpec) -> list[str]:
@@ -48,9 +90,7 @@ def mistakes_of(spec: ComponentSpec) -> list[str]:
             f"its target {spec.target!r} cannot be imported: {type(cause).__name__}: {cause}"
             + _missing_module(cause, spec)
         ]
-    interface = INTERFACES.get(spec.kind)
-    if interface is None:
-        return []
+    interface = interface_of(spec)
     if isinstance(target, type):
         if not issubclass(target, interface):
             return [f"its target {spec.target!r} is no subclass of {interface.__name__}"]
@@ -59,7 +99,7 @@ def mistakes_of(spec: ComponentSpec) -> list[str]:
             return [f"its target {spec.target!r} does not define {missing}"]
     elif not callable(target):
         return [f"its target {spec.target!r} is {target!r}; expected a class, or a function"]
-    return list(_mistakes_of_strategy(spec)) if isinstance(spec, StrategySpec) else []
+    return [*_wrong_functions(spec), *_mistakes_of_made(spec, target, interface)]
 
 
 def doubts_of(spec: ComponentSpec) -> list[str]:
@@ -106,19 +146,70 @@ def _missing_module(error: BaseException | None, spec: ComponentSpec) -> str:
     return f" ({name.partition('.')[0]} has to be installed beside it)"
 
 
-def _mistakes_of_strategy(spec: StrategySpec) -> Iterator[str]:
+def _wrong_functions(spec: ComponentSpec) -> Iterator[str]:
+    """Yield which functions that a spec names are not there, or are none of their arguments."""
+    for field, count in _FUNCTIONS.items():
+        named = getattr(spec, field, None)
+        if named is None:
+            continue
+        try:
+            inspect.signature(load_target(named, what=field)).bind(*[None] * count)
+        except PluginError as error:
+            cause = error.__cause__
+            yield f"its {field} {named!r} cannot be imported: {type(cause).__name__}: {cause}"
+        except TypeError as error:
+            yield f"its {field} {named!r} cannot be called with {count} argument(s): {error}"
+        except ValueError:
+            pass  # of a builtin, which has no signature
+
+
+def _mistakes_of_made(spec: ComponentSpec, target: Any, interface: type) -> Iterator[str]:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in spec.init_args.items())
     # The boundary at which a constructor's failure becomes a sentence of doctor's.
     try:
-        made = spec.build()
+        if spec.kind in _NOT_MADE:
+            inspect.signature(target).bind(**spec.init_args)
+            made = None
+        else:
+            made = spec.build()
     except (Exception, SystemExit) as error:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in spec.init_args.items())
         yield f"{spec.class_name}({arguments}) failed with {type(error).__name__}: {error}"
         return
-    if not isinstance(made, Strategy):
-        yield f"its target {spec.target!r} made {made!r}, which is no Strategy"
+    if spec.kind not in _NOT_MADE and not isinstance(made, interface):
+        yield f"its target {spec.target!r} made {made!r}, which is no {interface.__name__}"
         return
+    kind = target if made is None else type(made)
+    if isinstance(kind, type):
+        try:
+            check_overrides(kind, interface, by_name=True)
+        except ConfigurationError as error:
+            yield str(error)
+    if isinstance(made, Strategy) and isinstance(spec, StrategySpec):
+        yield from _mistakes_of_strategy(spec, made)
+    elif made is not None:
+        yield from _mistakes_of_fields(spec, made)
+
+
+def _mistakes_of_fields(spec: ComponentSpec, made: object) -> Iterator[str]:
+    """Yield which attributes are missing, or are not what the spec says."""
+    name = type(made).__name__
+    for field in _OF_ONE_KIND.get(spec.kind, ()):
+        if not hasattr(made, field):
+            yield f"{name} has no {field}, which each {spec.kind} has to set"
+    for field in _SAID_TWICE.get(spec.kind, ()):
+        said, own = getattr(spec, field), getattr(made, field, None)
+        # A class of launchers may serve several names: it says the least that all of them can do.
+        is_least = spec.kind == "launcher" and own == getattr(Launcher, field)
+        if said != own and not is_least:
+            yield (
+                f"its spec says {field}={said!r}, and {name} {field}={own!r}: a plan is made by "
+                "the first and run by the second; let both be the same"
+            )
+
+
+def _mistakes_of_strategy(spec: StrategySpec, made: Strategy) -> Iterator[str]:
     kind = type(made)
-    own = getattr(made, "capabilities", None)
+    own: object = getattr(made, "capabilities", None)
     if not isinstance(own, Capabilities):
         yield f"{kind.__name__}.capabilities is {own!r}; expected the Capabilities of its spec"
         return
@@ -127,9 +218,11 @@ def _mistakes_of_strategy(spec: StrategySpec) -> Iterator[str]:
             f"its spec and {kind.__name__}.capabilities differ: {_differences(spec, own)}; let "
             "both hold one object"
         )
+    parallel = load_target(_PARALLEL, what="the base of strategies of several processes")
+    if isinstance(made, parallel) and own.one_process and own.many_devices:
+        yield one_process_of(kind.__name__)
     try:
         made.requested  # noqa: B018 - which __init__ sets, or says that it was not called
-        check_overrides(kind, Strategy, by_name=True)
         check_capabilities(kind, Strategy, own)
     except ConfigurationError as error:
         yield str(error)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stratagem.discovery.registry import Candidate
-from stratagem.discovery.specs import ClusterEnvironmentSpec, load_target
+from stratagem.discovery.specs import ClusterEnvironmentSpec, asked_function
 from stratagem.errors import ConfigurationError, UnknownNameError
 from stratagem.plan.selection import NAMED, Question, Selection, given, selection_of
 
@@ -66,8 +66,7 @@ class Cluster:
             source = self.environment.source
             return int(getattr(source, "global_rank" if what == "rank" else what)())
         if what == "local_world_size" and spec.local_world_size is not None:
-            function = load_target(spec.local_world_size, what=f"local_world_size of {spec.name!r}")
-            return int(function(self.environ))
+            return int(asked_function(spec, "local_world_size", self.environ))
         variable = str(getattr(spec, f"{what}_variable"))
         text = self.environ.get(variable)
         if text is None:

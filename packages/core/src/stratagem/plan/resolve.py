@@ -6,14 +6,14 @@ from the request. Every wrong combination is refused here, before a process star
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.registry import Registry
-from stratagem.discovery.specs import Availability, PrecisionSpec, StrategySpec, load_target
-from stratagem.errors import ConfigurationError
+from stratagem.discovery.specs import Availability, PrecisionSpec, StrategySpec, asked_function
+from stratagem.errors import ConfigurationError, PluginError, StratagemError
 from stratagem.plan.cluster import CLUSTER_VARIABLE, Cluster, find_cluster
 from stratagem.plan.compilation import check_compiles
 from stratagem.plan.components import (
@@ -99,7 +99,7 @@ def resolve(
         environments_passed_over=cluster.passed_over,
     )
     _check_objections(plan)
-    registry.plugins.hook.stratagem_run_planned(plan=plan)
+    _tell_plugins(registry, plan)
     return plan
 
 
@@ -160,10 +160,10 @@ def _chosen_by_plugin(question: Question, fitting: tuple[str, ...]) -> Selection
     arguments = {"request": question.request, "candidates": fitting}
     hook = question.registry.plugins.hook.stratagem_choose_strategy
     for implementation in reversed(hook.get_hookimpls()):
-        answer = implementation.function(*(arguments[name] for name in implementation.argnames))
+        plugin = implementation.plugin_name
+        answer = _ask_plugin("stratagem_choose_strategy", implementation, arguments)
         if answer is None:
             continue
-        plugin = implementation.plugin_name
         if answer not in fitting:
             raise ConfigurationError(
                 f"the plugin {plugin} chose the strategy {answer!r} for this request; expected "
@@ -289,12 +289,35 @@ def _check_world(
         )
 
 
+def _tell_plugins(registry: Registry, plan: RunPlan) -> None:
+    """Let every plugin observe the plan, or refuse it by an error of ours."""
+    hook = registry.plugins.hook.stratagem_run_planned
+    for implementation in reversed(hook.get_hookimpls()):
+        _ask_plugin("stratagem_run_planned", implementation, {"plan": plan})
+
+
+def _ask_plugin(hook: str, implementation: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return what a plugin's hook answers.
+
+    Raises:
+        PluginError: it fails; of what it raises, not all would say whose it is.
+    """
+    try:
+        return implementation.function(*(arguments[name] for name in implementation.argnames))
+    except StratagemError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"the plugin {implementation.plugin_name} failed in {hook} with "
+            f"{type(error).__name__}: {error}: disable it with STRATAGEM_DISABLE_PLUGINS"
+        ) from error
+
+
 def _check_objections(plan: RunPlan) -> None:
     """Refuse a plan that the strategy or the precision, if selected by name, objects to."""
     for selection in (plan.strategy, plan.precision):
         spec = selection.spec
         if not isinstance(spec, StrategySpec | PrecisionSpec) or spec.objection is None:
             continue
-        problem = load_target(spec.objection, what=f"objection of {spec.name!r}")(plan)
-        if problem:
+        if problem := asked_function(spec, "objection", plan):
             raise ConfigurationError(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -68,7 +69,9 @@ def _is_installed(module: str) -> bool:
 
 
 def _load(file: Path) -> ModuleType:
-    name = f"_stratagem_conformance_{file.stem}"
+    # Two files may have one name, as each of several distributions has a test_strategy.py.
+    place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]
+    name = f"_stratagem_conformance_{file.stem}_{place}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import builtins
 import gc
 import inspect
+import logging
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,6 +91,16 @@ class Surroundings:
                 "inference mode": torch.is_inference_mode_enabled(),
                 "anomaly detection": torch.is_anomaly_enabled(),
                 "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+                "the precision of float32 products": torch.get_float32_matmul_precision(),
+                "the working folder": str(Path.cwd()),
+                "sys.excepthook": sys.excepthook,
+                "logging of the root logger": (logging.root.level, len(logging.root.handlers)),
+                "what logging leaves out": logging.root.manager.disable,
+                **{
+                    f"the handler of {one.name}": signal.getsignal(one)
+                    for one in sorted(signal.valid_signals())
+                    if isinstance(one, signal.Signals)
+                },
             },
             groups=_groups(),
             children=tuple(child.name for child in multiprocessing.active_children()),
@@ -119,7 +132,7 @@ class Surroundings:
         changed += [
             f"{what}: {value} before, now {now.modes[what]}"
             for what, value in self.modes.items()
-            if now.modes[what] != value
+            if now.modes[what] != value and not _is_of_a_library(now.modes[what])
         ]
         if groups and now.groups > self.groups:
             changed.append(f"{now.groups - self.groups} process group(s) of torch.distributed")
@@ -135,6 +148,11 @@ def _is_of_torch(now: Surroundings, place: str) -> bool:
     """Whether what stands there is torch's own code: it wraps some functions when first used."""
     code = getattr(now.functions.get(place), "__code__", None)
     return code is not None and code.co_filename.startswith(_TORCH)
+
+
+def _is_of_a_library(handler: Any) -> bool:
+    """Whether it is a function of torch's or of the launch's, as of its watch over signals."""
+    return str(getattr(handler, "__module__", "")).startswith(("torch.", "stratagem.launch."))
 
 
 def _name(owner: Any) -> str:

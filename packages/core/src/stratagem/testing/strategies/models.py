@@ -114,6 +114,19 @@ class _Scalar(nn.Module):
         return output
 
 
+class _Buffered(nn.Module):
+    """A buffer of random numbers, which each forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", 0.5 + torch.rand(FEATURES))
+        self.net = dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.net(x * self.get_buffer("scale"))
+        return output
+
+
 class _Unused(nn.Module):
     """A layer that no forward pass uses."""
 
@@ -156,6 +169,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "repeated": _Repeated,
     "scalar": _Scalar,
     "dropout": dropout,
+    "buffered": _Buffered,
 }
 """What a model's name stands for."""
 
@@ -167,11 +181,22 @@ def build(name: str, seed: int = 0) -> nn.Module:
     return made
 
 
+def _groups(parameters: Any) -> list[dict[str, Any]]:
+    """Return biases and weights as two groups; weights with options of their own."""
+    every = list(parameters)
+    return [
+        {"params": [p for p in every if p.ndim < 2]},
+        {"params": [p for p in every if p.ndim >= 2], "lr": 0.03, "weight_decay": 0.02},
+    ]
+
+
 OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1),
     "unit": lambda parameters: SGD(parameters, lr=1.0),
     "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: Adam(parameters, lr=0.02),
+    "groups": lambda parameters: SGD(_groups(parameters), lr=0.08, momentum=0.9),
+    "adam_groups": lambda parameters: Adam(_groups(parameters), lr=0.02),
     "adamw": lambda parameters: AdamW(parameters, lr=0.02, weight_decay=0.1),
 }
 """What an optimizer's name stands for; "unit": a step is the gradient."""

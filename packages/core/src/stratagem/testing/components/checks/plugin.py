@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 from stratagem.discovery.checks import check_spec
 from stratagem.discovery.entry_points import (
@@ -21,31 +20,16 @@ from stratagem.discovery.specs import (
     PLUGIN_API_VERSION,
     AcceleratorSpec,
     ComponentSpec,
-    LauncherSpec,
-    PrecisionSpec,
-    StrategySpec,
     load_target,
 )
 from stratagem.errors import PluginError
-from stratagem.interfaces.accelerator import Accelerator
-from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.interfaces.cluster_environment import ClusterEnvironment
-from stratagem.interfaces.launcher import Launcher
-from stratagem.interfaces.precision import Precision
-from stratagem.interfaces.strategy import Strategy
+from stratagem.interfaces.component_checks import interface_of, kinds, mistakes_of
 from stratagem.testing.components.bench import Bench
 from stratagem.testing.components.check import check
 from stratagem.testing.processes import clean_environment
 
 KIND = "plugin"
-KINDS: dict[str, type] = {
-    "strategy": Strategy,
-    "accelerator": Accelerator,
-    "precision": Precision,
-    "checkpoint_io": CheckpointIO,
-    "cluster_environment": ClusterEnvironment,
-    "launcher": Launcher,
-}
+KINDS = kinds()
 _LONGEST = 120
 """Characters of a summary, which is a line of a table."""
 _LIST = """
@@ -148,7 +132,7 @@ def _disabled(bench: Bench) -> None:
             continue  # without it nothing runs
         module = entry.value.partition(":")[0]
         done = bench.python(
-            *("-c", _LIST, json.dumps(list(KINDS)), entry.distribution, module),
+            *("-c", _LIST, json.dumps(KINDS), entry.distribution, module),
             environ={DISABLE_VARIABLE: entry.distribution},
         )
         assert done.returncode == 0, f"discovery fails where it is disabled: {done.stderr[-1500:]}"
@@ -173,7 +157,7 @@ def _targets(bench: Bench) -> None:
                 f"{_called(spec)}: {error}. Import an SDK where it is used, and say in an error "
                 "what to install"
             ) from None
-        expected = KINDS[spec.kind]
+        expected = interface_of(spec)
         assert callable(target), f"{_called(spec)} has the target {target!r}, which makes nothing"
         assert not isinstance(target, type) or issubclass(target, expected), (
             f"{_called(spec)} has the target {spec.target!r}, which is no {expected.__name__}"
@@ -221,23 +205,10 @@ def _summary(bench: Bench) -> None:
 
 @check(KIND, "specs/as the class")
 def _as_the_class(bench: Bench) -> None:
-    """Capabilities and the like are the same in a spec and in its class."""
-    fields: dict[type[ComponentSpec], tuple[str, ...]] = {
-        StrategySpec: ("capabilities",),
-        AcceleratorSpec: ("own_strategies",),
-        PrecisionSpec: ("shardable",),
-        LauncherSpec: (),
-    }
+    """A spec says the same as its class, which can be made, and is called as its base is."""
     for spec in _specs(bench):
-        target: Any = spec.load()
-        if not isinstance(target, type):
-            continue  # what a function makes is judged by its own kit
-        for field in fields.get(type(spec), ()):
-            said, is_so = getattr(spec, field), getattr(target, field)
-            assert said == is_so, (
-                f"{_called(spec)} says {field}={said}, and its class {field}={is_so}: a plan is "
-                "made by the first and run by the second; let both hold one object"
-            )
+        problems = mistakes_of(spec)
+        assert not problems, f"{_called(spec)}: {'; '.join(problems)}"
 
 
 @check(KIND, "specs/what they name")

@@ -8,6 +8,7 @@ MODULES = (
     "plugin",
     "numbers",
     "steps",
+    "optimizers",
     "collectives",
     "data",
     "state",

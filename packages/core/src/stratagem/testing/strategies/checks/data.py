@@ -211,6 +211,8 @@ class _Watching(Learner):
 
     def __init__(self) -> None:
         super().__init__("batch_norm", "sgd")
+        first: Any = self.net
+        first[0].bias.requires_grad_(False)
         self.outputs: list[list[float]] = []
         self.evaluation_modes: list[bool] = []
 
@@ -220,18 +222,47 @@ class _Watching(Learner):
         self.evaluation_modes.append(self.net.training)
 
 
+class _Parameters(Callback):
+    """Notes which parameters change between one training batch and the next one.
+
+    Args:
+        whole: ranks have whole parameters, whose values are looked at, too.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+        self.left: dict[str, tuple[bool, float]] = {}
+        self.changed: list[str] = []
+
+    def now(self, module: Any) -> dict[str, tuple[bool, float]]:
+        """Return whether each parameter is trained, and a number for its values."""
+        return {
+            name: (p.requires_grad, float(p.detach().double().sum()) if self.whole else 0.0)
+            for name, p in module.named_parameters()
+        }
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *of_batch: Any) -> None:
+        self.left = self.now(module)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *of_batch: Any) -> None:
+        now = self.now(module)
+        self.changed += [name for name, seen in self.left.items() if now.get(name) != seen]
+
+
 @check("evaluation/one model")
 def _one_model(probe: Probe) -> dict[str, Any]:
     """All ranks evaluate the same model, buffers included, in evaluation mode.
 
-    Training goes on in training mode.
+    Training goes on in training mode, with the parameters as they were.
     """
-    learner = _Watching()
-    trainer = probe.trainer(max_epochs=1, val_check_interval=2)
+    can = probe.target.capabilities()
+    learner, parameters = _Watching(), _Parameters(can.replicated and not can.sharded_state)
+    trainer = probe.trainer(max_epochs=1, val_check_interval=2, callbacks=[parameters])
     trainer.fit(learner, probe.loader(32), probe.loader(8))
     return {
         "outputs": learner.outputs,
         "training": learner.modes,
+        "changed": parameters.changed,
         "evaluation": learner.evaluation_modes,
     }
 
@@ -243,6 +274,11 @@ def _judge_one_model(found: Found) -> None:
         assert all(told["training"]), (
             f"rank {rank} trains a model in evaluation mode, from micro-batch "
             f"{told['training'].index(False)} on: evaluation mode was left on"
+        )
+        assert not told["changed"], (
+            f"rank {rank} trains on with other parameters than before an evaluation, or with "
+            f"another requires_grad: {', '.join(dict.fromkeys(told['changed']))}. "
+            "evaluation(prepared) has to put back what it changes"
         )
         for mine, other in zip(told["outputs"], found.ranks[0]["outputs"], strict=True):
             assert close(mine, other, 1e-5), (

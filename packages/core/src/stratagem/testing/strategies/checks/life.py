@@ -73,6 +73,34 @@ def _judge_order(found: Found) -> None:
         assert told["predicted"] == 1, f"rank {rank} predicted {told['predicted']} batches of 1"
 
 
+@check("life/arguments")
+def _arguments(probe: Probe) -> dict[str, Any]:
+    """A strategy takes the arguments of its base class, and passes them on."""
+    kind = type(probe.trainer().strategy)
+    given = {"launcher": "script"}
+
+    def make() -> None:
+        signature = inspect.signature(kind)
+        signature.bind_partial(**given)
+        try:
+            signature.bind(**given)
+        except TypeError:
+            return  # it has arguments of its own that nobody else knows
+        assert kind(**given).requested.get("launcher") == "script", "its `requested` lacks launcher"
+
+    return {"name": kind.__name__, "said": probe.said(make)}
+
+
+@judge_of(_arguments)
+def _judge_arguments(found: Found) -> None:
+    told = found.ranks[0]
+    assert told["said"] is None, (
+        f"{told['name']}(launcher='script') ends in {told['said']['text']}: what a class does not "
+        "take itself belongs to its base, as precision_plugin, checkpoint_io and timeout do: def "
+        "__init__(self, ..., **components) and super().__init__(**components)"
+    )
+
+
 @check("life/twice", reference=True)
 def _twice(probe: Probe) -> dict[str, Any]:
     """A model is trained twice in one process, by new strategies, as if each were the first."""

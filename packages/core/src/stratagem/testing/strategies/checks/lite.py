@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -37,7 +38,7 @@ def _loop(
     net = build("dense")
     model, optimizer = _set_up(lite, net, afterwards=afterwards)
     batches = lite.setup_dataloaders(probe.loader(32))
-    losses = []
+    losses, norms = [], []
     for _ in range(2):
         for number, (_, inputs, target) in enumerate(batches):
             last = (number + 1) % accumulate == 0
@@ -48,12 +49,14 @@ def _loop(
             if not last:
                 continue
             if clip is not None and not lite.plan.capabilities.owns_clipping:
-                lite.clip_gradients(model, optimizer, max_norm=clip)
+                norm = lite.clip_gradients(model, optimizer, max_norm=clip)
+                norms.append(None if norm is None else float(norm))
             optimizer.step()
             optimizer.zero_grad()
     return {
         "shard": list(lite.ranks.data_shard),
         "losses": losses,
+        "norms": norms,
         "own": probe.own_weights(net),
     }
 
@@ -102,6 +105,13 @@ def _judge_clip(found: Found) -> None:
         return
     if not found.capabilities.owns_clipping:
         judge_losses(found)
+        for rank, told in enumerate(found.ranks if found.target.equal else []):
+            for own, expected in zip(told["norms"], found.reference["norms"], strict=True):
+                assert own is not None and math.isclose(own, expected, rel_tol=1e-3), (  # noqa: PT018
+                    f"Lite.clip_gradients(max_norm=...) returned {own} on rank {rank}, expected "
+                    f"{expected:.6g}, the norm of the gradients before they were clipped: "
+                    "clip_gradients has to return it"
+                )
         return
     judge_refused(found, "Lite.clip_gradients", "owns_clipping=True", "clips gradients itself")
 

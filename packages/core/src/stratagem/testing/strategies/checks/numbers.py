@@ -6,14 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.testing.strategies.check import Found, check, judge_of
-from stratagem.testing.strategies.judging import judge_accepted, judge_losses, judge_refused
+from stratagem.testing.strategies.judging import (
+    close,
+    judge_accepted,
+    judge_losses,
+    judge_refused,
+    shown,
+)
 from stratagem.testing.strategies.models import MODELS, Learner
 from stratagem.testing.strategies.probe import Probe
 
 PRECISIONS = ("64-true", "bf16-mixed", "bf16-true")
 REFUSABLE = {"unused": "idle.weight", "scalar": "scale"}
 """Models that a strategy may refuse, and the parameter that the refusal has to name."""
-LOSSES = tuple(name for name in MODELS if name != "dropout")
+LOSSES = tuple(name for name in MODELS if name not in ("dropout", "buffered"))
 
 
 def _train(probe: Probe, model: str, optimizer: str = "momentum", **options: Any) -> dict[str, Any]:
@@ -32,11 +38,27 @@ def _register_model(model: str) -> None:
         else:
             judge_accepted(found, f"the model {model!r}")
             judge_losses(found)
+            _judge_weights(found)
 
     @check(f"losses/{model}", judge, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
         """The loss of each step is that of single_device on the same samples."""
         return probe.attempt(lambda: _train(probe, model, **options))
+
+
+def _judge_weights(found: Found) -> None:
+    """Compare the parameters after training, of which a loss need not show each."""
+    if not found.target.equal:
+        return
+    own, expected = found.ranks[0]["weights"], found.reference["weights"]
+    for name in found.reference["own"]:
+        if name in own and not close(own[name], expected[name], 100 * found.target.tolerance):
+            raise AssertionError(
+                f"losses are those of single_device, and {name!r} is another one after training: "
+                f"{shown(own[name])}, expected {shown(expected[name])}. A parameter that has no "
+                "gradient in a step keeps grad=None: with zeros in its place, an optimizer decays "
+                "and moves it"
+            )
 
 
 def _judge_refusal_of_model(found: Found, parameter: str) -> None:
@@ -122,8 +144,8 @@ def _judge_own(found: Found) -> None:
 
 @check("losses/initial weights", reference=True)
 def _initial(probe: Probe) -> dict[str, Any]:
-    """Every rank trains from rank 0's weights, whatever it was seeded with."""
-    learner = Learner("dense", "sgd", seed=probe.rank)
+    """Every rank trains from rank 0's weights and buffers, whatever it was seeded with."""
+    learner = Learner("buffered", "sgd", seed=probe.rank)
     trainer = probe.fit(learner)
     return probe.told(learner, trainer)
 
@@ -134,6 +156,6 @@ def _judge_initial(found: Found) -> None:
         judge_losses(found)
     except AssertionError as error:
         raise AssertionError(
-            "ranks that were seeded differently do not train from rank 0's weights: "
+            "ranks that were seeded differently do not train from rank 0's weights and buffers: "
             f"give every rank those before training\n{error}"
         ) from None

@@ -20,9 +20,11 @@ SAVED_AT, STEPS = 3, 6
 SAMPLES = 40
 
 
-def _train_and_save(probe: Probe, model: str = "dense", *, shuffle: bool = False) -> Any:
+def _train_and_save(
+    probe: Probe, model: str = "dense", *, shuffle: bool = False, optimizer: str = "adam"
+) -> Any:
     """Train half way and save; in one run, so that saving must not change what follows."""
-    learner = Learner(model, "adam")
+    learner = Learner(model, optimizer)
     trainer = probe.fit(learner, SAMPLES, max_steps=SAVED_AT, shuffle=shuffle)
     trainer.save_checkpoint(probe.folder / "saved.ckpt")
     return learner, trainer
@@ -93,7 +95,8 @@ def _on_single_device(probe: Probe) -> dict[str, Any]:
     return {
         "resumed": _go_on(probe, probe.folder / "saved.ckpt"),
         "names": {
-            name: list(value.shape) for name, value in read_whole(saved)["state_dict"].items()
+            name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            for name, value in read_whole(saved)["state_dict"].items()
         },
     }
 
@@ -106,7 +109,10 @@ def _into(probe: Probe) -> dict[str, Any]:
     module = Learner()
     return {
         "whole": whole,
-        "names": {name: list(value.shape) for name, value in module.state_dict().items()},
+        "names": {
+            name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            for name, value in module.state_dict().items()
+        },
         "losses": learner.losses,
     }
 
@@ -115,8 +121,8 @@ def _into(probe: Probe) -> dict[str, Any]:
 def _judge_into(found: Found) -> None:
     names, expected = found.after["names"], found.ranks[0]["names"]
     assert names == expected, (
-        f"the checkpoint's state_dict has {names}, expected the model's own names and whole "
-        f"shapes, {expected}"
+        f"the checkpoint's state_dict has {names}, expected the model's own names, dtypes "
+        f"and whole shapes, {expected}"
     )
     losses = mean_losses([found.after["resumed"]])
     whole = mean_losses([told["whole"] for told in found.ranks])[SAVED_AT:]
@@ -151,9 +157,9 @@ def _judge_out(found: Found) -> None:
 @check("state/round trip")
 def _round_trip(probe: Probe) -> dict[str, Any]:
     """Model, optimizer and the strategy's own state are after a load what they were at the save."""
-    _, trainer = _train_and_save(probe, "batch_norm")
+    _, trainer = _train_and_save(probe, "batch_norm", optimizer="adam_groups")
     saved = _state(trainer)
-    learner = Learner("batch_norm", "adam", seed=5)
+    learner = Learner("batch_norm", "adam_groups", seed=5)
     again = probe.trainer(max_steps=SAVED_AT)
     again.fit(learner, probe.loader(SAMPLES), ckpt_path=probe.folder / "saved.ckpt")
     return {"saved": saved, "loaded": _state(again), "step": again.global_step}
