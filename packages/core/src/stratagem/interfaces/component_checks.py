@@ -33,7 +33,7 @@ INTERFACES: dict[str, type | str] = {
 """What a component of each kind is an instance of."""
 
 _SAID_TWICE = {
-    "accelerator": ("name", "own_strategies", "data_parallel_kernels"),
+    "accelerator": ("own_strategies", "data_parallel_kernels"),
     "precision": ("name", "shardable"),
     "launcher": (
         *("interactive", "new_processes", "spans_nodes", "devices_elsewhere"),
