@@ -74,6 +74,19 @@ def dropped(lite: Lite) -> list[str]:
     return said
 
 
+def unfrozen(lite: Lite) -> str:
+    """Return what is said of a layer that is unfrozen once the engine is made."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    net[0].weight.requires_grad_(False)
+    model, _ = lite.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net[0].weight.requires_grad_(True)
+    try:
+        lite.backward(model(torch.ones(1, 2)).sum(), model=model)
+    except UserCodeError as error:
+        return str(error)
+    return ""
+
+
 for name, strategy in {
     "ddp": "ddp",
     "stage 1": "deepspeed_stage_1",
@@ -87,6 +100,7 @@ for name, strategy in {
     if name != "ddp":
         out[f"lite {name}, optimizer after"] = loop(lite, held=True, together=False)
         out[f"lite {name}, dropped"] = dropped(lite)
+        out[f"lite {name}, unfrozen"] = unfrozen(lite)
 
 # ---- models that are built in shards
 

@@ -110,6 +110,17 @@ def test_gradients_that_no_step_has_used_are_not_dropped_in_vain(
         ]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_layer_that_is_unfrozen_too_late_is_said_where_it_would_not_train(
+    stage: int, behaviour: Ranks
+) -> None:
+    for rank in behaviour:
+        assert rank[f"lite stage {stage}, unfrozen"] == (
+            "'0.weight' was unfrozen after its DeepSpeed engine was made, which trains what had "
+            "requires_grad=True then: unfreeze it before fit or setup, or take fsdp or ddp"
+        )
+
+
 def test_what_init_module_builds_is_sharded_as_it_is_made(behaviour: Ranks) -> None:
     # A parameter that replaces one of a finished layer is left to setup.
     assert behaviour[0]["whole"] == ["blocks.0.mix"]

@@ -42,6 +42,7 @@ class EngineModule(nn.Module):
         self.config: dict[str, Any] = {}
         self.groups: list[list[str]] = []
         self._linear: Callable[..., Any] | None = None
+        self._watches: list[Any] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
@@ -114,6 +115,7 @@ class EngineModule(nn.Module):
             _share_weights(engine.optimizer)
         self.config = config
         self.__dict__["engine"] = engine
+        self._watches = [watch_frozen(n, p) for n, p in frozen_in(self.module)]
         if stage_of(config) == 3:
             _loosen(self.module)
 
@@ -125,6 +127,9 @@ class EngineModule(nn.Module):
         """
         engine = self.__dict__["engine"]
         self.__dict__["engine"], self._linear = None, None
+        for hook in self._watches:
+            hook.remove()
+        self._watches = []
         if engine is not None:
             _release(engine, self.module)
 
@@ -132,6 +137,35 @@ class EngineModule(nn.Module):
         # Nothing else would: functions that torch's autograd holds keep an engine alive.
         if not sys.is_finalizing():
             self.release()
+
+
+def frozen_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what an engine that is made now would never train, and could be unfrozen."""
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            yield name, parameter
+
+
+def watch_frozen(name: str, parameter: nn.Parameter) -> Any:
+    """Let backward fail once a parameter has a gradient that the engine would pass over.
+
+    Returns:
+        The hook's handle. As long as the parameter is frozen, this costs nothing.
+    """
+
+    def refuse(unfrozen: nn.Parameter) -> None:
+        unfrozen.grad = None
+        raise UserCodeError(
+            f"{name!r} was unfrozen after its DeepSpeed engine was made, which trains what had "
+            "requires_grad=True then: unfreeze it before fit or setup, or take fsdp or ddp"
+        )
+
+    # torch takes a hook for what requires a gradient, and keeps it for what does not.
+    parameter.requires_grad_(True)
+    try:
+        return parameter.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+    finally:
+        parameter.requires_grad_(False)
 
 
 def _usable(data: Any) -> Any:

@@ -267,9 +267,10 @@ def choose_precision(
     asked = question.asked("precision", "32-true")
     selected = _asked_precision(question, asked, strategy, capabilities)
     if capabilities.precisions is not None and selected.name not in capabilities.precisions:
+        received = asked if isinstance(asked, (str, int)) else selected.name
         raise ConfigurationError(
             f"the strategy {strategy.name!r} takes the precisions "
-            f"{either(capabilities.precisions)}, received precision={asked!r}: change one of "
+            f"{either(capabilities.precisions)}, received precision={received!r}: change one of "
             "the two"
         )
     spec = selected.spec

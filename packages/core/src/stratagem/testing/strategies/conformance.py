@@ -36,6 +36,8 @@ class StrategyConformance(Conformance):
         equal_to_single_device: whether losses are those of `single_device`; None: as
             `capabilities.replicated` says. Where they are not (replicas between two averages), the
             first loss is compared, and training has to make losses smaller.
+        zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero, as
+            flat buffers of gradients have it: weight decay and momentum move it on.
         kept: what a library that the strategy stands on keeps until its process ends, and gives no
             way to end: the beginnings of what the kit says is left ("the thread TimeoutManager").
         deadline: seconds that a check may take.
@@ -55,6 +57,7 @@ class StrategyConformance(Conformance):
     tolerance: ClassVar[float] = 1e-5
     models: ClassVar[Sequence[str | Callable[[], Any]]] = ()
     equal_to_single_device: ClassVar[bool | None] = None
+    zeros_for_unused: ClassVar[bool] = False
     kept: ClassVar[Sequence[str]] = ()
 
     @classmethod
@@ -74,6 +77,7 @@ class StrategyConformance(Conformance):
             tolerance=cls.tolerance,
             models=tuple(map(place_of, cls.models)),
             equal=capabilities.replicated if equal is None else equal,
+            zeros_for_unused=cls.zeros_for_unused,
             kept=tuple(cls.kept),
         )
 

@@ -32,6 +32,7 @@ class Target:
         tolerance: how far losses may be from those of `single_device`, relative and absolute.
         models: names of models of the kit, or places of functions that make one; see `models.py`.
         equal: whether losses are to be those of `single_device`.
+        zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero.
         kept: beginnings of what may be left after the end, in the kit's words.
         search_path: folders that ranks search for modules, besides their own.
     """
@@ -43,6 +44,7 @@ class Target:
     tolerance: float = 1e-5
     models: tuple[str, ...] = ()
     equal: bool = True
+    zeros_for_unused: bool = False
     kept: tuple[str, ...] = ()
     search_path: tuple[str, ...] = field(default=(), repr=False)
 
