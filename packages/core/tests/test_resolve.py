@@ -824,7 +824,7 @@ def test_a_precision_object_is_judged_like_one_selected_by_name(
     refused: Callable[..., str],
 ) -> None:
     text = refused(strategy="zero", precision=types.SimpleNamespace(name="mine"))
-    assert "'zero' takes the precisions 'bf16-mixed', received precision=namespace(name=" in text
+    assert "'zero' takes the precisions 'bf16-mixed', received precision='mine': change one" in text
 
 
 def test_a_precision_whose_parameters_cannot_be_divided_is_refused(
