@@ -35,6 +35,7 @@ from stratagem.lightning.api.module import LightningModule
 from stratagem.lightning.api.parsing import lightning_setattr
 from stratagem.lightning.api.precision import (
     DeepSpeedPrecision,
+    DoublePrecision,
     FSDPPrecision,
     HalfPrecision,
     MixedPrecision,
@@ -653,3 +654,19 @@ def test_a_model_is_made_with_the_hyperparameters_that_a_logger_has_written(
     assert file.name == "hparams.yaml"
     assert of_file(file) == {"width": 3}
     logger.finalize("success")
+
+
+def test_what_is_chosen_by_name_is_an_instance_of_lightnings_class() -> None:
+    for name, kind in (
+        ("32-true", Precision),
+        ("64-true", DoublePrecision),
+        ("bf16-true", HalfPrecision),
+        ("bf16-mixed", MixedPrecision),
+    ):
+        trainer = Trainer(accelerator="cpu", precision=name, logger=False)
+        assert isinstance(trainer.precision_plugin, kind)
+        others = {DoublePrecision, HalfPrecision, MixedPrecision} - {kind}
+        assert not isinstance(trainer.precision_plugin, tuple(others))
+    assert isinstance(trainer.accelerator, CPUAccelerator)
+    assert not isinstance(trainer.accelerator, type("Mine", (CPUAccelerator,), {}))
+    assert isinstance(trainer.strategy.cluster_environment, LightningEnvironment)

@@ -8,10 +8,13 @@ import torch
 
 from stratagem import accelerators
 from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.counting import Counting, instances_of
 
 
-class CPUAccelerator(accelerators.CPUAccelerator):
+class CPUAccelerator(accelerators.CPUAccelerator, metaclass=Counting):
     """The processor."""
+
+    counts = instances_of(accelerators.CPUAccelerator)
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:

@@ -7,6 +7,7 @@ import os
 
 from stratagem import environments
 from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.counting import Counting, instances_of
 
 _log = logging.getLogger("lightning.fabric.plugins.environments")
 
@@ -44,8 +45,10 @@ class _Detected(environments.ClusterEnvironment):
             )
 
 
-class LightningEnvironment(_Detected, environments.PlainEnvironment):
+class LightningEnvironment(_Detected, environments.PlainEnvironment, metaclass=Counting):
     """Processes that a launcher here starts, or that were started by hand."""
+
+    counts = instances_of(environments.PlainEnvironment)
 
     def __init__(self) -> None:
         self._rank: int | None = None

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from stratagem import precision
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.precision import default_dtype
+from stratagem.lightning.api.counting import Counting, instances_of
 
 
-class Precision(precision.Precision):
+class Precision(precision.Precision, metaclass=Counting):
     """A precision whose batches are converted by methods, as Lightning's are.
 
     A subclass names itself by `precision`, and overrides `convert_module`, `convert_input`,
@@ -35,6 +36,7 @@ class Precision(precision.Precision):
     """
 
     name = "32-true"
+    counts = instances_of(precision.Precision)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -105,6 +107,8 @@ class Precision(precision.Precision):
 class DoublePrecision(Precision, precision.TruePrecision):
     """float64 throughout: "64-true"."""
 
+    counts = instances_of(precision.TruePrecision, "64-true")
+
     def __init__(self) -> None:
         super().__init__("64-true")
 
@@ -115,6 +119,8 @@ class HalfPrecision(Precision, precision.TruePrecision):
     Args:
         precision: "16-true" or "bf16-true".
     """
+
+    counts = instances_of(precision.TruePrecision, "16-true", "bf16-true")
 
     def __init__(self, precision: str = "16-true") -> None:
         super().__init__(precision)
@@ -133,6 +139,7 @@ class MixedPrecision(Precision, precision.MixedPrecision):
     """
 
     scaler: Any = None
+    counts = instances_of(precision.Precision, "16-mixed", "bf16-mixed")
 
     def __new__(cls, precision: str = "", *args: Any, **options: Any) -> MixedPrecision:
         """Return one that scales the loss for "16-mixed"."""

@@ -222,7 +222,12 @@ class Trainer(trainer.Trainer):
         there = list(find_all(folder for folder in folders if folder is not None))
         return bool(there) or any(saver.kept_paths for saver in savers)
 
-    # -- views of its state and of loops
+    # -- views of its parts, its state and of loops
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision."""
+        return self.strategy.precision
 
     @property
     def state(self) -> TrainerState:  # type: ignore[override]  # the same in Lightning's enumerations
