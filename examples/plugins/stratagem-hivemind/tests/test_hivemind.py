@@ -24,3 +24,4 @@ class TestHivemind(StrategyConformance):
     # hivemind has a thread pool and a thread of its own for futures, for the life of the process.
     kept = ("the thread asyncio_", "the thread hivemind.utils.mpfuture.BACKEND")
     deadline = 400.0  # peers are processes, started anew for each fit
+    zeros_for_unused = True  # hivemind gives every parameter a gradient
