@@ -515,6 +515,7 @@ def test_a_requirement_that_is_not_met_here_is_a_problem(program: Program) -> No
         "requirements: vendors-sdk>=3 is not installed: pip install 'vendors-sdk>=3'"
     )
     assert problems[1].startswith("requirements: torch>=99 is required, and torch 2.")
+    assert problems[1].endswith(" is here: pip install 'torch>=99'")
     assert len(problems) == 2
 
 

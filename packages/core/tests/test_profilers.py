@@ -122,6 +122,15 @@ def test_a_report_goes_to_a_file_of_each_rank_and_stage(tmp_path: Path) -> None:
     assert "Percentage" not in text
 
 
+def test_a_report_lies_beside_the_logs_of_its_run_unless_a_folder_is_given(tmp_path: Path) -> None:
+    free, given = SimpleProfiler(filename="a"), SimpleProfiler(tmp_path, "a")
+    for run in ("first", "second"):
+        for profiler in (free, given):
+            profiler.setup("fit", None, str(tmp_path / run))
+        assert free.path_of(".txt") == tmp_path / run / "fit-a.txt"
+        assert given.path_of(".txt") == tmp_path / "fit-a.txt"
+
+
 def test_functions_are_found_within_actions_that_lie_within_others(tmp_path: Path) -> None:
     profiler = AdvancedProfiler(tmp_path, "deep", dump_stats=True)
     trainer(profiler).fit(Net(), loader())

@@ -240,7 +240,9 @@ def _judge_environment(distribution: str) -> Iterator[Check]:
             yield Check("requirements", "error", f"{text} is not installed: pip install '{text}'")
         elif not wanted.specifier.contains(found, prereleases=True):
             yield Check(
-                "requirements", "error", f"{text} is required, and {wanted.name} {found} is here"
+                "requirements",
+                "error",
+                f"{text} is required, and {wanted.name} {found} is here: pip install '{text}'",
             )
 
 

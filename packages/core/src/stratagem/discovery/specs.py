@@ -325,7 +325,10 @@ def asked_function(spec: ComponentSpec, field: str, *arguments: Any) -> Any:
     except StratagemError:
         raise
     except Exception as error:
-        raise PluginError(f"the {what} failed with {type(error).__name__}: {error}") from error
+        raise PluginError(
+            f"the {what} failed with {type(error).__name__}: {error}: disable its plugin with "
+            "STRATAGEM_DISABLE_PLUGINS, or take another one"
+        ) from error
 
 
 def load_target(target: Target, *, what: str) -> Any:

@@ -37,9 +37,8 @@ _THERE = {
     **dict.fromkeys(("checkpoint_io", "cluster_environment", "ranks"), "after bind()"),
     "device": "once processes are launched",
 }
-_OF_RANKS = (
-    *("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero"),
-    "broadcast",
+_OF_RANKS = frozenset(
+    ("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero", "broadcast")
 )
 """What users of the 2.x line ask a strategy for; a subclass may call something of its own so."""
 

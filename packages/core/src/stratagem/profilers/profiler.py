@@ -32,7 +32,7 @@ class Profiler(ABC):
         3. `describe` at its end, also after an error, then `teardown`.
 
     Args:
-        dirpath: folder of the report's file; None: that of the logs, once a run has begun.
+        dirpath: folder of the report's file; None: that of each run's logs.
         filename: of the report, without an ending: it goes to `STAGE-FILENAME.txt`, or of several
             ranks to `STAGE-FILENAME-RANK.txt`, one for each; None: rank 0 prints it.
 
@@ -58,6 +58,7 @@ class Profiler(ABC):
         self.filename = filename
         self._stage = ""
         self._rank: int | None = None
+        self._log_dir: str | None = None
 
     @abstractmethod
     def start(self, action_name: str) -> None:
@@ -77,8 +78,8 @@ class Profiler(ABC):
         """
         self._stage = stage
         self._rank = local_rank
-        if self.dirpath is None and log_dir is not None:
-            self.dirpath = log_dir
+        if self.dirpath in (None, self._log_dir):
+            self.dirpath = self._log_dir = log_dir
 
     def teardown(self, stage: str | None = None) -> None:
         """Called at the end of a run, after `describe`; the next one begins with nothing."""

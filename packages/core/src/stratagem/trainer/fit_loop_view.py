@@ -9,8 +9,6 @@ from stratagem.trainer.options import check_whole
 if TYPE_CHECKING:
     from stratagem.trainer.attributes import TrainerAttributes
 
-_LIMITS = "max_epochs, max_steps, min_epochs, min_steps"
-
 
 class _Limit:
     """One of a Trainer's limits as an attribute of its loop; None sets it to "no limit"."""
@@ -59,14 +57,14 @@ class FitLoop:
         if name == "_trainer":  # as long as there is none
             raise AttributeError(name)
         raise AttributeError(
-            f"trainer.fit_loop has no {name!r}; expected one of {_LIMITS}, epoch_loop, batch_idx "
+            f"trainer.fit_loop has no {name!r}; expected one of {_limits()}, epoch_loop, batch_idx "
             "and total_batch_idx"
         )
 
     def __setattr__(self, name: str, value: int | None) -> None:
         if not isinstance(vars(FitLoop).get(name), _Limit):
             raise AttributeError(
-                f"trainer.fit_loop.{name} cannot be set; expected one of {_LIMITS}"
+                f"trainer.fit_loop.{name} cannot be set; expected one of {_limits()}"
             )
         super().__setattr__(name, value)
 
@@ -86,3 +84,7 @@ class FitLoop:
         """The index of the present batch over all epochs."""
         batches: int = self._trainer._progress.batches_before + self.batch_idx
         return batches
+
+
+def _limits() -> str:
+    return ", ".join(name for name, own in vars(FitLoop).items() if isinstance(own, _Limit))

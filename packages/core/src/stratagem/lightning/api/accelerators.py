@@ -8,13 +8,13 @@ import torch
 
 from stratagem import accelerators
 from stratagem.errors import ConfigurationError
-from stratagem.lightning.api.counting import Counting, instances_of
+from stratagem.lightning.api.instance_check import InstanceCheck, of_class
 
 
-class CPUAccelerator(accelerators.CPUAccelerator, metaclass=Counting):
+class CPUAccelerator(accelerators.CPUAccelerator, metaclass=InstanceCheck):
     """The processor."""
 
-    counts = instances_of(accelerators.CPUAccelerator)
+    is_instance = of_class(accelerators.CPUAccelerator)
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:

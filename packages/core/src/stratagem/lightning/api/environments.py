@@ -7,7 +7,7 @@ import os
 
 from stratagem import environments
 from stratagem.errors import ConfigurationError
-from stratagem.lightning.api.counting import Counting, instances_of
+from stratagem.lightning.api.instance_check import InstanceCheck, of_class
 
 _log = logging.getLogger("lightning.fabric.plugins.environments")
 
@@ -45,10 +45,10 @@ class _Detected(environments.ClusterEnvironment):
             )
 
 
-class LightningEnvironment(_Detected, environments.PlainEnvironment, metaclass=Counting):
+class LightningEnvironment(_Detected, environments.PlainEnvironment, metaclass=InstanceCheck):
     """Processes that a launcher here starts, or that were started by hand."""
 
-    counts = instances_of(environments.PlainEnvironment)
+    is_instance = of_class(environments.PlainEnvironment)
 
     def __init__(self) -> None:
         self._rank: int | None = None

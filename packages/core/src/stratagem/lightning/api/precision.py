@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from stratagem import precision
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.precision import default_dtype
-from stratagem.lightning.api.counting import Counting, instances_of
+from stratagem.lightning.api.instance_check import InstanceCheck, of_class
 
 
-class Precision(precision.Precision, metaclass=Counting):
+class Precision(precision.Precision, metaclass=InstanceCheck):
     """A precision whose batches are converted by methods, as Lightning's are.
 
     A subclass names itself by `precision`, and overrides `convert_module`, `convert_input`,
@@ -36,7 +36,7 @@ class Precision(precision.Precision, metaclass=Counting):
     """
 
     name = "32-true"
-    counts = instances_of(precision.Precision)
+    is_instance = of_class(precision.Precision)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,7 +107,7 @@ class Precision(precision.Precision, metaclass=Counting):
 class DoublePrecision(Precision, precision.TruePrecision):
     """float64 throughout: "64-true"."""
 
-    counts = instances_of(precision.TruePrecision, "64-true")
+    is_instance = of_class(precision.TruePrecision, "64-true")
 
     def __init__(self) -> None:
         super().__init__("64-true")
@@ -120,7 +120,7 @@ class HalfPrecision(Precision, precision.TruePrecision):
         precision: "16-true" or "bf16-true".
     """
 
-    counts = instances_of(precision.TruePrecision, "16-true", "bf16-true")
+    is_instance = of_class(precision.TruePrecision, "16-true", "bf16-true")
 
     def __init__(self, precision: str = "16-true") -> None:
         super().__init__(precision)
@@ -139,7 +139,7 @@ class MixedPrecision(Precision, precision.MixedPrecision):
     """
 
     scaler: Any = None
-    counts = instances_of(precision.Precision, "16-mixed", "bf16-mixed")
+    is_instance = of_class(precision.Precision, "16-mixed", "bf16-mixed")
 
     def __new__(cls, precision: str = "", *args: Any, **options: Any) -> MixedPrecision:
         """Return one that scales the loss for "16-mixed"."""

@@ -62,6 +62,14 @@ def judge_losses(found: Found, precision: str = "32-true") -> None:
     judge_replicas(found, tolerance)
 
 
+def judge_losses_of(found: Found, meaning: str) -> None:
+    """Compare losses as `judge_losses`; what a difference means here is said first."""
+    try:
+        judge_losses(found)
+    except AssertionError as error:
+        raise AssertionError(f"{meaning}\n{error}") from None
+
+
 def _judge_loosely(own: Flat, expected: Flat, tolerance: float) -> None:
     assert math.isclose(own[0], expected[0], rel_tol=tolerance, abs_tol=tolerance), (
         f"the first loss is {own[0]:.7g}, and single_device's is {expected[0]:.7g}: ranks do not "

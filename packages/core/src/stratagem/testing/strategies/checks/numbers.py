@@ -38,8 +38,7 @@ def _register_model(model: str) -> None:
         else:
             judge_accepted(found, f"the model {model!r}")
             judge_losses(found)
-            if model != "unused" or not found.target.zeros_for_unused:
-                _judge_weights(found)
+            _judge_weights(found, model)
 
     @check(f"losses/{model}", judge, reference=True)
     def run(probe: Probe) -> dict[str, Any]:
@@ -47,18 +46,22 @@ def _register_model(model: str) -> None:
         return probe.attempt(lambda: _train(probe, model, **options))
 
 
-def _judge_weights(found: Found) -> None:
+def _judge_weights(found: Found, model: str) -> None:
     """Compare the parameters after training, of which a loss need not show each."""
-    if not found.target.equal:
+    unused = model == "unused"
+    if not found.target.equal or (unused and found.target.zeros_for_unused):
         return
+    meaning = (
+        ". A parameter that has no gradient in a step keeps grad=None: with zeros in its place, an "
+        "optimizer decays and moves it. If that is how your engine works, say zeros_for_unused = "
+        "True"
+    )
     own, expected = found.ranks[0]["weights"], found.reference["weights"]
     for name in found.reference["own"]:
         if name in own and not close(own[name], expected[name], 100 * found.target.tolerance):
             raise AssertionError(
                 f"losses are those of single_device, and {name!r} is another one after training: "
-                f"{shown(own[name])}, expected {shown(expected[name])}. A parameter that has no "
-                "gradient in a step keeps grad=None: with zeros in its place, an optimizer decays "
-                "and moves it. If that is how your engine works, say zeros_for_unused = True"
+                f"{shown(own[name])}, expected {shown(expected[name])}{meaning if unused else ''}"
             )
 
 

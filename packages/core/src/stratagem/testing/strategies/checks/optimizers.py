@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from stratagem.testing.strategies.check import Found, Run, check
 from stratagem.testing.strategies.judging import (
     by_part,
     judge_accepted,
-    judge_losses,
+    judge_losses_of,
     judge_refused,
 )
 from stratagem.testing.strategies.models import OPTIMIZERS, Learner, build
@@ -39,13 +39,11 @@ class _Scheduled(Learner):
 
 
 def _judge_groups(found: Found) -> None:
-    try:
-        judge_losses(found)
-    except AssertionError as error:
-        raise AssertionError(
-            "steps were not taken with the learning rates that optimizer.param_groups has then: "
-            f"there are two groups, and a scheduler changes both after each step\n{error}"
-        ) from None
+    judge_losses_of(
+        found,
+        "steps were not taken with the learning rates that optimizer.param_groups has then: "
+        "there are two groups, and a scheduler changes both after each step",
+    )
 
 
 @check("optimizers/groups and schedule", _judge_groups, reference=True)
@@ -75,10 +73,7 @@ def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[R
             judge_refused(found, name, "an engine", *names)
             return
         judge_accepted(found, name)
-        try:
-            judge_losses(found)
-        except AssertionError as error:
-            raise AssertionError(f"{meaning}\n{error}") from None
+        judge_losses_of(found, meaning)
 
     def register(run: Run) -> Run:
         check(f"optimizers/{name}", judge, about=about, reference=True)(
@@ -106,6 +101,21 @@ def _set_up(lite: Any, *makers: Any) -> tuple[nn.Module, Any, list[Any]]:
     return net, model, list(optimizers) if len(made) > 1 else [optimizers]
 
 
+def _train(
+    probe: Probe, lite: Any, net: nn.Module, model: Any, optimizers: Sequence[Any]
+) -> dict[str, Any]:
+    """Run a plain loop, in which each optimizer steps after each backward."""
+    losses = []
+    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+        loss = mse_loss(model(inputs), target)
+        lite.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return _told(probe, lite, net, losses)
+
+
 @_under_lite(
     "two",
     "Each of two optimizers of one model steps its own parameters.",
@@ -119,15 +129,7 @@ def _two(probe: Probe) -> dict[str, Any]:
         lambda parameters: SGD(parameters[:2], lr=0.1),
         lambda parameters: SGD(parameters[2:], lr=0.03, momentum=0.9),
     )
-    losses = []
-    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
-        loss = mse_loss(model(inputs), target)
-        lite.backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return _told(probe, lite, net, losses)
+    return _train(probe, lite, net, model, optimizers)
 
 
 @_under_lite(
@@ -219,14 +221,12 @@ def _judge_scaled(found: Found) -> None:
     assert scales == {True}, (
         "the precision's scale_loss was never called: call super().backward(), or scale_loss"
     )
-    try:
-        judge_losses(found)
-    except AssertionError as error:
-        raise AssertionError(
-            f"a precision that multiplies losses by {SCALE:g} changes what is trained: step by "
-            "self.precision.optimizer_step(optimizer), which unscales gradients, and clip after "
-            f"self.precision.unscale_gradients(optimizer)\n{error}"
-        ) from None
+    judge_losses_of(
+        found,
+        f"a precision that multiplies losses by {SCALE:g} changes what is trained: step by "
+        "self.precision.optimizer_step(optimizer), which unscales gradients, and clip after "
+        "self.precision.unscale_gradients(optimizer)",
+    )
 
 
 @check("precisions/scaled loss", _judge_scaled, reference=True)
@@ -240,15 +240,7 @@ def _scaled(probe: Probe) -> dict[str, Any]:
             told = probe.told(learner, probe.fit(learner, plugins=["single_file", made]))
         else:
             lite = probe.lite(plugins=["single_file", made])
-            net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["momentum"])
-            losses = []
-            for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
-                loss = mse_loss(model(inputs), target)
-                lite.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(float(loss.detach()))
-            told = _told(probe, lite, net, losses)
+            told = _train(probe, lite, *_set_up(lite, OPTIMIZERS["momentum"]))
         return {**told, "scaled": [made.scaled]}
 
     return probe.attempt(train)
@@ -299,13 +291,11 @@ def _judge_unfrozen(found: Found) -> None:
             )
         return
     judge_accepted(found, "a layer that is unfrozen while training goes on")
-    try:
-        judge_losses(found)
-    except AssertionError as error:
-        raise AssertionError(
-            "a layer that is unfrozen in the second epoch is not trained as the others are: look "
-            f"at requires_grad in each step, and not once in prepare or wrap\n{error}"
-        ) from None
+    judge_losses_of(
+        found,
+        "a layer that is unfrozen in the second epoch is not trained as the others are: look at "
+        "requires_grad in each step, and not once in prepare or wrap",
+    )
 
 
 @check("steps/unfrozen", _judge_unfrozen, reference=True)
