@@ -32,11 +32,15 @@ OF_BACKENDS = (
 """What begins names of classes that backends bring, which may not be installed."""
 
 
+def is_lightnings(name: str) -> bool:
+    """Whether a module has one of the names."""
+    return name.partition(".")[0] in ROOTS or name == OURS or name.startswith(f"{OURS}.")
+
+
 def forget() -> None:
     """Leave sys.modules without what has one of the names."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ROOTS or name == OURS or name.startswith(f"{OURS}."):
-            del sys.modules[name]
+    for name in filter(is_lightnings, list(sys.modules)):
+        del sys.modules[name]
     vars(stratagem).pop("lightning", None)
 
 
@@ -44,9 +48,11 @@ def forget() -> None:
 def lightning(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """`stratagem.lightning`, for one test."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = {name: module for name, module in sys.modules.items() if is_lightnings(name)}
     forget()
     yield importlib.import_module(OURS)
     forget()
+    sys.modules.update(before)  # other files hold classes of these modules
 
 
 def imported(text: str) -> dict[str, Any]:
