@@ -77,7 +77,7 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     rank = rank_zero_only.rank if rank is None else rank
     # Also where this is called in one process for several workers: torch's seed is the same then.
     mixed = hashlib.blake2b(f"{torch.initial_seed()} {worker_id} {rank}".encode()).digest()
-    of_python, of_torch, of_numpy = (int.from_bytes(mixed[at : at + 4]) for at in (0, 4, 8))
+    of_python, of_torch, of_numpy = (int.from_bytes(mixed[at : at + 4], "big") for at in (0, 4, 8))
     random.seed(of_python)
     torch.manual_seed(of_torch)
     if "numpy" in sys.modules:
