@@ -44,15 +44,24 @@ def forget() -> None:
     vars(stratagem).pop("lightning", None)
 
 
+@pytest.fixture(autouse=True)
+def _modules_as_before() -> Iterator[None]:
+    """Give the modules back afterwards: other files hold classes of theirs."""
+    modules = {name: module for name, module in sys.modules.items() if is_lightnings(name)}
+    held = {name: vars(stratagem)[name] for name in ("lightning",) if name in vars(stratagem)}
+    yield
+    forget()
+    sys.modules.update(modules)
+    vars(stratagem).update(held)
+
+
 @pytest.fixture
 def lightning(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """`stratagem.lightning`, for one test."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    before = {name: module for name, module in sys.modules.items() if is_lightnings(name)}
     forget()
     yield importlib.import_module(OURS)
     forget()
-    sys.modules.update(before)  # other files hold classes of these modules
 
 
 def imported(text: str) -> dict[str, Any]:
