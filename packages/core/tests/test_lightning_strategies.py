@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from stratagem import Lite, StrategyRegistry, Trainer
+from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import ConfigurationError
+from stratagem.lightning.api import precision as precisions
 from stratagem.lightning.api.accelerators import CPUAccelerator
+from stratagem.lightning.api.checkpoint_io import AsyncCheckpointIO
 from stratagem.lightning.api.fabric import Fabric
 from stratagem.lightning.api.precision import DoublePrecision
 from stratagem.lightning.api.strategies import SingleDeviceStrategy
@@ -119,6 +122,54 @@ def test_a_file_that_is_one_state_dict_fills_a_module_or_an_optimizer(tmp_path: 
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     strategy.load_checkpoint(tmp_path / "optimizer.pt", optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+# -- plugins
+
+
+def test_precisions_under_earlier_names_are_those_of_now_and_say_so() -> None:
+    for kind, base, name in (
+        (precisions.PrecisionPlugin, precisions.Precision, None),
+        (precisions.DoublePrecisionPlugin, DoublePrecision, None),
+        (precisions.HalfPrecisionPlugin, precisions.HalfPrecision, None),
+        (precisions.MixedPrecisionPlugin, precisions.MixedPrecision, "bf16-mixed"),
+        (precisions.FSDPPrecisionPlugin, precisions.FSDPPrecision, "bf16-mixed"),
+        (precisions.DeepSpeedPrecisionPlugin, precisions.DeepSpeedPrecision, "32-true"),
+    ):
+        with pytest.warns(
+            DeprecationWarning, match=rf"`{kind.__name__}` is deprecated.*{base.__name__}"
+        ):
+            made = kind() if name is None else kind(name)
+        assert issubclass(kind, base)
+        assert isinstance(made, base)
+        assert isinstance(made, kind)
+
+    class Own(precisions.PrecisionPlugin):  # type: ignore[misc, name-defined]
+        precision = "own"
+
+    assert (type(Own()), Own().precision) == (Own, "own")
+
+
+def test_deepspeeds_precision_lets_the_engine_run_backward() -> None:
+    losses = []
+
+    class Engine:
+        def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+            losses.append((loss.item(), retain_graph))
+
+    precisions.DeepSpeedPrecision("32-true").backward(torch.tensor(2.0), Engine(), True)
+    assert losses == [(2.0, True)]
+
+
+def test_a_format_is_written_in_the_background_by_lightnings_argument(tmp_path: Path) -> None:
+    inner = SingleFileCheckpointIO()
+    background, weights = AsyncCheckpointIO(checkpoint_io=inner), torch.zeros(1)
+    assert background.checkpoint_io is inner
+    background.save_checkpoint({"weights": weights}, tmp_path / "a.ckpt")
+    weights.add_(1)
+    background.teardown()
+    assert inner.load_checkpoint(tmp_path / "a.ckpt")["weights"].item() == 0
+    assert isinstance(AsyncCheckpointIO().checkpoint_io, SingleFileCheckpointIO)
 
 
 # -- accelerators

@@ -96,10 +96,10 @@ _ACCELERATORS = _names(
 _PRECISION = _names(
     {
         "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision",
-        f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "
-        "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
-        "FSDPPrecisionPlugin=FSDPPrecision HalfPrecision HalfPrecisionPlugin=HalfPrecision "
-        "MixedPrecision MixedPrecisionPlugin=MixedPrecision Precision PrecisionPlugin=Precision",
+        f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
+        "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
+        "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
+        "FSDPMixedPrecisionPlugin MixedPrecision MixedPrecisionPlugin Precision PrecisionPlugin",
     }
 )
 _ENVIRONMENTS = _names(
@@ -111,8 +111,8 @@ _ENVIRONMENTS = _names(
 )
 _IO = _names(
     {
-        "stratagem.checkpoint": "AsyncCheckpointIO CheckpointIO "
-        "TorchCheckpointIO=SingleFileCheckpointIO"
+        "stratagem.checkpoint": "CheckpointIO TorchCheckpointIO=SingleFileCheckpointIO",
+        f"{_API}.checkpoint_io": "AsyncCheckpointIO",
     }
 )
 _RANK_ZERO = _names(
@@ -219,9 +219,10 @@ _PRECISION_LEAVES = {
     "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
     "bitsandbytes": "BitsandbytesPrecision",
     "double": "DoublePrecision DoublePrecisionPlugin",
-    "fsdp": "FSDPPrecision FSDPPrecisionPlugin",
+    "fsdp": "FSDPMixedPrecisionPlugin FSDPPrecision FSDPPrecisionPlugin",
     "half": "HalfPrecision HalfPrecisionPlugin",
     "precision": "Precision PrecisionPlugin",
+    "precision_plugin": "PrecisionPlugin",
     "transformer_engine": "TransformerEnginePrecision",
 }
 _STRATEGY_LEAVES = {
