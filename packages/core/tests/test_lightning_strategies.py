@@ -144,7 +144,7 @@ def test_precisions_under_earlier_names_are_those_of_now_and_say_so() -> None:
         assert isinstance(made, base)
         assert isinstance(made, kind)
 
-    class Own(precisions.PrecisionPlugin):  # type: ignore[misc, name-defined]
+    class Own(precisions.PrecisionPlugin):  # type: ignore[misc]
         precision = "own"
 
     assert (type(Own()), Own().precision) == (Own, "own")
