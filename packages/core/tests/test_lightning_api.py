@@ -241,6 +241,37 @@ def test_loops_are_views_of_the_trainer() -> None:
     assert not loop.done
     trainer.validate(BoringModel())
     assert trainer.validate_loop.batch_progress.current.completed == 2
+    seen: list[Any] = []
+
+    class Looking(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append((self.trainer.fit_loop.batch_idx, batch_idx))
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_epoch_start(self) -> None:
+            seen.append(self.trainer.fit_loop.batch_idx)
+
+        def on_train_epoch_start(self) -> None:
+            seen.append(self.trainer.fit_loop.epoch_loop.batch_idx)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> int:
+            return batch_idx
+
+        def on_predict_epoch_end(self) -> None:
+            seen.append(list(self.trainer.predict_loop.predictions))
+
+    trainer.limit_train_batches, trainer.num_sanity_val_steps = 2, 0
+    trainer.fit(Looking())
+    assert seen == [-1, (0, 0), (1, 1), 1, -1, (0, 0), (1, 1), 1]
+    trainer.limit_predict_batches = 2
+    assert trainer.predict(Looking()) == seen[-1] == trainer.predict_loop.predictions == [0, 1]
+    assert trainer.predict_loop.epoch_batch_indices == [[]]
+    assert trainer.predict(Looking(), return_predictions=False) is None
+    assert (trainer.predict_loop.predictions, seen[-1]) == ([], [])
+    assert not trainer.predict_loop.return_predictions
+    trainer.predict(BoringModel())
+    again = pickle.loads(pickle.dumps(trainer))
+    assert len(again.predict()) == 2  # with the model
     with pytest.raises(
         AttributeError, match="fit_loop has no 'advance'; expected one of max_epochs"
     ):
@@ -694,7 +725,7 @@ def test_hyperparameters_are_written_and_read_as_yaml(tmp_path: Path) -> None:
         "kind": "small",
     }
     file.write_text("layer: !!python/name:torch.nn.Linear ''\n")
-    with pytest.raises(ConfigurationError, match=r"nothing in it is executed .* take that line out"):
+    with pytest.raises(ConfigurationError, match=r"nothing in it is executed .* take that"):
         load_hparams_from_yaml(file)
     with pytest.warns(UserWarning, match="there is no file .*other.yaml"):
         assert load_hparams_from_yaml(tmp_path / "other.yaml") == {}

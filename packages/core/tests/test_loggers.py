@@ -127,7 +127,8 @@ def test_an_object_that_takes_values_is_a_logger(tmp_path: Path) -> None:
     assert isinstance(logger, Logger)
     assert (logger.version, logger.name, logger.rows) == ("7", None, sink.rows)
     assert Path(last_of(trainer)).parent == tmp_path / "sink" / "checkpoints"
-    assert pickle.loads(pickle.dumps(copy.copy(logger))).rows == sink.rows
+    again: Any = pickle.loads(pickle.dumps(copy.copy(logger)))
+    assert again.rows == sink.rows
 
 
 @pytest.mark.parametrize("wrong", [CSVLogger, object()])

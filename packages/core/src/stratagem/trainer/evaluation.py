@@ -72,7 +72,7 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     """Return this rank's predictions: a list of batches for each loader; empty if none is kept."""
     hooks = run.hooks
     metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
-    predictions: list[list[Any]] = [[] for _ in loaders]
+    predictions = run.predictions = [[] for _ in loaders]
     with _EvaluationMode(run, "predict"):
         hooks.call("on_predict_start")
         with run.strategy.evaluation(prepared), _inference(run):

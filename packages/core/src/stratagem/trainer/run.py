@@ -133,6 +133,8 @@ class Run:
         """This rank's, by what they are for."""
         self.evaluated_batches = 0
         """Batches of validation or testing in this run; the step of what is logged for each."""
+        self.predictions: list[list[Any]] = []
+        """What `predict_step` has returned so far, a list for each loader, where it is kept."""
         self.restarts: Restarts | None = None
         """In a fit: what a restart by the cluster goes on from."""
         self.step: Step | None = None
