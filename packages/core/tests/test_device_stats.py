@@ -88,7 +88,7 @@ def test_figures_of_an_evaluation_are_those_of_its_batches(tmp_path: Path) -> No
         enable_checkpointing=False,
     )
     for run, what in ((trainer.validate, "validation"), (trainer.test, "test")):
-        run(Validated(), [torch.ones(2, 2) for _ in range(5)])  # type: ignore[operator]
+        run(Validated(), [torch.ones(2, 2) for _ in range(5)])
         lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
         for when in ("start", "end"):
             name = f"DeviceStatsMonitor.on_{what}_batch_{when}/asked"

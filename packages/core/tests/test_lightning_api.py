@@ -258,7 +258,7 @@ def test_loops_are_views_of_the_trainer() -> None:
             return batch_idx
 
         def on_predict_epoch_end(self) -> None:
-            seen.append(list(self.trainer.predict_loop.predictions))
+            seen.append(list(trainer.predict_loop.predictions))
 
     trainer.limit_train_batches, trainer.num_sanity_val_steps = 2, 0
     trainer.fit(Looking())

@@ -77,7 +77,7 @@ class PredictionLoop(EvaluationLoop):
     def predictions(self) -> list[Any]:
         """What `predict_step` has returned so far; of several loaders, a list for each."""
         run = self.trainer._run
-        kept = [] if run is None else run.predictions
+        kept = [] if run is None else list(run.predictions)
         return kept[0] if len(kept) == 1 else kept
 
     @property
