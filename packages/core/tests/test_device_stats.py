@@ -50,7 +50,10 @@ def fit(folder: Path, callback: DeviceStatsMonitor, **options: Any) -> list[dict
         default_root_dir=folder,
     )
     trainer.fit(Net(), [torch.ones(2, 2) for _ in range(12)])
-    rows = csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines())
+    table = Path(logger.log_dir) / "metrics.csv"
+    if not table.exists():
+        return []
+    rows = csv.DictReader(table.read_text().splitlines())
     return [row for row in rows if any("DeviceStats" in name and row[name] for name in row)]
 
 

@@ -101,9 +101,8 @@ class LearningRateMonitor(Callback):
         """Log before an epoch."""
         if self.logging_interval == "step":
             return
-        if values := self._read(trainer, "epoch"):
-            values = {"epoch": trainer.current_epoch, **values}
-            trainer.run.rows.write(values, trainer.global_step)
+        values = self._read(trainer, "epoch")
+        trainer.run.rows.write(values, trainer.global_step, trainer.current_epoch)
 
     def _read(self, trainer: Trainer, interval: str) -> dict[str, float]:
         intervals = {

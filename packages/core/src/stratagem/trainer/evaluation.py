@@ -63,7 +63,7 @@ def evaluate(
             run.schedulers.step_after_validation(epoch.values)
         # At the last optimizer step, as the values of a training epoch.
         last_step = max(0, run.progress.global_step - 1)
-        metrics.rows.write({"epoch": run.progress.epoch, **epoch.for_loggers}, last_step)
+        metrics.rows.write(epoch.for_loggers, last_step, run.progress.epoch)
         with module.logging_to(None):
             hooks.call(f"on_{what}_end")
     return epoch
@@ -153,7 +153,7 @@ def _run_batches(
             for hook in on_end:
                 hook(output, batch, batch_idx, loader_idx)
             if metrics.row:
-                metrics.end_step(run.evaluated_batches)
+                metrics.end_step(run.evaluated_batches, run.progress.epoch)
             run.evaluated_batches += 1
             yield loader_idx, output
             del output  # before the next one is computed

@@ -37,19 +37,20 @@ class Rows:
         """Rows whose values are on their way from a device."""
         self._due = monotonic() + _SECONDS
 
-    def add(self, row: dict[str, Any], step: int) -> None:
-        """Add the values of one step, counted from 0."""
+    def add(self, row: dict[str, Any], step: int, epoch: int) -> None:
+        """Add the values of one step, counted from 0, and the number of its epoch."""
         if not self._loggers:
             return
+        row.setdefault("epoch", epoch)
         self._rows.append((step, row))
         if len(self._rows) >= _MOST or monotonic() >= self._due:
             self._send()
 
-    def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Hand a row to the loggers at once, after those that are kept."""
-        if self._loggers and row:
-            self._rows.append((step, dict(row)))
-            self.flush()
+    def write(self, values: Mapping[str, Any], step: int, epoch: int) -> None:
+        """Hand an epoch's values, if any, to the loggers at once, after the rows that are kept."""
+        if self._loggers and values:
+            self._rows.append((step, {"epoch": epoch, **values}))
+        self.flush()
 
     def flush(self) -> None:
         """Hand the rows to the loggers; waits for what is still being computed."""

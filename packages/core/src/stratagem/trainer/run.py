@@ -360,7 +360,7 @@ class Run:
         epoch = metrics.end_epoch()
         # The epoch's values stand at its last step, with the epoch's number.
         last_step = max(0, progress.global_step - 1)
-        self.rows.write({"epoch": progress.epoch, **epoch.for_loggers}, last_step)
+        self.rows.write(epoch.for_loggers, last_step, progress.epoch)
         self.has_ended_epoch = True
         self.schedulers.step_after_epoch(self.may_come_later)
         self.hooks.call_monitors("on_train_epoch_end")

@@ -128,7 +128,7 @@ class Step(TrainStep):
         self._end_batch()
         self._batch = None
         if stepped and self._logged.row:
-            self._logged.end_step(self._progress.global_step - 1)
+            self._logged.end_step(self._progress.global_step - 1, self._progress.epoch)
 
     def abandon(self) -> None:
         """Forget the step that is under way: the epoch ends here, and it is not taken."""
