@@ -118,7 +118,7 @@ class DeviceStatsMonitor(Callback):
         if not trainer.sanity_checking:
             batch = trainer.run.evaluated_batches
             if figures := self._figures(trainer, when, batch):
-                trainer.run.rows.add(figures, batch)
+                trainer.run.rows.add(figures, batch, trainer.current_epoch)
 
     def _figures(self, trainer: Trainer, when: str, step: int) -> dict[str, float]:
         """Return the figures by the names that they are logged as, where they are due."""
