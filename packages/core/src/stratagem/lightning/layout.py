@@ -336,6 +336,9 @@ _PYTORCH: _Layout = {
     "pytorch.core.optimizer": _names(
         {"stratagem.lite.optimizer": "LightningOptimizer=LiteOptimizer"}
     ),
+    "pytorch.core.saving": _names(
+        {f"{_API}.saving": "load_hparams_from_yaml save_hparams_to_yaml"}
+    ),
     "pytorch.core.hooks": _names(
         {"stratagem.callbacks.module_hooks": "DataHooks ModelHooks=ModuleHooks"}
     ),

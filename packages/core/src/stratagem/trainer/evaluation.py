@@ -13,6 +13,7 @@ from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import UserCodeError
 from stratagem.trainer.batch_transfer import batch_converter
 from stratagem.trainer.hooks import is_users, positional_parameters
+from stratagem.trainer.loaders import set_epoch_of
 from stratagem.trainer.metrics import EpochValues, LatestValues, Metrics
 from stratagem.trainer.rows import Rows
 
@@ -73,6 +74,7 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     hooks = run.hooks
     metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
+    run.predictions = predictions
     with _EvaluationMode(run, "predict"):
         hooks.call("on_predict_start")
         with run.strategy.evaluation(prepared), _inference(run):
@@ -121,6 +123,8 @@ def _run_batches(
     method = _STEPS[what]
     several = len(loaders) > 1
     takes = _arguments_taken(getattr(run.module, method), 3 if several else 2)
+    for loader in loaders:
+        set_epoch_of(loader.loader, run.progress.epoch)
     context = run.strategy.precision.forward_context()
     on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
     on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)

@@ -22,6 +22,8 @@ class Rows:
     Tensors in them are read only then, all at once. From a device they are copied beside what it
     computes, and handed over when the next ones leave: no step waits for a device.
 
+    A value that was logged as "step" is the row's step: the axis of the user's charts.
+
     Args:
         loggers: receive the rows; none on ranks other than 0.
         accelerator: reads tensors on its devices.
@@ -97,8 +99,9 @@ class Rows:
         if copied.read is not None:
             for (row, name), number in zip(copied.places, copied.read(), strict=True):
                 row[name] = number
+        rows = [(int(values.pop("step", step)), values) for step, values in copied.rows]
         for logger in self._loggers:
-            logger.log_rows(copied.rows)
+            logger.log_rows(rows)
 
 
 _Row = tuple[int, dict[str, Any]]

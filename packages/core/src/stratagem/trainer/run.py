@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,7 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare
 from stratagem.storage import paths
-from stratagem.trainer import (
-    checks,
-    evaluation,
-    fit_loop,
-    folders,
-    options,
-    results,
-    run_loggers,
-)
+from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results, run_loggers
 from stratagem.trainer.failure import end_failed
 from stratagem.trainer.former_runs import release_others
 from stratagem.trainer.hooked_step import check_closure, check_step_hooks
@@ -79,6 +71,8 @@ class Run:
     has_ended_epoch = False
     """In a fit: whether an epoch has ended in it, with its values."""
     has_failed = False
+    predictions: Sequence[list[Any]] = ()
+    """What `predict_step` has returned so far, a list for each loader, where it is kept."""
     asked: str | Path | None = None
     """In a fit: what to resume from, which was asked for or which a restart calls for."""
 
