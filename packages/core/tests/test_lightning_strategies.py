@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from stratagem import Lite, StrategyRegistry, Trainer
 from stratagem.checkpoint import SingleFileCheckpointIO
@@ -15,9 +18,11 @@ from stratagem.lightning.api import precision as precisions
 from stratagem.lightning.api.accelerators import CPUAccelerator
 from stratagem.lightning.api.checkpoint_io import AsyncCheckpointIO
 from stratagem.lightning.api.fabric import Fabric
+from stratagem.lightning.api.fsdp import FSDPStrategy
 from stratagem.lightning.api.precision import DoublePrecision
 from stratagem.lightning.api.strategies import SingleDeviceStrategy
 from stratagem.strategies import DDPStrategy
+from stratagem.strategies import FSDPStrategy as OwnFSDP
 from stratagem.strategies import SingleDeviceStrategy as OwnSingleDevice
 
 # -- the device of one
@@ -45,6 +50,32 @@ def test_a_strategy_knows_its_device_and_its_ranks_before_the_launch() -> None:
     assert one.all_gather(torch.ones(2)).shape == (1, 2)
     decisions = [(True, True), (False, True), (False, False)]
     assert [one.reduce_boolean_decision(*each) for each in decisions] == [True, False, False]
+
+
+def test_fsdp_takes_lightnings_arguments() -> None:
+    class Block(torch.nn.Linear):
+        pass
+
+    def is_block(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return isinstance(module, Block) and not recurse
+
+    config = MixedPrecision(param_dtype=torch.bfloat16)
+    strategy = FSDPStrategy(
+        mixed_precision=config, use_orig_params=True, precision="32-true", device_mesh=None
+    )
+    assert strategy.mixed_precision_config is config
+    assert strategy.requested == {"precision": "32-true"}
+    for policy in (ModuleWrapPolicy({Block}), is_block):
+        choice: Any = FSDPStrategy(activation_checkpointing_policy=policy).activation_checkpointing
+        assert [choice(Block(1, 1)), choice(torch.nn.Linear(1, 1))] == [True, False]
+    assert FSDPStrategy(activation_checkpointing=[Block]).activation_checkpointing == {Block}
+    with pytest.raises(ConfigurationError, match="cannot set both `activation_checkpointing`"):
+        FSDPStrategy(activation_checkpointing={Block}, activation_checkpointing_policy={Block})
+    with pytest.raises(ConfigurationError, match=r"use_orig_params=False\): expected True"):
+        FSDPStrategy(use_orig_params=False)
+    annotation = inspect.signature(FSDPStrategy).parameters["device_mesh"].annotation
+    assert annotation == tuple[int, int] | None
+    assert isinstance(OwnFSDP(), FSDPStrategy)
 
 
 # -- without a Fabric

@@ -76,10 +76,11 @@ _PROFILERS = _names(
 )
 _STRATEGIES = _names(
     {
-        "stratagem.strategies": "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy "
+        "stratagem.strategies": "DDPStrategy DeepSpeedStrategy ModelParallelStrategy "
         "ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy=SingleXLAStrategy Strategy "
         "XLAFSDPStrategy XLAStrategy StrategyRegistry STRATEGY_REGISTRY=StrategyRegistry "
-        "DataParallelStrategy"
+        "DataParallelStrategy",
+        f"{_API}.fsdp": "FSDPStrategy",
     }
 )
 _FABRIC_STRATEGIES = {
