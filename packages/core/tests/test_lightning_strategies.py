@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -137,6 +137,34 @@ def test_a_strategy_saves_and_fills_what_it_is_given(tmp_path: Path) -> None:
     assert list(strategy.load_checkpoint(path)["model"]) == ["weight"]
     with pytest.raises(ConfigurationError, match=r"storage_options=\{'a': 1\}\): expected None"):
         strategy.save_checkpoint(path, {}, storage_options={"a": 1})
+
+
+def test_a_fabric_saves_and_loads_by_the_strategys_own_methods(tmp_path: Path) -> None:
+    class Noting(SingleDeviceStrategy):
+        asked: ClassVar[list[Any]] = []
+
+        def save_checkpoint(self, path: Any, state: Any, *more: Any, **options: Any) -> None:
+            self.asked.append(type(state["model"]))
+            super().save_checkpoint(path, state, *more, **options)
+
+        def load_checkpoint(self, path: Any, state: Any = None, *more: Any, **options: Any) -> Any:
+            self.asked.append(options["weights_only"])
+            return super().load_checkpoint(path, state, *more, **options)
+
+    fabric, path = Fabric(strategy=Noting("cpu")), tmp_path / "state.ckpt"
+    model = fabric.setup(torch.nn.Linear(2, 1))
+    fabric.save(path, {"model": model, "step": 3, "kept": 1})
+    weight = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    state = {"model": model, "step": 0}
+    assert fabric.load(path, state, weights_only=True) == {"kept": 1}
+    assert torch.equal(model.weight, weight)
+    assert (state["step"], state["model"]) == (3, model)
+    torch.save(torch.nn.Linear(2, 1).state_dict(), tmp_path / "raw.pt")
+    fabric.load_raw(tmp_path / "raw.pt", model)
+    assert not torch.equal(model.weight, weight)
+    assert Noting.asked == [torch.nn.Linear, True, None]
 
 
 def no_bias(key: str, value: Any) -> bool:
