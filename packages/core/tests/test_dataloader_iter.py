@@ -25,7 +25,7 @@ class Pairs(Module):
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
         with torch.no_grad():
-            self.layer[0].weight.fill_(0.5)  # type: ignore[operator, union-attr]
+            self.layer[0].weight.fill_(0.5)  # type: ignore[operator]
         self.seen: list[Any] = []
 
     def pair(self, batches: Iterator[Any], what: str) -> Tensor:

@@ -140,13 +140,19 @@ def _train_steps(
         try:
             return train_steps(interval)
         except EndOfEpoch as end:
-            step.abandon()
-            if not isinstance(end, EndOfData):
-                return True, False
-            loader.check_end(progress.batches)
-            return True, interval == float("inf")
+            has_validation = _end_early(end, step, loader, progress.batches)
+            return True, has_validation and interval == float("inf")
 
     return run.profiling.wrap("run_training_epoch", until_the_end)
+
+
+def _end_early(end: EndOfEpoch, step: Step, loader: TrainLoader, done: int) -> bool:
+    """Forget the step under way; return whether the epoch has ended as others do, with its data."""
+    step.abandon()
+    has_ended = isinstance(end, EndOfData)
+    if has_ended:
+        loader.check_end(done)
+    return has_ended
 
 
 def _check_after_step(
