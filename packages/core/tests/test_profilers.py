@@ -78,8 +78,8 @@ def test_durations_stay_after_a_run_and_each_report_is_of_its_own(
     one.validate(Net(), loader(), verbose=False)
     action, profiler = "[_TrainingEpochLoop].train_dataloader_next", one.profiler
     assert isinstance(profiler, SimpleProfiler)
-    assert len(profiler.recorded_durations[action]) == 7  # the last one finds the end
-    assert len(profiler.recorded_durations["[_EvaluationLoop].val_next"]) == 7
+    assert len(profiler.recorded_durations[action]) == 6
+    assert len(profiler.recorded_durations["[_EvaluationLoop].val_next"]) == 6
     fit, _, validate = capsys.readouterr().out.partition("VALIDATE Profiler Report")
     assert action in fit
     assert action not in validate
