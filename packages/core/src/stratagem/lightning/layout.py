@@ -82,9 +82,14 @@ _STRATEGIES = _names(
         "DataParallelStrategy"
     }
 )
+_FABRIC_STRATEGIES = {
+    **_STRATEGIES,
+    **_names({f"{_API}.strategies": "SingleDeviceStrategy"}),
+}
 _ACCELERATORS = _names(
     {
-        "stratagem.accelerators": "Accelerator CUDAAccelerator XLAAccelerator",
+        "stratagem.accelerators": "Accelerator XLAAccelerator",
+        f"{_API}.cuda": "CUDAAccelerator",
         f"{_API}.accelerators": "CPUAccelerator find_usable_cuda_devices",
     }
 )
@@ -393,7 +398,7 @@ _FABRIC_SIDE: _Layout = {
     "fabric.fabric": {"Fabric": _FABRIC["Fabric"]},
     "fabric.wrappers": {"is_wrapped": _FABRIC["is_wrapped"]},
     **_package("fabric.loggers", _LOGGERS, _LOGGER_LEAVES),
-    **_package("fabric.strategies", _STRATEGIES, _STRATEGY_LEAVES),
+    **_package("fabric.strategies", _FABRIC_STRATEGIES, _STRATEGY_LEAVES),
     **_package("fabric.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
     "fabric.plugins": {**_PLUGINS, "ClusterEnvironment": _ENVIRONMENTS["ClusterEnvironment"]},
     **_package("fabric.plugins.precision", _PRECISION, _PRECISION_LEAVES),
