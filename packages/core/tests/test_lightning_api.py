@@ -753,7 +753,10 @@ def test_a_model_that_a_library_has_taken_its_trainer_from_goes_on() -> None:
     """neuralforecast does so after each fit, to keep a Trainer out of what it stores."""
     from stratagem.lightning.api.demos.boring_classes import BoringModel
 
-    model, trainer = BoringModel(), Trainer(accelerator="cpu", limit_predict_batches=1, logger=False)
+    model, trainer = (
+        BoringModel(),
+        Trainer(accelerator="cpu", limit_predict_batches=1, logger=False),
+    )
     trainer.predict(model)
     del vars(model)["_trainer"]
     assert (model.current_epoch, model.loggers) == (0, [])
