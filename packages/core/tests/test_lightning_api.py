@@ -747,3 +747,17 @@ def test_what_is_chosen_by_name_is_an_instance_of_lightnings_class() -> None:
     assert isinstance(trainer.accelerator, CPUAccelerator)
     assert not isinstance(trainer.accelerator, type("Mine", (CPUAccelerator,), {}))
     assert isinstance(trainer.strategy.cluster_environment, LightningEnvironment)
+
+
+def test_a_model_that_a_library_has_taken_its_trainer_from_goes_on() -> None:
+    """neuralforecast does so after each fit, to keep a Trainer out of what it stores."""
+    from stratagem.lightning.api.demos.boring_classes import BoringModel
+
+    model, trainer = (
+        BoringModel(),
+        Trainer(accelerator="cpu", limit_predict_batches=1, logger=False),
+    )
+    trainer.predict(model)
+    del vars(model)["_trainer"]
+    assert (model.current_epoch, model.loggers) == (0, [])
+    assert len(trainer.predict(model) or []) == 1

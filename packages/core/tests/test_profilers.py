@@ -70,6 +70,22 @@ def trainer(profiler: Any, **options: Any) -> Trainer:
     )
 
 
+def test_durations_stay_after_a_run_and_each_report_is_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = trainer("simple")
+    one.fit(Net(), loader())
+    one.validate(Net(), loader(), verbose=False)
+    action, profiler = "[_TrainingEpochLoop].train_dataloader_next", one.profiler
+    assert isinstance(profiler, SimpleProfiler)
+    assert len(profiler.recorded_durations[action]) == 6
+    assert len(profiler.recorded_durations["[_EvaluationLoop].val_next"]) == 6
+    fit, _, validate = capsys.readouterr().out.partition("VALIDATE Profiler Report")
+    assert action in fit
+    assert action not in validate
+    assert SimpleProfiler().summary() == ""
+
+
 def test_actions_have_the_names_that_users_know(capsys: pytest.CaptureFixture[str]) -> None:
     profiler = Kept()
     callback = LambdaCallback(on_train_epoch_end=lambda trainer, module: None)

@@ -151,8 +151,8 @@ _MEMORY = _names(
 _PARSING = _names(
     {
         f"{_API}.data": "AttributeDict",
-        f"{_API}.parsing": "clean_namespace is_picklable lightning_getattr lightning_hasattr "
-        "lightning_setattr",
+        f"{_API}.parsing": "clean_namespace get_init_args is_picklable lightning_getattr "
+        "lightning_hasattr lightning_setattr",
     }
 )
 _ENUMS = _names({f"{_API}.states": "GradClipAlgorithmType LightningEnum"})
@@ -425,6 +425,13 @@ _FABRIC_SIDE: _Layout = {
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,
     "fabric.utilities.throughput": _THROUGHPUT,
+    # Private, and in annotations of libraries that many use.
+    "fabric.utilities.types": _names(
+        {
+            f"{_API}.types": "LRScheduler Optimizable=Optimizer ReduceLROnPlateau _DEVICE=DEVICE "
+            "_MAP_LOCATION_TYPE=MAP_LOCATION _PATH=PATH"
+        }
+    ),
     "fabric.utilities.warnings": _WARNINGS,
 }
 

@@ -151,10 +151,9 @@ def _several(source: Any) -> list[Any]:
 
 def train_source(source: Any) -> Any:
     """Return the loader for training; of several, a CombinedLoader that reads them together."""
-    if isinstance(source, Mapping):
-        several = _has_loader(source.values())
-    else:
-        several = isinstance(source, (list, tuple)) and _has_loader(source)
+    several = isinstance(source, Mapping) or (
+        isinstance(source, (list, tuple)) and _has_loader(source)
+    )
     return CombinedLoader(source, "max_size_cycle") if several else source
 
 

@@ -64,6 +64,24 @@ class EvaluationLoop(_View):
         return _progress(count, count)
 
 
+class ValidationData(NamedTuple):
+    """`fit_loop.epoch_loop.val_loop._data_source`, which GluonTS asks."""
+
+    of: trainer.Trainer
+
+    def is_defined(self) -> bool:
+        """Whether the fit has data for validation."""
+        return bool(self.of.run.has_validation)
+
+
+class ValidationLoop(EvaluationLoop):
+    """`fit_loop.epoch_loop.val_loop`."""
+
+    @property
+    def _data_source(self) -> ValidationData:
+        return ValidationData(self.trainer)
+
+
 class PredictionLoop(EvaluationLoop):
     """`predict_loop`."""
 
@@ -111,9 +129,9 @@ class EpochLoop(_View):
         return _progress(count, count)
 
     @property
-    def val_loop(self) -> EvaluationLoop:
+    def val_loop(self) -> ValidationLoop:
         """The validation within a fit."""
-        return EvaluationLoop(self.trainer)
+        return ValidationLoop(self.trainer)
 
 
 class FitLoop(fit_loop_view.FitLoop):
