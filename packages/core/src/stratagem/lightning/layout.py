@@ -83,10 +83,7 @@ _STRATEGIES = _names(
         f"{_API}.fsdp": "FSDPStrategy",
     }
 )
-_FABRIC_STRATEGIES = {
-    **_STRATEGIES,
-    **_names({f"{_API}.strategies": "SingleDeviceStrategy"}),
-}
+_FABRIC_STRATEGIES = {**_STRATEGIES, **_names({f"{_API}.strategies": "SingleDeviceStrategy"})}
 _ACCELERATORS = _names(
     {
         "stratagem.accelerators": "Accelerator XLAAccelerator",
@@ -198,6 +195,10 @@ _UTILITIES = {
 }
 
 
+def _some(whole: Mapping[str, str], names: str) -> dict[str, str]:
+    return {name: whole[name] for name in names.split()}
+
+
 def _package(name: str, whole: Mapping[str, str], leaves: Mapping[str, str]) -> _Layout:
     """Return a package, and the modules in it that have some of its names.
 
@@ -206,11 +207,7 @@ def _package(name: str, whole: Mapping[str, str], leaves: Mapping[str, str]) -> 
         whole: its names.
         leaves: module -> some of the names.
     """
-    parts = {
-        f"{name}.{leaf}": {known: whole[known] for known in names.split()}
-        for leaf, names in leaves.items()
-    }
-    return {name: whole, **parts}
+    return {name: whole, **{f"{name}.{leaf}": _some(whole, of) for leaf, of in leaves.items()}}
 
 
 _Layout = dict[str, Mapping[str, str]]
@@ -291,15 +288,11 @@ _PYTORCH: _Layout = {
     ),
     **_package("pytorch.loggers", _LOGGERS, {**_LOGGER_LEAVES, **_FURTHER_LOGGERS}),
     "pytorch.cli": _CLI,
-    "pytorch.callbacks.progress.progress_bar": {
-        name: _PROGRESS[name] for name in ("ProgressBar", "get_standard_metrics")
-    },
-    "pytorch.callbacks.progress.rich_progress": {
-        name: _PROGRESS[name] for name in ("RichProgressBar", "RichProgressBarTheme")
-    },
-    "pytorch.callbacks.progress.tqdm_progress": {
-        name: _PROGRESS[name] for name in ("TQDMProgressBar", "Tqdm")
-    },
+    "pytorch.callbacks.progress.progress_bar": _some(_PROGRESS, "ProgressBar get_standard_metrics"),
+    "pytorch.callbacks.progress.rich_progress": _some(
+        _PROGRESS, "RichProgressBar RichProgressBarTheme"
+    ),
+    "pytorch.callbacks.progress.tqdm_progress": _some(_PROGRESS, "TQDMProgressBar Tqdm"),
     **_package(
         "pytorch.profilers",
         _PROFILERS,
@@ -356,9 +349,7 @@ _PYTORCH: _Layout = {
         "is_picklable": _PARSING["is_picklable"],
     },
     "pytorch.utilities.combined_loader": _COMBINED,
-    "pytorch.utilities.compile": {
-        name: _MODELS[name] for name in ("from_compiled", "to_uncompiled")
-    },
+    "pytorch.utilities.compile": _some(_MODELS, "from_compiled to_uncompiled"),
     "pytorch.utilities.data": _DATA,
     "pytorch.utilities.enums": _ENUMS,
     "pytorch.utilities.exceptions": _EXCEPTIONS,
@@ -368,9 +359,7 @@ _PYTORCH: _Layout = {
         # Private, and in Lightning's own examples.
         {f"{_API}.models": "_OMEGACONF_AVAILABLE _RICH_AVAILABLE _TORCHVISION_AVAILABLE"}
     ),
-    "pytorch.utilities.model_helpers": {
-        name: _MODELS[name] for name in ("get_torchvision_model", "is_overridden")
-    },
+    "pytorch.utilities.model_helpers": _some(_MODELS, "get_torchvision_model is_overridden"),
     "pytorch.utilities.model_summary": _names({f"{_API}.summary": "ModelSummary summarize"}),
     "pytorch.utilities.model_summary.model_summary": _names(
         {
@@ -378,9 +367,9 @@ _PYTORCH: _Layout = {
             "summarize"
         }
     ),
-    "pytorch.utilities.parameter_tying": {
-        name: _MODELS[name] for name in ("find_shared_parameters", "set_shared_parameters")
-    },
+    "pytorch.utilities.parameter_tying": _some(
+        _MODELS, "find_shared_parameters set_shared_parameters"
+    ),
     "pytorch.utilities.parsing": _PARSING,
     "pytorch.utilities.rank_zero": _RANK_ZERO,
     "pytorch.utilities.seed": {"isolate_rng": _SEED["isolate_rng"]},

@@ -15,6 +15,7 @@ from stratagem.lightning.api.strategies import SingleDeviceStrategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.lite import Lite, PathLike
 from stratagem.lite.module import LiteModule
+from stratagem.lite.observed import numbers_of
 from stratagem.lite.optimizer import LiteOptimizer
 
 
@@ -29,9 +30,8 @@ class Fabric(Lite):
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write several values to every logger, on rank 0; as Fabric's, by keyword."""
         if self.is_global_zero:
-            plain = {name: float(value) for name, value in metrics.items()}
             for logger in self.loggers:
-                logger.log_metrics(metrics=plain, step=step)
+                logger.log_metrics(metrics=numbers_of(metrics), step=step)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it, with the arguments that it takes.
