@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 from stratagem.callbacks import Callback, ModelCheckpoint
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, MissingPackageError
+from stratagem.lightning.api import saving
 from stratagem.lightning.api.accelerators import CPUAccelerator
 from stratagem.lightning.api.cloud_io import get_filesystem
 from stratagem.lightning.api.data import has_len
@@ -229,17 +230,54 @@ def test_loops_are_views_of_the_trainer() -> None:
     assert (loop.max_epochs, loop.max_batches, loop.done) == (1, 3, True)
     assert loop.epoch_progress.current.completed == 1
     assert loop.epoch_loop.global_step == 3
+    assert loop.epoch_loop.batch_progress.total.completed == 3
+    assert loop.epoch_loop.val_loop.batch_progress.total.completed == 2
+    assert loop.state_dict()["global_step"] == 3
     loop.max_epochs = 2
     assert trainer.max_epochs == 2
     assert not loop.done
     trainer.validate(BoringModel())
     assert trainer.validate_loop.batch_progress.current.completed == 2
+    assert loop.epoch_loop.val_loop.batch_progress.total.completed == 0
     with pytest.raises(
         AttributeError, match="fit_loop has no 'advance'; expected one of max_epochs"
     ):
         loop.advance()
     with pytest.raises(AttributeError, match=r"fit_loop.advance cannot be set; expected one of"):
         loop.advance = None
+
+
+def test_a_trainer_shows_texts_flags_and_loaders_as_scripts_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer = Trainer(accelerator="cpu", default_root_dir="~/runs", fast_dev_run=1)
+    assert trainer.default_root_dir + "/a" == str(tmp_path / "runs/a")
+    assert trainer.fast_dev_run is True
+    trainer.default_root_dir = str(tmp_path)
+    trainer.fit(TakesTwo(), [loader(2), loader(4)])
+    assert [len(one) for one in trainer.train_dataloader] == [2, 4]
+    assert Trainer(accelerator="cpu").fast_dev_run is False
+
+
+class TakesTwo(BoringModel):
+    val_dataloader: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer.weight.sum() * batch[0][0].mean() * batch[1][0].mean()
+
+
+def test_hyperparameters_are_read_from_files_and_written_to_them(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    hparams = {"width": 3, "rate": 1e-3, "name": "a", "sizes": [1, 2], "on": True}
+    for save, load in (
+        (saving.save_hparams_to_yaml, saving.load_hparams_from_yaml),
+        (saving.save_hparams_to_tags_csv, saving.load_hparams_from_tags_csv),
+    ):
+        save(tmp_path / "file", hparams)
+        assert load(tmp_path / "file") == hparams
+        with pytest.warns(UserWarning, match="there is no .*/none', so that no hyperparameters"):
+            assert load(tmp_path / "none") == {}
 
 
 def test_the_environment_gives_arguments_that_are_not_given(
@@ -324,6 +362,7 @@ def test_the_state_of_a_trainer_is_of_lightnings_enumerations(tmp_path: Path) ->
         enable_checkpointing=False,
     )
     assert (trainer.state.status, trainer.state.fn) == (TrainerStatus.INITIALIZING, None)
+    assert trainer.state == TrainerState()
     trainer.fit(BoringModel())
     state = trainer.state
     assert (state.status, state.fn, state.stage) == (

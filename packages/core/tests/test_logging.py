@@ -109,6 +109,45 @@ def test_values_of_a_step_are_logged_as_they_are_at_each_step() -> None:
     assert memory.status == "success"
 
 
+def test_what_goes_to_the_loggers_is_listed_though_no_epoch_reduces_it() -> None:
+    trainer = trainer_with(log_every_n_steps=50)
+    trainer.fit(Logs(lambda m, batch, i: m.log("index", i)), numbers())
+    assert trainer.logged_metrics == {"index": 2.0}
+
+
+def test_values_stand_at_the_step_that_is_logged_with_them() -> None:
+    memory = Memory()
+
+    def train(module: Logs, batch: Tensor, index: int) -> None:
+        module.log_dict({"mean": batch.mean(), "step": 10 * index})
+
+    def validate(module: Logs, batch: Tensor, index: int) -> None:
+        module.log_dict({"val_mean": batch.mean(), "step": 7.0})
+
+    model = Logs(train, validate)
+    trainer_with(memory, num_sanity_val_steps=0).fit(model, numbers(), numbers(4))
+    assert memory.of("mean") == {0: 1.5, 10: 5.5, 20: 8.5}
+    assert memory.of("val_mean") == {7: 1.5}
+    assert memory.of("step") == {}
+
+
+def test_without_a_value_there_is_no_row() -> None:
+    memory = Memory()
+    trainer_with(memory, max_epochs=2).fit(Logs(), numbers(), numbers())
+    assert memory.rows == []
+
+
+def test_a_value_that_goes_nowhere_is_refused() -> None:
+    nowhere = Logs(lambda m, batch, i: m.log("mean", batch.mean(), on_step=False))
+    with pytest.raises(UserCodeError) as raised:
+        trainer_with().fit(nowhere, numbers())
+    assert str(raised.value) == (
+        "self.log('mean', on_step=False, on_epoch=None) is not useful here: the value goes "
+        "nowhere. In training_step on_epoch is False unless it is given, elsewhere on_step: pass "
+        "True for one of them"
+    )
+
+
 def test_the_mean_of_an_epoch_is_weighted_by_batch_size() -> None:
     memory = Memory()
 
@@ -781,7 +820,7 @@ def test_a_logger_needs_no_folder(tmp_path: Path) -> None:
         enable_progress_bar=False,
         default_root_dir=tmp_path,
     )
-    model = Logs()
+    model = Logs(lambda m, batch, i: m.log("index", i))
     trainer.fit(model, numbers())
     assert logger.sent
     assert (logger.log_dir, trainer.log_dir) == ("", str(tmp_path))

@@ -264,7 +264,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         """Log a value.
 
         Args:
-            name: what it is called, the same on every rank.
+            name: what it is called, the same on every rank; "step": it is no value, but the place
+                of all that is logged with it in the loggers.
             value: a number, a tensor with one element, or a torchmetrics Metric.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers.
@@ -279,7 +280,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             rank_zero_only: this rank logs it and no other does; it is not reduced over ranks.
 
         Raises:
-            UserCodeError: called outside of a run, or the value is not a single number.
+            UserCodeError: called outside of a run, the value is not a single number, or it goes
+                nowhere, being neither of a step nor of an epoch.
         """
         metrics: Metrics | None = self.__dict__["_metrics"]
         if metrics is None:

@@ -321,6 +321,12 @@ _PYTORCH: _Layout = {
     **_package(
         "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
     ),
+    "pytorch.core.saving": _names(
+        {
+            f"{_API}.saving": "load_hparams_from_tags_csv load_hparams_from_yaml "
+            "save_hparams_to_tags_csv save_hparams_to_yaml"
+        }
+    ),
     "pytorch.core.mixins": _names(
         {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
     ),

@@ -50,7 +50,8 @@ def evaluate(
     else:
         metrics = Metrics(run.strategy, run.rows, run.latest, of_evaluation=True)
     with module.logging_to(metrics), _EvaluationMode(run, what):
-        hooks.call(f"on_{what}_start")
+        with _inference(run):
+            hooks.call(f"on_{what}_start")
         with run.strategy.evaluation(prepared), _inference(run):
             hooks.call(f"on_{what}_epoch_start")
             for _ in _run_batches(run, prepared, loaders, what, metrics):
@@ -62,7 +63,7 @@ def evaluate(
             run.schedulers.step_after_validation(epoch.values)
         # At the last optimizer step, as the values of a training epoch.
         last_step = max(0, run.progress.global_step - 1)
-        metrics.rows.write({"epoch": run.progress.epoch, **epoch.for_loggers}, last_step)
+        metrics.rows.write_epoch(run.progress.epoch, epoch.for_loggers, last_step)
         with module.logging_to(None):
             hooks.call(f"on_{what}_end")
     return epoch
@@ -74,7 +75,8 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
     with _EvaluationMode(run, "predict"):
-        hooks.call("on_predict_start")
+        with _inference(run):
+            hooks.call("on_predict_start")
         with run.strategy.evaluation(prepared), _inference(run):
             hooks.call("on_predict_epoch_start")
             for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):

@@ -49,6 +49,19 @@ class Rows:
             self._rows.append((step, dict(row)))
             self.flush()
 
+    def write_epoch(
+        self, epoch: int, values: Mapping[str, Any], step: int, *, alone: bool = False
+    ) -> None:
+        """Hand an epoch's values to the loggers at once, with its number.
+
+        Args:
+            epoch: its number.
+            values: of the epoch.
+            step: where they stand.
+            alone: write the number without values too: it tells of which epoch the steps are.
+        """
+        self.write({"epoch": epoch, **values} if values or alone else {}, step)
+
     def flush(self) -> None:
         """Hand the rows to the loggers; waits for what is still being computed."""
         self._send()
@@ -96,8 +109,14 @@ class Rows:
         if copied.read is not None:
             for (row, name), number in zip(copied.places, copied.read(), strict=True):
                 row[name] = number
+        rows = [_at_its_step(step, row) for step, row in copied.rows]
         for logger in self._loggers:
-            logger.log_rows(copied.rows)
+            logger.log_rows(rows)
+
+
+def _at_its_step(step: int, row: dict[str, Any]) -> _Row:
+    """Return a row at the step that was logged with it under that name, or else at its own."""
+    return int(row.pop("step", step)), row
 
 
 _Row = tuple[int, dict[str, Any]]

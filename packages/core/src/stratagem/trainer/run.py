@@ -364,9 +364,9 @@ class Run:
         metrics.reduce_epoch()
         self.hooks.call_all_but_monitors("on_train_epoch_end")
         epoch = metrics.end_epoch()
-        # The epoch's values stand at its last step, with the epoch's number.
-        last_step = max(0, progress.global_step - 1)
-        self.rows.write({"epoch": progress.epoch, **epoch.for_loggers}, last_step)
+        # The epoch's values stand at its last step.
+        step, alone = max(0, progress.global_step - 1), bool(self.latest.for_loggers)
+        self.rows.write_epoch(progress.epoch, epoch.for_loggers, step, alone=alone)
         self.has_ended_epoch = True
         self.schedulers.step_after_epoch(self.may_come_later)
         self.hooks.call_monitors("on_train_epoch_end")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 from stratagem.datamodule import DataModule
+from stratagem.lightning.api.saving import load_hparams_from_yaml
 
 DataModuleType = TypeVar("DataModuleType", bound="LightningDataModule")
 
@@ -74,9 +74,4 @@ def _size(loader: Any) -> str:
 
 def of_file(path: str | Path | None) -> dict[str, Any]:
     """Return the hyperparameters of a YAML file; none without one."""
-    if path is None:
-        return {}
-    yaml = importlib.import_module("yaml")
-    with Path(path).open(encoding="utf-8") as stream:
-        kept: dict[str, Any] = yaml.safe_load(stream) or {}
-    return kept
+    return {} if path is None else load_hparams_from_yaml(path)
