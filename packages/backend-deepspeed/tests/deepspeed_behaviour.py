@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed_models as models
 
 from stratagem import Lite, Module
-from stratagem.errors import UserCodeError
+from stratagem.errors import ConfigurationError
 from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 out: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def dropped(lite: Lite) -> list[str]:
     for set_to_none in (True, False):
         try:
             optimizer.zero_grad(set_to_none=set_to_none)
-        except UserCodeError as error:
+        except ConfigurationError as error:
             said.append(str(error))
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
@@ -82,7 +82,7 @@ def unfrozen(lite: Lite) -> str:
     net[0].weight.requires_grad_(True)
     try:
         lite.backward(model(torch.ones(1, 2)).sum(), model=model)
-    except UserCodeError as error:
+    except ConfigurationError as error:
         return str(error)
     return ""
 

@@ -951,6 +951,14 @@ class SaysOwnsClipping(ParallelStrategy):
     )
 
 
+class SaysOwnsStep(ParallelStrategy):
+    """owns_step=True, and nothing of its own that steps."""
+
+    capabilities = Capabilities(
+        launchers=None, one_process=False, many_devices=True, owns_step=True
+    )
+
+
 class OverridesFinal(DDPStrategy):
     """A barrier of its own, which is final."""
 

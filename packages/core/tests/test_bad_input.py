@@ -452,8 +452,8 @@ TIME = "expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or seconds
         ),
         (
             {"logger": 7},
-            "logger=7: expected a stratagem.loggers.Logger, the name of one, a list of them, True "
-            "or False",
+            "logger=7: expected a stratagem.loggers.Logger, the name of one, an object with "
+            "log_metrics(metrics, step), a list of them, True or False",
         ),
         (
             {"callbacks": [1]},

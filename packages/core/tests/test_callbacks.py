@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -210,7 +211,7 @@ def test_swa_is_the_average_at_the_starts_of_epochs_and_has_its_statistics() -> 
     swa = StochasticWeightAveraging(0.02, swa_epoch_start=0.5, annealing_epochs=1, device=None)
     one = trainer(swa, LambdaCallback(on_train_epoch_start=note), max_epochs=4)
     one.fit(model, loader())
-    assert swa.swa_start == 1
+    assert (swa.swa_start, swa.n_averaged) == (1, 3)
     assert torch.allclose(model.head.weight, torch.stack(weights[1:]).mean(0))
     assert one.optimizers[0].param_groups[0]["lr"] == 0.02
     inputs = torch.cat([model.backbone[0](batch[0]) for batch in loader()])
@@ -290,7 +291,7 @@ class Bare(Net):
 
 
 def test_pruned_weights_stay_zero_and_names_stay_the_models(
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = Net()
     names = list(model.state_dict())
@@ -301,6 +302,7 @@ def test_pruned_weights_stay_zero_and_names_stay_the_models(
         use_lottery_ticket_hypothesis=False,
         verbose=2,
     )
+    caplog.set_level("INFO")
     trainer(pruning, max_epochs=2).fit(model, loader())
     assert list(model.state_dict()) == names
     total = sum(mask.numel() for mask in pruning.masks.values())
@@ -308,9 +310,13 @@ def test_pruned_weights_stay_zero_and_names_stay_the_models(
     assert zeros == total * 3 // 4  # half, and half of what was left
     for name, mask in pruning.masks.items():
         assert torch.equal(model.get_parameter(name) * mask, model.get_parameter(name))
-    assert f"Applied `L1Unstructured`. Pruned: {total // 2}/{total} (50.00%)" in (
-        capsys.readouterr().out
-    )
+    half = f"{total // 2}/{total} (50.00%)"
+    whole = [line for line in caplog.messages if line.startswith("Applied `L1Unstructured`. ")]
+    assert [line.partition("Pruned: ")[2] for line in whole] == [
+        f"0/{total} (0.00%) -> {half}",
+        f"{half} -> {zeros}/{total} (75.00%)",
+    ]
+    assert any("to `head.weight` with amount=0.5. Pruned: 0/" in line for line in caplog.messages)
 
 
 def test_the_lottery_gives_what_is_left_its_first_values() -> None:
@@ -358,6 +364,15 @@ def test_learning_rates_are_those_of_the_next_step(tmp_path: Path) -> None:
     assert float(one.callback_metrics["lr-SGD"]) == pytest.approx(0.081)
     logged = {row["step"]: float(row["lr-SGD"]) for row in rows(logger) if row["lr-SGD"]}
     assert logged == {"0": 0.1, "6": pytest.approx(0.09), "12": pytest.approx(0.081)}
+
+    class Plain(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.ASGD(self.parameters())
+
+    monitor = LearningRateMonitor(log_momentum=True)
+    with pytest.warns(RuntimeWarning, match="do not have momentum, and 0.0 is logged .*: ASGD"):
+        trainer(monitor, logger=logger, max_epochs=1).fit(Plain(), loader())
+    assert monitor.last_momentum_values == {"lr-ASGD-momentum": 0.0}
 
     by_step = LearningRateMonitor("step")
     trainer(by_step, logger=CSVLogger(tmp_path), max_epochs=1, log_every_n_steps=3).fit(
@@ -481,6 +496,9 @@ def test_a_timer_ends_training_and_counts_the_time_before_a_resume(
     one = trainer(timer, max_epochs=50)
     one.fit(Net(), loader())
     assert one.global_step == 1
+    one = trainer(Timer(timedelta(0)), max_epochs=50, min_steps=2)
+    one.fit(Net(), loader())
+    assert one.global_step == 2
     assert "Timer(duration=0.0001 s) is up" in capsys.readouterr().out
     assert timer.time_elapsed() > 0.0001
     assert timer.start_time("test") is None
@@ -490,7 +508,7 @@ def test_a_timer_ends_training_and_counts_the_time_before_a_resume(
     resumed.load_state_dict({"time_elapsed": {"train": 3601.0}})
     one = trainer(resumed, max_epochs=50)
     one.fit(Net(), loader())
-    assert one.current_epoch == 1
+    assert (one.global_step, one.current_epoch) == (0, 0)  # there is no time left
     remaining = resumed.time_remaining()
     assert remaining is not None
     assert remaining < -1

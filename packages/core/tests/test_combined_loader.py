@@ -45,6 +45,25 @@ class Reader(Module):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
+def test_a_list_of_numbers_is_a_loader() -> None:
+    loader = CombinedLoader({"a": [0, 1, 2], "b": {3: [4, 5]}}, "max_size_cycle")
+    assert loader.flattened == [[0, 1, 2], [4, 5]]
+    assert [batch for batch, _, _ in loader] == [
+        {"a": 0, "b": {3: 4}},
+        {"a": 1, "b": {3: 5}},
+        {"a": 2, "b": {3: 4}},
+    ]
+    seen: list[Any] = []
+
+    class Seeing(Module):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(batch)
+
+    one = trainer()
+    one.validate(Seeing(), loader)
+    assert seen == [batch for batch, _, _ in loader]
+
+
 def trainer(*callbacks: Callback, **options: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",

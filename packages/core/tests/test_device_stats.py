@@ -50,8 +50,10 @@ def fit(folder: Path, callback: DeviceStatsMonitor, **options: Any) -> list[dict
         default_root_dir=folder,
     )
     trainer.fit(Net(), [torch.ones(2, 2) for _ in range(12)])
-    file = Path(logger.log_dir) / "metrics.csv"
-    rows = csv.DictReader(file.read_text().splitlines() if file.exists() else [])
+    table = Path(logger.log_dir) / "metrics.csv"
+    if not table.exists():
+        return []
+    rows = csv.DictReader(table.read_text().splitlines())
     return [row for row in rows if any("DeviceStats" in name and row[name] for name in row)]
 
 
@@ -70,6 +72,35 @@ def test_figures_come_before_and_after_each_batch_that_is_logged(
     for row in rows:
         before = row["DeviceStatsMonitor.on_train_batch_start/asked"]
         assert float(before) < float(row["DeviceStatsMonitor.on_train_batch_end/asked"])
+
+
+def test_figures_of_an_evaluation_are_those_of_its_batches(tmp_path: Path) -> None:
+    class Validated(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        test_step = validation_step
+
+    logger = CSVLogger(tmp_path)
+    trainer = Trainer(
+        accelerator=Counting(),
+        logger=logger,
+        log_every_n_steps=2,
+        callbacks=DeviceStatsMonitor(),
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    for run, what in ((trainer.validate, "validation"), (trainer.test, "test")):
+        run(Validated(), [torch.ones(2, 2) for _ in range(5)])
+        lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+        for when in ("start", "end"):
+            name = f"DeviceStatsMonitor.on_{what}_batch_{when}/asked"
+            rows = csv.DictReader(lines)
+            assert [row["step"] for row in rows if row.get(name)] == ["1", "3"]
+    quiet = Trainer(
+        accelerator="cpu", logger=False, callbacks=DeviceStatsMonitor(), enable_progress_bar=False
+    )
+    quiet.validate(Validated(), [torch.ones(2, 2)])
 
 
 def test_between_logged_steps_nobody_is_asked(tmp_path: Path) -> None:

@@ -159,6 +159,12 @@ MISTAKES = {
         "",
         "Contradicts.capabilities has owns_clipping=True, but the class overrides none of",
     ),
+    "contradicts_step": (
+        "averaging_classes:Contradicts",
+        "owns_step=True",
+        "",
+        "Contradicts.capabilities has owns_step=True, but the class overrides none of",
+    ),
     "leaves_to_ddp": (
         "averaging_classes:LeavesToDDP",
         "launchers=None, one_process=False, many_devices=True, multi_node=True, owns_clipping=True",

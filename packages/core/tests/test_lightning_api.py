@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+from argparse import Namespace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,10 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 from stratagem.callbacks import Callback, ModelCheckpoint
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, MissingPackageError
-from stratagem.lightning.api import saving
 from stratagem.lightning.api.accelerators import CPUAccelerator
 from stratagem.lightning.api.cloud_io import get_filesystem
 from stratagem.lightning.api.data import has_len
-from stratagem.lightning.api.datamodule import LightningDataModule, of_file
+from stratagem.lightning.api.datamodule import LightningDataModule
 from stratagem.lightning.api.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from stratagem.lightning.api.environments import (
     KubeflowEnvironment,
@@ -42,6 +43,11 @@ from stratagem.lightning.api.precision import (
     Precision,
 )
 from stratagem.lightning.api.samplers import DistributedSamplerWrapper, UnrepeatedDistributedSampler
+from stratagem.lightning.api.saving import (
+    load_hparams_from_yaml,
+    of_file,
+    save_hparams_to_yaml,
+)
 from stratagem.lightning.api.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from stratagem.lightning.api.trainer import Trainer
 from stratagem.strategies import SingleDeviceStrategy
@@ -239,6 +245,37 @@ def test_loops_are_views_of_the_trainer() -> None:
     trainer.validate(BoringModel())
     assert trainer.validate_loop.batch_progress.current.completed == 2
     assert loop.epoch_loop.val_loop.batch_progress.total.completed == 0
+    seen: list[Any] = []
+
+    class Looking(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append((self.trainer.fit_loop.batch_idx, batch_idx))
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_epoch_start(self) -> None:
+            seen.append(self.trainer.fit_loop.batch_idx)
+
+        def on_train_epoch_start(self) -> None:
+            seen.append(self.trainer.fit_loop.epoch_loop.batch_idx)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> int:
+            return batch_idx
+
+        def on_predict_epoch_end(self) -> None:
+            seen.append(list(trainer.predict_loop.predictions))
+
+    trainer.limit_train_batches, trainer.num_sanity_val_steps = 2, 0
+    trainer.fit(Looking())
+    assert seen == [-1, (0, 0), (1, 1), 1, -1, (0, 0), (1, 1), 1]
+    trainer.limit_predict_batches = 2
+    assert trainer.predict(Looking()) == seen[-1] == trainer.predict_loop.predictions == [0, 1]
+    assert trainer.predict_loop.epoch_batch_indices == [[]]
+    assert trainer.predict(Looking(), return_predictions=False) is None
+    assert (trainer.predict_loop.predictions, seen[-1]) == ([], [])
+    assert not trainer.predict_loop.return_predictions
+    trainer.predict(BoringModel())
+    again = pickle.loads(pickle.dumps(trainer))
+    assert len(again.predict()) == 2  # with the model
     with pytest.raises(
         AttributeError, match="fit_loop has no 'advance'; expected one of max_epochs"
     ):
@@ -265,19 +302,6 @@ class TakesTwo(BoringModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.layer.weight.sum() * batch[0][0].mean() * batch[1][0].mean()
-
-
-def test_hyperparameters_are_read_from_files_and_written_to_them(tmp_path: Path) -> None:
-    pytest.importorskip("yaml")
-    hparams = {"width": 3, "rate": 1e-3, "name": "a", "sizes": [1, 2], "on": True}
-    for save, load in (
-        (saving.save_hparams_to_yaml, saving.load_hparams_from_yaml),
-        (saving.save_hparams_to_tags_csv, saving.load_hparams_from_tags_csv),
-    ):
-        save(tmp_path / "file", hparams)
-        assert load(tmp_path / "file") == hparams
-        with pytest.warns(UserWarning, match="there is no .*/none', so that no hyperparameters"):
-            assert load(tmp_path / "none") == {}
 
 
 def test_the_environment_gives_arguments_that_are_not_given(
@@ -690,6 +714,48 @@ def test_a_model_is_made_with_the_hyperparameters_that_a_logger_has_written(
     assert file.name == "hparams.yaml"
     assert of_file(file) == {"width": 3}
     logger.finalize("success")
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_a_fit_writes_the_file_that_scripts_pass_on_where_there_are_no_hyperparameters(
+    kind: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("yaml")
+    pytest.importorskip("tensorboard")
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, logger=kind(tmp_path), enable_progress_bar=False
+    )
+    trainer.fit(BoringModel())
+    file = f"{trainer.log_dir}/hparams.yaml"
+    assert load_hparams_from_yaml(file) == {}
+    BoringModel.load_from_checkpoint(
+        trainer.checkpoint_callbacks[0].best_model_path, hparams_file=file
+    )
+
+
+def test_hyperparameters_are_written_and_read_as_yaml(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+
+    class Kind(str, Enum):
+        small = "s"
+
+    file = tmp_path / "hparams.yaml"
+    nested = {"sizes": [1, 2], "kind": Kind.small}
+    given = Namespace(rate=0.1, nested=nested, kind=Kind.small, dtype=torch.float32)
+    with pytest.warns(UserWarning, match="Skipping 'dtype' parameter: a dtype cannot be read"):
+        save_hparams_to_yaml(file, given)
+    assert load_hparams_from_yaml(file, use_omegaconf=False) == {
+        "rate": 0.1,
+        "nested": {"sizes": [1, 2], "kind": "s"},
+        "kind": "small",
+    }
+    file.write_text("layer: !!python/name:torch.nn.Linear ''\n")
+    with pytest.raises(ConfigurationError, match=r"nothing in it is executed .* take that"):
+        load_hparams_from_yaml(file)
+    with pytest.warns(UserWarning, match="there is no file .*other.yaml"):
+        assert load_hparams_from_yaml(tmp_path / "other.yaml") == {}
+    with pytest.raises(ConfigurationError, match=r"there is no folder .*none': make it"):
+        save_hparams_to_yaml(tmp_path / "none" / "hparams.yaml", {})
 
 
 def test_what_is_chosen_by_name_is_an_instance_of_lightnings_class() -> None:

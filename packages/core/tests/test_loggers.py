@@ -96,6 +96,60 @@ class Sends(Logger):
         self.told.append(("saved", Path(checkpoint_callback.best_model_path).exists()))
 
 
+class Sink:
+    """Takes values, and is no Logger."""
+
+    version = "7"
+
+    def __init__(self, folder: Path) -> None:
+        self.save_dir = folder
+        self.rows: list[Any] = []
+        self.hyperparameters: Any = None
+        self.status = ""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows += [(metrics["loss"], step)] if "loss" in metrics else []
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self.hyperparameters = params
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+
+
+def test_an_object_that_takes_values_is_a_logger(tmp_path: Path) -> None:
+    sink = Sink(tmp_path / "sink")
+    trainer = trainer_in(tmp_path, sink)
+    trainer.fit(Learner(), numbers())
+    assert [step for _, step in sink.rows] == [0, 1]
+    assert (sink.hyperparameters, sink.status) == ({"rate": 0.5}, "success")
+    logger: Any = trainer.logger
+    assert isinstance(trainer.logger, Logger)
+    assert (logger.version, logger.name, logger.rows) == ("7", None, sink.rows)
+    assert Path(last_of(trainer)).parent == tmp_path / "sink" / "checkpoints"
+    again: Any = pickle.loads(pickle.dumps(copy.copy(logger)))
+    assert again.rows == sink.rows
+
+
+def test_a_value_called_step_is_the_step_of_its_row(tmp_path: Path) -> None:
+    class Counts(Learner):
+        def on_train_epoch_end(self) -> None:
+            self.log_dict({"step": 10 * (self.current_epoch + 1), "loss": 1.0})
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self(batch).square().mean()  # type: ignore[no-any-return]
+
+    sink = Sink(tmp_path)
+    trainer_in(tmp_path, sink, max_epochs=2).fit(Counts(), numbers())
+    assert sink.rows == [(1.0, 10), (1.0, 20)]
+
+
+@pytest.mark.parametrize("wrong", [CSVLogger, object()])
+def test_what_takes_no_values_is_no_logger(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"an object with log_metrics.metrics, step."):
+        trainer_in(tmp_path, wrong)
+
+
 # ---------------------------------------------------------------- a resumed run
 
 

@@ -115,28 +115,6 @@ def test_what_goes_to_the_loggers_is_listed_though_no_epoch_reduces_it() -> None
     assert trainer.logged_metrics == {"index": 2.0}
 
 
-def test_values_stand_at_the_step_that_is_logged_with_them() -> None:
-    memory = Memory()
-
-    def train(module: Logs, batch: Tensor, index: int) -> None:
-        module.log_dict({"mean": batch.mean(), "step": 10 * index})
-
-    def validate(module: Logs, batch: Tensor, index: int) -> None:
-        module.log_dict({"val_mean": batch.mean(), "step": 7.0})
-
-    model = Logs(train, validate)
-    trainer_with(memory, num_sanity_val_steps=0).fit(model, numbers(), numbers(4))
-    assert memory.of("mean") == {0: 1.5, 10: 5.5, 20: 8.5}
-    assert memory.of("val_mean") == {7: 1.5}
-    assert memory.of("step") == {}
-
-
-def test_without_a_value_there_is_no_row() -> None:
-    memory = Memory()
-    trainer_with(memory, max_epochs=2).fit(Logs(), numbers(), numbers())
-    assert memory.rows == []
-
-
 def test_a_value_that_goes_nowhere_is_refused() -> None:
     nowhere = Logs(lambda m, batch, i: m.log("mean", batch.mean(), on_step=False))
     with pytest.raises(UserCodeError) as raised:
@@ -153,20 +131,21 @@ def test_the_mean_of_an_epoch_is_weighted_by_batch_size() -> None:
 
     def log(module: Logs, batch: Tensor, index: int) -> None:
         module.log("both", batch.mean(), on_step=True, on_epoch=True)
-        module.log("epoch", batch.mean(), on_step=False, on_epoch=True)
+        module.log("mean", batch.mean(), on_step=False, on_epoch=True)
         module.log("unweighted", batch.mean(), on_step=False, on_epoch=True, batch_size=1)
 
     trainer = trainer_with(memory, max_epochs=2)
     trainer.fit(Logs(log), numbers())
     values = trainer.callback_metrics
-    assert values["epoch"] == pytest.approx(4.5)
+    assert values["mean"] == pytest.approx(4.5)
     assert values["unweighted"] == pytest.approx((1.5 + 5.5 + 8.5) / 3)
     # Both kinds of one name are told apart; the plain name is the epoch's.
     assert values["both"] == values["both_epoch"] == pytest.approx(4.5)
     assert values["both_step"] == 8.5
     assert memory.of("both_step") == {0: 1.5, 1: 5.5, 2: 8.5, 3: 1.5, 4: 5.5, 5: 8.5}
     assert memory.of("both_epoch") == {2: pytest.approx(4.5), 5: pytest.approx(4.5)}
-    assert memory.of("epoch") == memory.of("both_epoch")
+    assert memory.of("mean") == memory.of("both_epoch")
+    assert memory.of("epoch") == {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1}
     assert memory.of("both") == {}
 
 
@@ -293,7 +272,7 @@ def test_log_dict_logs_each_value() -> None:
     memory = Memory()
     model = Logs(lambda m, batch, i: m.log_dict({"a": 1.0, "b": batch.sum()}, on_step=True))
     trainer_with(memory).fit(model, numbers())
-    assert memory.rows[0] == (0, {"a": 1.0, "b": 6.0})
+    assert memory.rows[0] == (0, {"epoch": 0, "a": 1.0, "b": 6.0})
 
 
 def test_a_value_is_kept_from_loggers_where_logger_is_false() -> None:
@@ -447,16 +426,14 @@ def test_the_csv_holds_every_row_and_columns_that_come_up_later(tmp_path: Path) 
     rows = read(trainer.log_dir)
     table = [(r["step"], r["loss"], r["epoch"], r["val"], r["late"]) for r in rows]
     assert table == [
-        ("0", "1.5", "", "", ""),
-        ("1", "5.5", "", "", ""),
-        ("2", "8.5", "", "", ""),
+        ("0", "1.5", "0", "", ""),
+        ("1", "5.5", "0", "", ""),
+        ("2", "8.5", "0", "", ""),
         ("2", "", "0", "4.5", ""),
-        ("2", "", "0", "", ""),
-        ("3", "1.5", "", "", ""),
-        ("4", "5.5", "", "", ""),
-        ("5", "8.5", "", "", "7"),
+        ("3", "1.5", "1", "", ""),
+        ("4", "5.5", "1", "", ""),
+        ("5", "8.5", "1", "", "7"),
         ("5", "", "1", "4.5", ""),
-        ("5", "", "1", "", ""),
     ]
 
 
@@ -533,7 +510,7 @@ def test_at_the_end_of_a_run_the_disk_has_every_row(
     logger.finalize("success")
     assert synced == [], "nothing was logged"
     trainer_with(logger, max_epochs=1).fit(Logs(lambda m, b, i: m.log("loss", 1.0)), numbers())
-    assert synced[-1].count("\n") == 5  # a header, three steps, and the epoch
+    assert synced[-1].count("\n") == 4  # a header and three steps
 
 
 def test_rows_logged_before_an_exception_are_written(tmp_path: Path) -> None:
@@ -820,9 +797,9 @@ def test_a_logger_needs_no_folder(tmp_path: Path) -> None:
         enable_progress_bar=False,
         default_root_dir=tmp_path,
     )
-    model = Logs(lambda m, batch, i: m.log("index", i))
+    model = Logs(lambda m, batch, i: m.log("mean", batch.mean()))
     trainer.fit(model, numbers())
-    assert logger.sent
+    assert logger.sent[0] == (0, {"epoch": 0, "mean": 1.5})
     assert (logger.log_dir, trainer.log_dir) == ("", str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
     assert model.loggers == [logger]

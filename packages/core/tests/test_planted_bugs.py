@@ -89,6 +89,7 @@ PLANTED = [
     ("NeverWraps", "steps/gradient", "NeverWraps.prepare has not called wrap"),
     ("SaysOneProcess", "steps/gradient", "has one_process=True, so that one process was to drive"),
     ("SaysOwnsClipping", "steps/gradient", "has owns_clipping=True, but the class overrides none"),
+    ("SaysOwnsStep", "steps/gradient", "has owns_step=True, but the class overrides none"),
     ("LeavesClippingToDDP", "steps/gradient", "has owns_clipping=True, but the class overrides"),
     ("AveragesUnderTheTrainer", "lite/loop", "ranks 0 and 1 have different values of '0.weight'"),
     ("ZerosForUnused", "losses/unused", "keeps grad=None"),

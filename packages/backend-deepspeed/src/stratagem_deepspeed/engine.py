@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.data.pytree import map_tensors
-from stratagem.errors import UserCodeError
+from stratagem.errors import ConfigurationError
 from stratagem_deepspeed.config import stage_of
 
 
@@ -78,13 +78,13 @@ class EngineModule(nn.Module):
         """Do nothing where gradients are to be cleared: the engine's step has done it.
 
         Raises:
-            UserCodeError: it has not, and the gradients would count in the next step.
+            ConfigurationError: it has not, and the gradients would count in the next step.
         """
         if self.__dict__["has_gradients"]:
-            raise UserCodeError(
-                "optimizer.zero_grad() between backward and step: a DeepSpeed engine adds up "
-                "gradients until it steps, and has no way to drop them. Leave a batch out before "
-                "its backward, or call optimizer.step() after each"
+            raise ConfigurationError(
+                "gradients were to be dropped, by zero_grad() or by leaving a step out: a "
+                "DeepSpeed engine adds them up until it steps, and has no other way. Leave a batch "
+                "out before its backward, or call optimizer.step() after each"
             )
 
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ def watch_frozen(name: str, parameter: nn.Parameter) -> Any:
 
     def refuse(unfrozen: nn.Parameter) -> None:
         unfrozen.grad = None
-        raise UserCodeError(
+        raise ConfigurationError(
             f"{name!r} was unfrozen after its DeepSpeed engine was made, which trains what had "
             "requires_grad=True then: unfreeze it before fit or setup, or take fsdp or ddp"
         )

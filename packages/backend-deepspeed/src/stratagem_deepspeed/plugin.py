@@ -15,6 +15,7 @@ DEEPSPEED = Capabilities(
     many_devices=True,
     multi_node=True,
     owns_clipping=True,
+    owns_step=True,
     sharded_state=True,
     checkpoint_io="directory",
     uneven_evaluation=False,

@@ -432,7 +432,7 @@ class EnginePrepared(PreparedModel):
         """Return what checks that the engine's step has cleared the gradients, which are its own.
 
         Raises:
-            UserCodeError: by what is returned, between backward and step.
+            ConfigurationError: by what is returned, between backward and step.
         """
         called = self.module
         assert isinstance(called, EngineModule)

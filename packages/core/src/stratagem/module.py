@@ -264,8 +264,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         """Log a value.
 
         Args:
-            name: what it is called, the same on every rank; "step": it is no value, but the place
-                of all that is logged with it in the loggers.
+            name: what it is called, the same on every rank; "step" takes the place of the step
+                that loggers are given.
             value: a number, a tensor with one element, or a torchmetrics Metric.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers.
@@ -406,6 +406,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         from stratagem.checkpoint.trainer_format import check
         from stratagem.errors import naming
         from stratagem.interfaces.compiling import adopt_compiled
+        from stratagem.launch.rank_zero import rank_zero_warn
         from stratagem.state.state_dict import load_weights
         from stratagem.storage import paths
 
@@ -420,6 +421,11 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         with naming(checkpoint_path):
             strict = model.strict_loading is not False if strict is None else strict
             load_weights(model, checkpoint["state_dict"], strict=strict)
+        if not checkpoint["state_dict"] and any(True for _ in model.parameters()):
+            rank_zero_warn(
+                f"{str(checkpoint_path)!r} contains no parameters: the model's are those that "
+                "__init__ has given it"
+            )
         return model if map_location is None else model.to(_device_for(map_location))
 
 

@@ -17,7 +17,8 @@ class DeviceStatsMonitor(Callback):
     """Logs what the accelerator says of the device, before and after each batch that is logged.
 
     Every `log_every_n_steps` optimizer steps, as `DeviceStatsMonitor.on_train_batch_start/NAME` and
-    `DeviceStatsMonitor.on_train_batch_end/NAME`, where NAME is one of the names of
+    `DeviceStatsMonitor.on_train_batch_end/NAME`; in validation and testing every so many batches,
+    with `validation` or `test` in the place of `train`. NAME is one of the names of
     `Accelerator.device_stats`, such as `allocated_bytes`; of the CPU as `cpu.NAME` where it is not
     the device itself. Nothing waits for the device: work that was queued may still be running.
     Of several ranks, rank 0's device is the one that is logged.
@@ -42,7 +43,8 @@ class DeviceStatsMonitor(Callback):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Choose whose figures are logged; refuse a Trainer without a logger."""
-        if stage != "fit":
+        self._sources = []
+        if not trainer.loggers and stage != "fit":
             return
         if not trainer.loggers:
             raise ConfigurationError(
@@ -52,7 +54,6 @@ class DeviceStatsMonitor(Callback):
         strategy = trainer.strategy
         accelerator, device = strategy.accelerator, strategy.device
         is_host = accelerator.is_host
-        self._sources = []
         if not is_host or self.cpu_stats is not False:
             self._sources.append(("", accelerator, device))
         if self.cpu_stats and not is_host:
@@ -74,11 +75,58 @@ class DeviceStatsMonitor(Callback):
         """Log the figures after a batch."""
         self._log(trainer, "on_train_batch_end", max(0, trainer.global_step - 1))
 
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Log the figures before a batch."""
+        self._log_evaluation(trainer, "on_validation_batch_start")
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log the figures after a batch."""
+        self._log_evaluation(trainer, "on_validation_batch_end")
+
+    def on_test_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Log the figures before a batch."""
+        self._log_evaluation(trainer, "on_test_batch_start")
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log the figures after a batch."""
+        self._log_evaluation(trainer, "on_test_batch_end")
+
     def _log(self, trainer: Trainer, when: str, step: int) -> None:
+        trainer.run.metrics.row.update(self._figures(trainer, when, step))
+
+    def _log_evaluation(self, trainer: Trainer, when: str) -> None:
+        if not trainer.sanity_checking:
+            batch = trainer.run.evaluated_batches
+            if figures := self._figures(trainer, when, batch):
+                trainer.run.rows.add(figures, batch, trainer.current_epoch)
+
+    def _figures(self, trainer: Trainer, when: str, step: int) -> dict[str, float]:
+        """Return the figures by the names that they are logged as, where they are due."""
         every = trainer.log_every_n_steps
         if not trainer.is_global_zero or not every or (step + 1) % every:
-            return
-        row = trainer.run.metrics.row
-        for prefix, accelerator, device in self._sources:
-            for name, value in accelerator.device_stats(device).items():
-                row[f"{type(self).__name__}.{when}/{prefix}{name}"] = value
+            return {}
+        return {
+            f"{type(self).__name__}.{when}/{prefix}{name}": value
+            for prefix, accelerator, device in self._sources
+            for name, value in accelerator.device_stats(device).items()
+        }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
 from stratagem.errors import ConfigurationError
+from stratagem.launch.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -79,6 +80,8 @@ class LearningRateMonitor(Callback):
             name = by_scheduler.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
             same = sum(one == name or one.rpartition("-")[0] == name for one in self._names)
             self._names.append(f"{name}-{same}" if same else name)
+        if self.log_momentum:
+            _warn_of_none(trainer)
         names = (name for i in range(len(self._names)) for name in self._of_groups(trainer, i))
         self.lrs = {name: [] for name in names}
         self.last_momentum_values, self.last_weight_decay_values = {}, {}
@@ -98,9 +101,8 @@ class LearningRateMonitor(Callback):
         """Log before an epoch."""
         if self.logging_interval == "step":
             return
-        if values := self._read(trainer, "epoch"):
-            values = {"epoch": trainer.current_epoch, **values}
-            trainer.run.rows.write(values, trainer.global_step)
+        values = self._read(trainer, "epoch")
+        trainer.run.rows.write(values, trainer.global_step, trainer.current_epoch)
 
     def _read(self, trainer: Trainer, interval: str) -> dict[str, float]:
         intervals = {
@@ -120,8 +122,7 @@ class LearningRateMonitor(Callback):
                 values[name] = float(group["lr"])
                 self.lrs.setdefault(name, []).append(values[name])
                 if self.log_momentum:
-                    momentum = group.get("momentum", (*group.get("betas", ()), 0.0)[0])
-                    momenta[f"{name}-momentum"] = float(momentum)
+                    momenta[f"{name}-momentum"] = float(_momentum_of(group) or 0.0)
                 if self.log_weight_decay:
                     decays[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
         self.last_momentum_values.update(momenta)
@@ -148,3 +149,23 @@ class LearningRateMonitor(Callback):
         if name in self.lrs:  # it was the only group so far
             self.lrs[names[0]] = self.lrs.pop(name)
         return names
+
+
+def _momentum_of(group: dict[str, Any]) -> Any:
+    """Return the momentum of a parameter group; None: its optimizer has none."""
+    return group.get("momentum", (*group.get("betas", ()), None)[0])
+
+
+def _warn_of_none(trainer: Trainer) -> None:
+    """Say which optimizers have no momentum that could be logged."""
+    without = [
+        type(optimizer).__name__
+        for optimizer in trainer.optimizers
+        if all(_momentum_of(group) is None for group in optimizer.param_groups)
+    ]
+    if without:
+        rank_zero_warn(
+            "LearningRateMonitor(log_momentum=True): these optimizers do not have momentum, and "
+            f"0.0 is logged for it: {', '.join(without)}",
+            category=RuntimeWarning,
+        )

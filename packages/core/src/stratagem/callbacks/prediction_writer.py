@@ -65,6 +65,11 @@ class BasePredictionWriter(Callback):
         self._predictions: list[list[Any]] = []
         self._indices: list[list[Any]] = []
 
+    @property
+    def epoch_batch_indices(self) -> list[list[Any]]:
+        """The samples of each batch that is kept for the end, a list for each loader."""
+        return self._indices
+
     def write_on_batch_end(
         self,
         trainer: Trainer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.utils import prune
 
 from stratagem.callbacks.callback import Callback
 from stratagem.errors import ConfigurationError
+from stratagem.launch.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -49,7 +50,7 @@ class ModelPruning(Callback):
             function of the epoch that says whether to.
         resample_parameters: with that, give them new initial values instead.
         pruning_dim, pruning_norm: of structured methods.
-        verbose: 1: print how much of the whole is pruned; 2: of each parameter too.
+        verbose: 1: say how much of the whole was pruned, and is; 2: of each parameter too.
         prune_on_train_epoch_end: False: after validation.
 
     Raises:
@@ -232,7 +233,7 @@ class ModelPruning(Callback):
         if not amount:
             return
         # All ranks have the same weights; where torch draws what to prune, rank 0's counts.
-        masks = self._draw_masks(amount)
+        masks, before = self._draw_masks(amount), self._gone()
         self._masks = {
             name: trainer.ranks.broadcast(mask) if trainer.world_size > 1 else mask
             for name, mask in masks.items()
@@ -241,7 +242,7 @@ class ModelPruning(Callback):
         if self._lottery(epoch) if callable(self._lottery) else self._lottery:
             self._begin_again(trainer)
         if self._verbose and trainer.is_global_zero:
-            self._say(amount)
+            self._say(amount, before)
 
     def _draw_masks(self, amount: int | float) -> dict[str, Tensor]:
         """Let torch prune copies of the parameters, which have the masks by now."""
@@ -279,15 +280,24 @@ class ModelPruning(Callback):
             if name in first:
                 parameter.copy_(first[name] * self._masks[name])
 
-    def _say(self, amount: int | float) -> None:
-        left = {name: int(mask.count_nonzero()) for name, mask in self._masks.items()}
-        total = sum(mask.numel() for mask in self._masks.values())
-        pruned = total - sum(left.values())
-        kind = self._method.__name__
-        print(f"Applied `{kind}`. Pruned: {pruned}/{total} ({pruned / total:.2%})")
-        for name, mask in self._masks.items() if self._verbose > 1 else ():
-            gone = mask.numel() - left[name]
-            print(f"Applied `{kind}` to `{name}` with amount={amount}. Pruned: {gone}")
+    def _gone(self) -> dict[str, int]:
+        """Return how many weights of each parameter are pruned."""
+        return {name: int((mask == 0).sum()) for name, mask in self._masks.items()}
+
+    def _say(self, amount: int | float, before: Mapping[str, int]) -> None:
+        sizes = {name: mask.numel() for name, mask in self._masks.items()}
+        gone, total, kind = self._gone(), sum(sizes.values()), self._method.__name__
+        then, now = (_part(sum(pruned.values()), total) for pruned in (before, gone))
+        rank_zero_info(f"Applied `{kind}`. Pruned: {then} -> {now}")
+        for name, size in sizes.items() if self._verbose > 1 else ():
+            then, now = (_part(pruned.get(name, 0), size) for pruned in (before, gone))
+            rank_zero_info(
+                f"Applied `{kind}` to `{name}` with amount={amount}. Pruned: {then} -> {now}"
+            )
+
+
+def _part(pruned: int, total: int) -> str:
+    return f"{pruned}/{total} ({pruned / total:.2%})"
 
 
 def _mask_of(holder: nn.Module) -> Tensor:

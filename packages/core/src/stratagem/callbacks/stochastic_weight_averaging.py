@@ -88,6 +88,8 @@ class StochasticWeightAveraging(Callback):
         self._restored: dict[str, Any] = {}
         self.swa_start = 0
         """The first epoch at whose start the weights are averaged, counted from 0."""
+        self.n_averaged = 0
+        """How many times the weights were taken into the average of the last fit."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Look whether it can be done; go on where the run that is resumed was."""
@@ -112,6 +114,7 @@ class StochasticWeightAveraging(Callback):
         first = int(trainer.max_epochs * start) if isinstance(start, float) else start
         self.swa_start = max(first - 1, 0)
         self._averages = self._schedule = None
+        self.n_averaged = 0
         restored, self._restored = self._restored, {}
         self._last_epoch = restored.get("last_epoch", -1)
         if "averages" in restored:
@@ -121,7 +124,7 @@ class StochasticWeightAveraging(Callback):
                 name: tensor.to(self._averages.tensors[name].device)
                 for name, tensor in restored["averages"].items()
             }
-            self._averages.count = restored["count"]
+            self.n_averaged = self._averages.count = restored["count"]
             self._schedule.load_state_dict(restored["schedule"])
             # What it has set when it was made is not what the checkpoint says.
             for group, rate in zip(
@@ -157,6 +160,7 @@ class StochasticWeightAveraging(Callback):
             self._begin(trainer, module)
         assert self._averages is not None
         self._averages.update(module, self._average)
+        self.n_averaged = self._averages.count
         self._last_epoch = epoch
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:

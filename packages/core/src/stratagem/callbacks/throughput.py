@@ -227,7 +227,8 @@ class ThroughputMonitor(Callback):
         return {f"{stage}{self.separator}{name}": value for name, value in values.items()}
 
     def _write(self, trainer: Trainer, stage: str) -> None:
-        trainer.run.rows.write(self._compute(stage), max(0, trainer.global_step - 1))
+        step = max(0, trainer.global_step - 1)
+        trainer.run.rows.write(self._compute(stage), step, trainer.current_epoch)
         self._throughput[stage].reset()
 
 

@@ -95,10 +95,13 @@ class Timer(Callback):
         self._offset = state.get("time_elapsed", {}).get("train", 0.0)
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Let the run look at the clock."""
+        """Let the run look at the clock; end it before its first step if no time is left."""
         remaining = self.time_remaining()
         if remaining is not None and self._interval == "step":
             trainer.run.interruption.end_within(remaining)
+        # A run that is resumed may have used it up: no step is taken then.
+        if trainer.ranks.broadcast(remaining is not None and remaining <= 0):
+            trainer.should_stop = True
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Begin to count."""

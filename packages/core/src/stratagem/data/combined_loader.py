@@ -167,20 +167,27 @@ def total_of(numbers: list[float], mode: str) -> float:
 
 
 def _leaves(data: Any) -> Iterator[Any]:
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    if isinstance(data, (list, tuple)):
-        for one in data:
+    if _is_collection(data):
+        for one in data.values() if isinstance(data, Mapping) else data:
             yield from _leaves(one)
     else:
         yield data
 
 
+def _is_collection(data: Any) -> bool:
+    """Whether loaders are in it; a list of numbers or texts is a loader itself."""
+    if isinstance(data, Mapping):
+        return True
+    return isinstance(data, (list, tuple)) and not (
+        data and all(isinstance(one, (int, float, str)) for one in data)
+    )
+
+
 def _filled(like: Any, items: Iterator[Any]) -> Any:
+    if not _is_collection(like):
+        return next(items)
     if isinstance(like, Mapping):
         return {key: _filled(value, items) for key, value in like.items()}
-    if isinstance(like, tuple) and hasattr(like, "_fields"):
+    if hasattr(like, "_fields"):
         return type(like)(*(_filled(value, items) for value in like))
-    if isinstance(like, (list, tuple)):
-        return type(like)([_filled(value, items) for value in like])
-    return next(items)
+    return type(like)([_filled(value, items) for value in like])

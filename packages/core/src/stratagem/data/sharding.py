@@ -183,11 +183,13 @@ def divides_data(loader: Any) -> bool:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Hand the epoch to those of a loader's samplers that have `set_epoch`."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (
+    samplers = (
         getattr(loader, "sampler", None),
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
-    ):
+    )
+    # A loader that makes its batches itself has one sampler in two places.
+    for sampler in {id(one): one for one in samplers}.values():
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 

@@ -39,6 +39,10 @@ class Capabilities:
             wraps, as a Module with manual optimization does in `training_step`.
         owns_clipping: the engine clips gradients itself, by `Strategy.components.step.clip`; the
             user's own calls of `Lite.clip_gradients` are refused.
+        owns_step: the engine runs backward and the optimizer's step itself, and clears gradients
+            only in its step: a Module's own `backward` and `optimizer_zero_grad`, and optimizers
+            that compute the loss again within a step, are refused. What its
+            `PreparedModel.gradient_clearer` returns raises ConfigurationError between the two.
         gradient_clipping: gradients can be clipped before a step; False:
             `Trainer(gradient_clip_val=...)` is refused.
         rebinds_optimizers: `Lite.setup(model, optimizer)` works with an optimizer made before
@@ -73,6 +77,7 @@ class Capabilities:
     manual_backward: bool = True
     backward_in_forward: bool = True
     owns_clipping: bool = False
+    owns_step: bool = False
     gradient_clipping: bool = True
     rebinds_optimizers: bool = True
     sharded_state: bool = False

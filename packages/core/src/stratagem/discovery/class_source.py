@@ -20,6 +20,8 @@ from stratagem.errors import PluginError
 
 OWN_CLIPPING = ("train_step", "finish_step", "optimizer_step", "clip_gradients")
 """The methods of which an engine that clips overrides one."""
+OWN_STEP = ("train_step", "finish_step", "optimizer_step")
+"""The methods of which an engine that steps overrides one."""
 OWN_BACKWARD = ("train_step", "accumulate_all", "accumulate", "backward")
 """The methods of which an engine that runs backward overrides one."""
 
@@ -34,7 +36,7 @@ _BASES = {"Strategy": True, "ParallelStrategy": False, "SingleDeviceStrategy": T
 
 
 def contradictions(
-    name: str, can: Capabilities, *, clips: bool, runs_backward: bool
+    name: str, can: Capabilities, *, clips: bool, steps: bool, runs_backward: bool
 ) -> Iterator[str]:
     """Yield what a class says of itself that it leaves to a base class which does not do it.
 
@@ -42,6 +44,7 @@ def contradictions(
         name: of the class.
         can: its capabilities.
         clips: whether it overrides one of OWN_CLIPPING.
+        steps: whether it overrides one of OWN_STEP.
         runs_backward: whether it overrides one of OWN_BACKWARD.
     """
     if can.owns_clipping and not clips:
@@ -49,6 +52,12 @@ def contradictions(
             f"{name}.capabilities has owns_clipping=True, but the class overrides none of "
             f"{', '.join(OWN_CLIPPING)}, so that nothing of its own clips: leave owns_clipping "
             "out, or clip in one of them"
+        )
+    if can.owns_step and not steps:
+        yield (
+            f"{name}.capabilities has owns_step=True, but the class overrides none of "
+            f"{', '.join(OWN_STEP)}, so that nothing of its own steps: leave owns_step out, or "
+            "step in one of them"
         )
     if not can.manual_backward and not runs_backward:
         yield (
@@ -120,6 +129,7 @@ def check_source(spec: StrategySpec, registry: Registry) -> Iterator[str]:
             source.name,
             can,
             clips=not source.methods.isdisjoint(OWN_CLIPPING),
+            steps=not source.methods.isdisjoint(OWN_STEP),
             runs_backward=not source.methods.isdisjoint(OWN_BACKWARD),
         )
     drives_one = [_BASES.get(base, True) for base in bases]
@@ -130,7 +140,7 @@ def check_source(spec: StrategySpec, registry: Registry) -> Iterator[str]:
 def _leaves_steps(base: str, registry: Registry) -> bool:
     """Whether a base class is one that neither clips nor runs backward in place of the user."""
     can = Capabilities() if base in _BASES else _capabilities_of_core(base, registry)
-    return can is not None and can.manual_backward and not can.owns_clipping
+    return can is not None and can.manual_backward and not (can.owns_clipping or can.owns_step)
 
 
 def _capabilities_of_core(class_name: str, registry: Registry) -> Capabilities | None:

@@ -11,6 +11,7 @@ from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.class_source import (
     OWN_BACKWARD,
     OWN_CLIPPING,
+    OWN_STEP,
     contradictions,
     difference,
 )
@@ -147,6 +148,7 @@ def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
         kind.__name__,
         can,
         clips=overrides(OWN_CLIPPING, lambda said: said.owns_clipping),
+        steps=overrides(OWN_STEP, lambda said: said.owns_step),
         runs_backward=overrides(OWN_BACKWARD, lambda said: not said.manual_backward),
     ):
         raise ConfigurationError(text)

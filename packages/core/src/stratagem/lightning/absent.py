@@ -12,6 +12,7 @@ INSTEAD = {
     "checkpoints of its versions before 2.0",
     "pytorch.loops": "Trainer's attributes, and stratagem.Lite for a loop of your own",
     "fabric.plugins.collectives": "Fabric.all_gather, all_reduce, broadcast and barrier",
+    "pytorch.core.saving": "LightningModule.load_from_checkpoint",
 }
 """By the module or name, as it stands under `lightning`."""
 

@@ -321,12 +321,6 @@ _PYTORCH: _Layout = {
     **_package(
         "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
     ),
-    "pytorch.core.saving": _names(
-        {
-            f"{_API}.saving": "load_hparams_from_tags_csv load_hparams_from_yaml "
-            "save_hparams_to_tags_csv save_hparams_to_yaml"
-        }
-    ),
     "pytorch.core.mixins": _names(
         {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
     ),
@@ -335,6 +329,9 @@ _PYTORCH: _Layout = {
     ),
     "pytorch.core.optimizer": _names(
         {"stratagem.lite.optimizer": "LightningOptimizer=LiteOptimizer"}
+    ),
+    "pytorch.core.saving": _names(
+        {f"{_API}.saving": "load_hparams_from_yaml save_hparams_to_yaml"}
     ),
     "pytorch.core.hooks": _names(
         {"stratagem.callbacks.module_hooks": "DataHooks ModelHooks=ModuleHooks"}

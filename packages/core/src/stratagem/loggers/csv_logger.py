@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
-from stratagem.loggers.parameters import as_mapping, as_plain
+from stratagem.loggers.parameters import write_hyperparameters
 from stratagem.loggers.version_folder import VersionFolder, local_folder, one_folder
 
 _PIECE = 2**20
@@ -153,8 +152,7 @@ class CSVLogger(Logger):
         Args:
             params: a mapping, an argparse.Namespace or a dataclass.
         """
-        text = json.dumps(as_plain(as_mapping(params)), indent=2)
-        (self._folder.make() / self.hparams_file).write_text(text + "\n")
+        write_hyperparameters(self._folder.make() / self.hparams_file, params)
 
     def save(self) -> None:
         """Write the rows that are held back."""

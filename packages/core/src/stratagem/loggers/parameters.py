@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +58,16 @@ def as_plain(value: Any) -> Any:
         return [as_plain(held) for held in value]
     number = _number(value)
     return str(value) if number is None else number
+
+
+def write_hyperparameters(file: Path, params: Any) -> None:
+    """Write hyperparameters as JSON, which is YAML too.
+
+    Args:
+        file: to write.
+        params: as `as_mapping` takes them.
+    """
+    file.write_text(json.dumps(as_plain(as_mapping(params)), indent=2) + "\n")
 
 
 def _number(value: Any) -> bool | int | float | None:

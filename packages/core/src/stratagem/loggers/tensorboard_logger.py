@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.loggers.parameters import as_mapping, as_numbers, as_plain, flattened
+from stratagem.loggers.parameters import as_mapping, as_numbers, flattened, write_hyperparameters
 from stratagem.loggers.sdk_logger import SDKLogger
 from stratagem.loggers.version_folder import VersionFolder, local_folder, one_folder
 
@@ -138,8 +137,7 @@ class TensorBoardLogger(SDKLogger):
         writer = self.experiment._get_file_writer()
         for each in hparams(kept, as_numbers(values)):
             writer.add_summary(each)
-        text = json.dumps(as_plain(given), indent=2)
-        (Path(self.log_dir) / self.NAME_HPARAMS_FILE).write_text(text + "\n")
+        write_hyperparameters(Path(self.log_dir) / self.NAME_HPARAMS_FILE, given)
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Write a model's graph, where `log_graph=True`.

@@ -12,6 +12,7 @@ from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.lite.request import as_list
 from stratagem.loggers import Logger
+from stratagem.loggers.adapted import AdaptedLogger
 from stratagem.storage import paths
 from stratagem.trainer.checks import check_state_keys
 from stratagem.trainer.options import of_barebones, with_defaults
@@ -78,7 +79,7 @@ def make_loggers(given: Loggers, root: paths.Location, *, quick: bool) -> list[L
         quick: a `fast_dev_run` has none.
 
     Raises:
-        ConfigurationError: one is no Logger, and no name of one.
+        ConfigurationError: one is no Logger, no name of one, and has no `log_metrics`.
     """
     if quick or given is False:
         return []
@@ -96,12 +97,14 @@ def _make_logger(given: Any, folder: Path) -> Logger:
         target = candidate.spec.load()
         takes_folder = "save_dir" in inspect.signature(target).parameters
         made = candidate.spec.build(**({"save_dir": folder} if takes_folder else {}))
-    if not isinstance(made, Logger):
+    if isinstance(made, Logger):
+        return made
+    if not callable(getattr(made, "log_metrics", None)) or isinstance(made, type):
         raise ConfigurationError(
-            f"logger={made!r}: expected a stratagem.loggers.Logger, the name of one, a list of "
-            "them, True or False"
+            f"logger={made!r}: expected a stratagem.loggers.Logger, the name of one, an object "
+            "with log_metrics(metrics, step), a list of them, True or False"
         )
-    return made
+    return AdaptedLogger(made)
 
 
 def make_callbacks(given: Mapping[str, Any], *, quick: bool) -> list[Callback]:

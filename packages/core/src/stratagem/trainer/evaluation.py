@@ -13,6 +13,7 @@ from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import UserCodeError
 from stratagem.trainer.batch_transfer import batch_converter
 from stratagem.trainer.hooks import is_users, positional_parameters
+from stratagem.trainer.loaders import set_epoch_of
 from stratagem.trainer.metrics import EpochValues, LatestValues, Metrics
 from stratagem.trainer.rows import Rows
 
@@ -63,7 +64,7 @@ def evaluate(
             run.schedulers.step_after_validation(epoch.values)
         # At the last optimizer step, as the values of a training epoch.
         last_step = max(0, run.progress.global_step - 1)
-        metrics.rows.write_epoch(run.progress.epoch, epoch.for_loggers, last_step)
+        metrics.rows.write(epoch.for_loggers, last_step, run.progress.epoch)
         with module.logging_to(None):
             hooks.call(f"on_{what}_end")
     return epoch
@@ -74,6 +75,7 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     hooks = run.hooks
     metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     predictions: list[list[Any]] = [[] for _ in loaders]
+    run.predictions = predictions
     with _EvaluationMode(run, "predict"):
         with _inference(run):
             hooks.call("on_predict_start")
@@ -123,6 +125,8 @@ def _run_batches(
     method = _STEPS[what]
     several = len(loaders) > 1
     takes = _arguments_taken(getattr(run.module, method), 3 if several else 2)
+    for loader in loaders:
+        set_epoch_of(loader.loader, run.progress.epoch)
     context = run.strategy.precision.forward_context()
     on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
     on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
@@ -151,7 +155,7 @@ def _run_batches(
             for hook in on_end:
                 hook(output, batch, batch_idx, loader_idx)
             if metrics.row:
-                metrics.end_step(run.evaluated_batches)
+                metrics.end_step(run.evaluated_batches, run.progress.epoch)
             run.evaluated_batches += 1
             yield loader_idx, output
             del output  # before the next one is computed

@@ -78,12 +78,15 @@ def check_step_hooks(
             )
         own = [name for name in own if name == "backward"]
     problem = _taken_as_a_whole(strategy, plan, options)
-    if not problem and plan.capabilities.owns_clipping:
-        own = [name for name in own if name != "optimizer_step"]
-        problem = (
-            f"the engine of the strategy {plan.strategy.name!r} runs backward, clips, and clears "
-            "gradients in its step"
-        )
+    can = plan.capabilities
+    if not problem and (can.owns_clipping or can.owns_step):
+        engines = {
+            "backward": can.owns_step,
+            "optimizer_zero_grad": can.owns_step,
+            "configure_gradient_clipping": can.owns_clipping,
+        }
+        own = [name for name in own if engines.get(name)]
+        problem = f"the engine of the strategy {plan.strategy.name!r} does that itself"
     if own and problem:
         raise ConfigurationError(
             f"{type(module).__name__} overrides {' and '.join(own)}, and {problem}, so that it "
@@ -106,7 +109,7 @@ def check_closure(
         pass
     elif strategy.precision.scales_loss:
         problem = f"precision={strategy.precision.name!r} scales the loss"
-    elif plan.capabilities.sharded_state or plan.capabilities.owns_clipping:
+    elif plan.capabilities.sharded_state or plan.capabilities.owns_step:
         problem = f"the strategy {plan.strategy.name!r} spreads what it computes with over ranks"
     elif options.most_micro_batches > 1:
         problem = "accumulate_grad_batches has several batches in a step, of which none is kept"
@@ -147,8 +150,9 @@ class HookedStep(Step):
         self._optimizer.step = self._update
         # One that is not torch's may want its closure too: its signature does not say.
         foreign = not type(self._inner).__module__.startswith("torch.")
+        can = strategy.capabilities
         self._hands_closure_over = (needs_closure(self._inner) or foreign) and not (
-            strategy.precision.scales_loss or strategy.capabilities.owns_clipping
+            strategy.precision.scales_loss or can.owns_clipping or can.owns_step
         )
         clip = self.clip
         self._clip_options = (None, None) if clip is None else (clip.value, clip.algorithm)
@@ -162,12 +166,10 @@ class HookedStep(Step):
         # Called before the first backward of a step, not after the update as in `Step`.
         self._before_clearing = self._on_before_zero_grad
         self._on_before_zero_grad = ()
+        # An engine's does not clear, but refuses to drop what awaits its step.
+        self._check_updated = prepared.clear_gradients[0] if can.owns_step else _nothing
         prepared.clear_gradients[0] = _nothing
         self._is_watched = False
-        # An engine clears gradients in its step, and only there.
-        self._engine = run.trainer.plan.strategy.name if strategy.capabilities.owns_clipping else ""
-        self._awaits_update = False
-        """Whether a backward of the closure has been followed by no update."""
         self._last: tuple[Any] | None = None
         """The micro-batch that the closure computes with."""
         self._has_cleared = self._was_taken = self._was_left_out = False
@@ -233,9 +235,9 @@ class HookedStep(Step):
                 "the closure of optimizer_step was called after the step that it belongs to: call "
                 "it within optimizer_step"
             )
-        self._check_updated()
         self._evaluations += 1
         if self._evaluations > 1:
+            self._check_updated()
             if self._expected > 1:
                 raise UserCodeError(
                     f"{type(self._module).__name__}.optimizer_step computes the loss again, and "
@@ -253,23 +255,12 @@ class HookedStep(Step):
                 f"{type(self._module).__name__}.backward: expected it to call super().backward(...)"
                 ", or prepared.run_backward(loss), as Strategy.backward does"
             )
-        self._awaits_update = self.has_loss
         loss = None if self._loss is None else self._loss.detach()
         ranks = self._strategy.ranks
         if loss is not None and self._hands_closure_over and ranks.world_size > 1:
             # What an optimizer decides by the loss, it has to decide alike on every rank.
             return ranks.all_reduce(loss, "mean")
         return loss
-
-    def _check_updated(self) -> None:
-        """Refuse to leave out an update where that would not drop the gradients."""
-        if self._engine and self._awaits_update:
-            raise UserCodeError(
-                f"{type(self._module).__name__}.optimizer_step did not step the optimizer after "
-                f"its closure, and the engine of the strategy {self._engine!r} adds up gradients "
-                "until it steps: call optimizer.step(closure=optimizer_closure) in each "
-                "optimizer_step"
-            )
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._ran_backward = True
@@ -329,13 +320,13 @@ class HookedStep(Step):
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note it; the step counts once `optimizer_step` of the Module has returned."""
-        self._was_taken, self._awaits_update = True, False
+        self._was_taken = True
         for hook in self._after_update:
             hook(optimizer)
 
     def optimizer_step_was_skipped(self, optimizer: Optimizer) -> None:
         """Note it."""
-        self._was_left_out, self._awaits_update = True, False
+        self._was_left_out = True
         for hook in self._after_update:
             hook(optimizer)
 

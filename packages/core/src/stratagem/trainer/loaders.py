@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from stratagem.data.combined_loader import CombinedLoader
-from stratagem.data.sharding import UNKNOWN, length_of, shard_loader
+from stratagem.data.sharding import UNKNOWN, length_of, set_epoch, shard_loader
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
 
@@ -130,6 +130,12 @@ def limit_batches(length: float, limit: Limit, *, name: str, limit_name: str) ->
             "batch: pass a larger fraction or a number of batches (int)"
         )
     return batches
+
+
+def set_epoch_of(loader: Any, epoch: int) -> None:
+    """Hand the epoch to the samplers of a loader, or of each that is combined in it."""
+    for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
+        set_epoch(one, epoch)
 
 
 def _several(source: Any) -> list[Any]:

@@ -133,11 +133,11 @@ class Metrics:
         if entry.on_epoch and entry.metric is None and self.counts:
             entry.add(value, batch_size or _batch_size(self.batch))
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, epoch: int) -> None:
         """Hand this step's values on for the loggers; called only where there are any."""
         row, self.row = self.row, {}
         if self._every and not (step + 1) % self._every:
-            self.rows.add(row, step)
+            self.rows.add(row, step, epoch)
 
     def reduce_epoch(self) -> None:
         """Make the epoch's values the latest ones, as hooks at the end of the epoch read them.

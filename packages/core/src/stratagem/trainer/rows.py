@@ -22,6 +22,8 @@ class Rows:
     Tensors in them are read only then, all at once. From a device they are copied beside what it
     computes, and handed over when the next ones leave: no step waits for a device.
 
+    A value that was logged as "step" is the row's step: the axis of the user's charts.
+
     Args:
         loggers: receive the rows; none on ranks other than 0.
         accelerator: reads tensors on its devices.
@@ -35,32 +37,20 @@ class Rows:
         """Rows whose values are on their way from a device."""
         self._due = monotonic() + _SECONDS
 
-    def add(self, row: dict[str, Any], step: int) -> None:
-        """Add the values of one step, counted from 0."""
+    def add(self, row: dict[str, Any], step: int, epoch: int) -> None:
+        """Add the values of one step, counted from 0, and the number of its epoch."""
         if not self._loggers:
             return
+        row.setdefault("epoch", epoch)
         self._rows.append((step, row))
         if len(self._rows) >= _MOST or monotonic() >= self._due:
             self._send()
 
-    def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Hand a row to the loggers at once, after those that are kept."""
-        if self._loggers and row:
-            self._rows.append((step, dict(row)))
-            self.flush()
-
-    def write_epoch(
-        self, epoch: int, values: Mapping[str, Any], step: int, *, alone: bool = False
-    ) -> None:
-        """Hand an epoch's values to the loggers at once, with its number.
-
-        Args:
-            epoch: its number.
-            values: of the epoch.
-            step: where they stand.
-            alone: write the number without values too: it tells of which epoch the steps are.
-        """
-        self.write({"epoch": epoch, **values} if values or alone else {}, step)
+    def write(self, values: Mapping[str, Any], step: int, epoch: int) -> None:
+        """Hand an epoch's values, if any, to the loggers at once, after the rows that are kept."""
+        if self._loggers and values:
+            self._rows.append((step, {"epoch": epoch, **values}))
+        self.flush()
 
     def flush(self) -> None:
         """Hand the rows to the loggers; waits for what is still being computed."""
@@ -109,14 +99,9 @@ class Rows:
         if copied.read is not None:
             for (row, name), number in zip(copied.places, copied.read(), strict=True):
                 row[name] = number
-        rows = [_at_its_step(step, row) for step, row in copied.rows]
+        rows = [(int(values.pop("step", step)), values) for step, values in copied.rows]
         for logger in self._loggers:
             logger.log_rows(rows)
-
-
-def _at_its_step(step: int, row: dict[str, Any]) -> _Row:
-    """Return a row at the step that was logged with it under that name, or else at its own."""
-    return int(row.pop("step", step)), row
 
 
 _Row = tuple[int, dict[str, Any]]

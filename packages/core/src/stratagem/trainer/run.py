@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,7 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare
 from stratagem.storage import paths
-from stratagem.trainer import (
-    checks,
-    evaluation,
-    fit_loop,
-    folders,
-    options,
-    results,
-    run_loggers,
-)
+from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results, run_loggers
 from stratagem.trainer.failure import end_failed
 from stratagem.trainer.former_runs import release_others
 from stratagem.trainer.hooked_step import check_closure, check_step_hooks
@@ -79,6 +71,8 @@ class Run:
     has_ended_epoch = False
     """In a fit: whether an epoch has ended in it, with its values."""
     has_failed = False
+    predictions: Sequence[list[Any]] = ()
+    """What `predict_step` has returned so far, a list for each loader, where it is kept."""
     asked: str | Path | None = None
     """In a fit: what to resume from, which was asked for or which a restart calls for."""
 
@@ -364,9 +358,9 @@ class Run:
         metrics.reduce_epoch()
         self.hooks.call_all_but_monitors("on_train_epoch_end")
         epoch = metrics.end_epoch()
-        # The epoch's values stand at its last step.
-        step, alone = max(0, progress.global_step - 1), bool(self.latest.for_loggers)
-        self.rows.write_epoch(progress.epoch, epoch.for_loggers, step, alone=alone)
+        # The epoch's values stand at its last step, with the epoch's number.
+        last_step = max(0, progress.global_step - 1)
+        self.rows.write(epoch.for_loggers, last_step, progress.epoch)
         self.has_ended_epoch = True
         self.schedulers.step_after_epoch(self.may_come_later)
         self.hooks.call_monitors("on_train_epoch_end")

@@ -102,6 +102,11 @@ class Step(TrainStep):
         return self._begun > 0 and self._micro_batches > 0
 
     @property
+    def last_batch_idx(self) -> int:
+        """The batch of the epoch that is under way, or else the one before; -1: there is none."""
+        return self.batch_idx if self._batch is not None else self.batch_idx - 1
+
+    @property
     def has_loss(self) -> bool:
         """Whether a micro-batch of the last step had a loss."""
         return self._skipped is False
@@ -123,7 +128,7 @@ class Step(TrainStep):
         self._end_batch()
         self._batch = None
         if stepped and self._logged.row:
-            self._logged.end_step(self._progress.global_step - 1)
+            self._logged.end_step(self._progress.global_step - 1, self._progress.epoch)
 
     def abandon(self) -> None:
         """Forget the step that is under way: the epoch ends here, and it is not taken."""

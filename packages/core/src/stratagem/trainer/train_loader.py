@@ -11,10 +11,10 @@ from torch.utils.data import IterableDataset
 from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.combined_resumable import CombinedResumable
 from stratagem.data.resumable import Resumable
-from stratagem.data.sharding import UNKNOWN, length_of, set_epoch
+from stratagem.data.sharding import UNKNOWN, length_of
 from stratagem.distributed.uneven_inputs import UnevenInputs, remedy_for
 from stratagem.errors import CheckpointMismatchError, UserCodeError
-from stratagem.trainer.loaders import Limit, limit_batches, shard, train_source
+from stratagem.trainer.loaders import Limit, limit_batches, set_epoch_of, shard, train_source
 
 if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
@@ -126,8 +126,7 @@ class TrainLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch to the loader's samplers."""
-        for loader in self._each():
-            set_epoch(loader, epoch)
+        set_epoch_of(self.loader, epoch)
 
     def _each(self) -> list[Any]:
         loader = self.loader

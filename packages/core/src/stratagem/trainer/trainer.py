@@ -380,6 +380,12 @@ class Trainer(TrainerAttributes):
         )
         return self._run.execute()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A run belongs to this process; a copy has its model, and may begin another one.
+        run = self._run
+        model = self._trained_elsewhere if run is None else run.module
+        return {**self.__dict__, "_run": None, "_tuned": None, "_trained_elsewhere": model}
+
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Save the run as it is; every rank calls it, and returns once the file is durable.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stratagem.datamodule import DataModule
-from stratagem.lightning.api.saving import load_hparams_from_yaml
+from stratagem.lightning.api.saving import of_file
 
 DataModuleType = TypeVar("DataModuleType", bound="LightningDataModule")
 
@@ -70,8 +70,3 @@ def _size(loader: Any) -> str:
         return str(len(getattr(loader, "dataset", loader)))
     except TypeError:
         return "NA"
-
-
-def of_file(path: str | Path | None) -> dict[str, Any]:
-    """Return the hyperparameters of a YAML file; none without one."""
-    return {} if path is None else load_hparams_from_yaml(path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem import loggers
+from stratagem.loggers.parameters import write_hyperparameters
 from stratagem.loggers.sdk_logger import DummyExperiment
 
 _NAME = "lightning_logs"
@@ -30,6 +31,11 @@ class CSVLogger(loggers.CSVLogger):
 
     hparams_file = "hparams.yaml"
     NAME_HPARAMS_FILE = hparams_file
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        """Choose the folder, and write a file of no hyperparameters until there are some."""
+        super().begin_run(run_id, resumed_at)
+        _write_none(self._folder.make() / self.hparams_file)
 
     def log_hyperparams(self, params: Any = None) -> None:
         """Write them, as JSON, which is YAML too; None: there are none."""
@@ -68,6 +74,17 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
         **options: Any,
     ) -> None:
         super().__init__(save_dir, name, version, **options)
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        """Choose the folder, and write a file of no hyperparameters until there are some."""
+        super().begin_run(run_id, resumed_at)
+        _write_none(Path(self.log_dir) / self.NAME_HPARAMS_FILE)
+
+
+def _write_none(file: Path) -> None:
+    """Write a file of no hyperparameters where there is none: scripts pass it on unseen."""
+    if not file.exists():
+        write_hyperparameters(file, {})
 
 
 class DummyLogger(loggers.Logger):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from stratagem import trainer
+from stratagem.callbacks import BasePredictionWriter
 from stratagem.trainer import fit_loop_view
 
 
@@ -51,7 +52,7 @@ class _View:
 
 
 class EvaluationLoop(_View):
-    """`validate_loop`, `test_loop` and `predict_loop`."""
+    """`validate_loop` and `test_loop`."""
 
     shown = ("trainer", "inference_mode")
 
@@ -78,6 +79,31 @@ class ValidationLoop(EvaluationLoop):
         return _progress(own.last_batches, own.batches_of_epoch if is_of_this_epoch else 0)
 
 
+class PredictionLoop(EvaluationLoop):
+    """`predict_loop`."""
+
+    @property
+    def return_predictions(self) -> bool:
+        """Whether `predict` keeps what `predict_step` returns."""
+        run = self.trainer._run
+        return run is None or run.job.keeps_predictions
+
+    @property
+    def predictions(self) -> list[Any]:
+        """What `predict_step` has returned so far; of several loaders, a list for each."""
+        run = self.trainer._run
+        kept = [] if run is None else list(run.predictions)
+        return kept[0] if len(kept) == 1 else kept
+
+    @property
+    def epoch_batch_indices(self) -> list[list[Any]]:
+        """The samples of each batch that a BasePredictionWriter keeps, a list for each loader."""
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, BasePredictionWriter):
+                return callback.epoch_batch_indices
+        return [[] for _ in self.trainer.num_predict_batches]
+
+
 class EpochLoop(_View):
     """`fit_loop.epoch_loop`."""
 
@@ -85,8 +111,13 @@ class EpochLoop(_View):
 
     @property
     def batch_idx(self) -> int:
-        """The last batch of this epoch that was trained on; -1: none."""
-        return int(self.trainer.batches_that_trained) - 1
+        """The batch of this epoch that is trained on, or was last; -1: none."""
+        run, done = self.trainer._run, int(self.trainer.batches_that_trained)
+        step = None if run is None else run.step
+        # Between two epochs nothing is under way, and nothing is done.
+        if step is None or (not done and not step.is_under_way):
+            return done - 1
+        return int(step.last_batch_idx)
 
     @property
     def batch_progress(self) -> Progress:
@@ -130,7 +161,7 @@ class FitLoop(fit_loop_view.FitLoop):
 
     @property
     def batch_idx(self) -> int:
-        """The last batch of this epoch that was trained on; -1: none."""
+        """The batch of this epoch that is trained on, or was last; -1: none."""
         return self.epoch_loop.batch_idx
 
     @property

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.data import first_of_one
-from stratagem.lightning.api.datamodule import of_file
+from stratagem.lightning.api.saving import of_file
 from stratagem.module import Module
 
 ModuleType = TypeVar("ModuleType", bound="LightningModule")

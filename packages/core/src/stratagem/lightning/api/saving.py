@@ -1,74 +1,90 @@
-"""Hyperparameters in files: YAML, and the table of names and values of older versions."""
+"""Hyperparameters in files of YAML, which scripts write and read by themselves."""
 
 from __future__ import annotations
 
-import ast
-import csv
 import importlib
-from argparse import Namespace
-from collections.abc import Mapping
+import importlib.util
+import json
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from stratagem.errors import ConfigurationError
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.loggers.parameters import as_mapping, as_plain
 
 
-def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> dict[str, Any]:
-    """Return what a YAML file of hyperparameters holds; nothing in it is executed.
+def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
+    """Write hyperparameters as YAML; of an enumeration's member its name.
+
+    What is no plain data is left out, with a warning: it could not be read back.
 
     Args:
-        config_yaml: the file; where there is none, a warning says so, and there are none.
-        use_omegaconf: not needed here: they come as a dict.
+        config_yaml: the file; its folder must be there.
+        hparams: a mapping (OmegaConf's too), an argparse.Namespace or a dataclass.
+        use_omegaconf: not needed here: interpolations are written as the values they stand for.
+
+    Raises:
+        ConfigurationError: there is no such folder, or `hparams` is something else.
     """
-    if not _is_there(config_yaml):
+    path = Path(config_yaml)
+    if not path.parent.is_dir():
+        raise ConfigurationError(
+            f"save_hparams_to_yaml({str(path)!r}): there is no folder {str(path.parent)!r}: make it"
+        )
+    yaml = importlib.import_module("yaml")
+    kept = {}
+    for name, value in as_mapping(hparams).items():
+        plain = value.name if isinstance(value, Enum) else as_plain(value)
+        if _is_text_of_an_object(value, plain):
+            rank_zero_warn(
+                f"Skipping {name!r} parameter: a {type(value).__name__} cannot be read back from "
+                "YAML: pass it to the model again when it is loaded"
+            )
+        else:
+            kept[name] = plain
+    with path.open("w", encoding="utf-8") as stream:
+        yaml.safe_dump(json.loads(json.dumps(kept)), stream)
+
+
+def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
+    """Return the hyperparameters of a YAML file; {}, with a warning, where there is none.
+
+    Args:
+        config_yaml: the file.
+        use_omegaconf: return a DictConfig, where omegaconf is installed.
+
+    Raises:
+        ConfigurationError: it holds objects, which would have to be executed.
+    """
+    hparams = of_file(config_yaml)
+    if use_omegaconf and importlib.util.find_spec("omegaconf") is not None:
+        return importlib.import_module("omegaconf").OmegaConf.create(hparams)
+    return hparams
+
+
+def of_file(path: str | Path | None) -> dict[str, Any]:
+    """Return the hyperparameters of a YAML file; none, with a warning, where it is not there.
+
+    Raises:
+        ConfigurationError: it holds objects, which would have to be executed.
+    """
+    if path is None:
         return {}
-    with Path(config_yaml).open(encoding="utf-8") as stream:
-        kept: dict[str, Any] = importlib.import_module("yaml").safe_load(stream) or {}
+    if not Path(path).exists():
+        rank_zero_warn(f"there is no file {str(path)!r}, so that no hyperparameters are read")
+        return {}
+    yaml = importlib.import_module("yaml")
+    with Path(path).open(encoding="utf-8") as stream:
+        try:
+            kept: dict[str, Any] = yaml.safe_load(stream) or {}
+        except yaml.constructor.ConstructorError as error:
+            raise ConfigurationError(
+                f"{str(path)!r} holds more than plain values, and nothing in it is executed "
+                f"({error.problem}): take that line out, and pass its value as an argument"
+            ) from error
     return kept
 
 
-def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write hyperparameters to a YAML file, objects among them as their texts.
-
-    Args:
-        config_yaml: the file, in a folder that is there.
-        hparams: a mapping, an argparse.Namespace or a dataclass.
-        use_omegaconf: not needed here.
-    """
-    with Path(config_yaml).open("w", encoding="utf-8") as stream:
-        importlib.import_module("yaml").safe_dump(as_plain(as_mapping(hparams)), stream)
-
-
-def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
-    """Return the hyperparameters of a table with the columns key and value.
-
-    Args:
-        tags_csv: the file; where there is none, a warning says so, and there are none.
-    """
-    if not _is_there(tags_csv):
-        return {}
-    with Path(tags_csv).open(encoding="utf-8", newline="") as stream:
-        return {row["key"]: _read(row["value"]) for row in csv.DictReader(stream)}
-
-
-def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: Mapping[str, Any] | Namespace) -> None:
-    """Write hyperparameters as a table with the columns key and value."""
-    with Path(tags_csv).open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerows([("key", "value"), *as_mapping(hparams).items()])
-
-
-def _is_there(path: str | Path) -> bool:
-    there = Path(path).is_file()
-    if not there:
-        rank_zero_warn(f"there is no {str(path)!r}, so that no hyperparameters are read from it")
-    return there
-
-
-def _read(text: str) -> Any:
-    """Return the number, bool, None or collection that a text is, or else the text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+def _is_text_of_an_object(value: Any, plain: Any) -> bool:
+    return isinstance(plain, str) and not isinstance(value, (str, Enum))

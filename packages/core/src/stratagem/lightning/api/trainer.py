@@ -17,7 +17,7 @@ from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.callbacks import RichProgressBar
 from stratagem.lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
-from stratagem.lightning.api.loops import EvaluationLoop, FitLoop
+from stratagem.lightning.api.loops import EvaluationLoop, FitLoop, PredictionLoop
 from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
 from stratagem.lightning.api.states import TrainerState
 from stratagem.loggers import Logger
@@ -261,7 +261,12 @@ class Trainer(trainer.Trainer):
         """The progress of a validation."""
         return EvaluationLoop(self)
 
-    test_loop = predict_loop = validate_loop
+    test_loop = validate_loop
+
+    @property
+    def predict_loop(self) -> PredictionLoop:
+        """The progress of predicting, and what it has returned."""
+        return PredictionLoop(self)
 
 
 def _default_logger(root: str | Path | None) -> Logger:

@@ -182,7 +182,14 @@ class BoringDataModuleNoLen(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         dataset = RandomIterableDataset(_FEATURES, _SAMPLES)
-        self.random_train = self.random_val = self.random_test = self.random_predict = dataset
+        if stage == "fit":
+            self.random_train = dataset
+        if stage in ("fit", "validate"):
+            self.random_val = dataset
+        if stage == "test":
+            self.random_test = dataset
+        if stage == "predict":
+            self.random_predict = dataset
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.random_train)

@@ -164,19 +164,35 @@ def _closure(probe: Probe) -> dict[str, Any]:
 )
 def _backward(probe: Probe) -> dict[str, Any]:
     lite = probe.lite()
-    # It runs backward itself, and only its step clears gradients.
-    is_engine = probe.target.capabilities().owns_clipping
     net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
     losses = []
     for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
-        loss = mse_loss(model(inputs), target)
+        output = model(inputs)
+        loss = mse_loss(output, target)
         lite.backward(loss, retain_graph=True)
-        if not is_engine:
-            torch.autograd.backward(loss)  # of a graph that was freed, this is torch's error
-            optimizer.zero_grad()
-            # Only now what counts: nothing communicates twice for one forward.
-            loss = mse_loss(model(inputs), target)
-            lite.backward(loss)
+        torch.autograd.grad(loss, output)  # of a graph that was freed, this is torch's error
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return _told(probe, lite, net, losses)
+
+
+@_under_lite(
+    "dropped gradients",
+    "zero_grad() between backward and step drops the gradients, or is refused.",
+    "gradients that optimizer.zero_grad() was to drop have counted in a later step: clear them in "
+    "what PreparedModel.gradient_clearer returns, or raise there",
+    "zero_grad",
+)
+def _dropped(probe: Probe) -> dict[str, Any]:
+    lite = probe.lite()
+    net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
+    losses = []
+    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+        lite.backward(3 * mse_loss(model(inputs), target))
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), target)
+        lite.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
