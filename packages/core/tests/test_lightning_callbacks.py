@@ -123,6 +123,28 @@ def test_a_bar_of_ones_own_shows_nothing_else(
     assert "epoch" not in printed.out + printed.err
 
 
+def test_a_bar_ends_where_max_steps_end_the_epoch(pl: Any, tmp_path: Path) -> None:
+    by_hand = Net()
+    by_hand.automatic_optimization = False  # nobody knows how many steps a batch has
+    for net, batches, options, shown in (
+        (by_hand, loader(), {"max_steps": 1, "max_epochs": 1}, (3, 3)),
+        (Net(), loader(), {"max_steps": 4}, (1, 1)),  # of the second epoch's three batches
+        (Net(), (batch for batch in loader()), {"max_steps": 2, "max_epochs": -1}, (2, 2)),
+        (Net(), (batch for batch in loader()), {"max_epochs": 1}, (None, 3)),
+    ):
+        trainer = pl.Trainer(
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            logger=False,
+            limit_val_batches=0,
+            enable_checkpointing=False,
+            **options,
+        )
+        trainer.fit(net, batches)
+        bar = trainer.progress_bar_callback.train_progress_bar
+        assert (bar.total, bar.completed) == shown
+
+
 def test_a_theme_formats_the_values_that_are_shown(
     pl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

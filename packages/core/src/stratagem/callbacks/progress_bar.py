@@ -183,7 +183,7 @@ class ProgressBar(Callback):
         """Show the epoch."""
         last = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs - 1}"
         done = trainer.batches_that_trained
-        self._begin(f"epoch {trainer.current_epoch}{last}", trainer.num_training_batches, done)
+        self._begin(f"epoch {trainer.current_epoch}{last}", batches_to_train(trainer), done)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
@@ -265,3 +265,15 @@ class ProgressBar(Callback):
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Give the terminal back."""
         self._close()
+
+
+def batches_to_train(trainer: Trainer) -> float:
+    """Return after how many batches an epoch ends, by its data or by `max_steps`.
+
+    Asked for between two steps. Infinity: that is not known, as where steps are taken by hand.
+    """
+    batches, model = trainer.num_training_batches, trainer.model
+    if trainer.max_steps == -1 or model is None or not model.automatic_optimization:
+        return batches
+    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+    return min(batches, trainer.batches_that_trained + left)

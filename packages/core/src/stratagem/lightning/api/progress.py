@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stratagem import callbacks
+from stratagem.callbacks.progress_bar import batches_to_train
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -62,8 +63,8 @@ class ProgressBar(callbacks.ProgressBar):
 
     @property
     def total_train_batches(self) -> float:
-        """Batches of the epoch; infinity: not known."""
-        return self.trainer.num_training_batches
+        """Batches of the epoch, up to `max_steps`; infinity: not known."""
+        return batches_to_train(self.trainer)
 
     @property
     def total_val_batches(self) -> float:
