@@ -221,3 +221,24 @@ def test_the_table_of_a_model_has_lightnings_attributes(pl: Any) -> None:
     assert "layer" in str(summary)
     with pytest.raises(ConfigurationError, match="`max_depth` can be -1, 0 or > 0, got -2"):
         pl.utilities.model_summary.summarize(Net(), max_depth=-2)
+
+
+def test_the_last_checkpoint_is_called_as_its_class_says(pl: Any, tmp_path: Path) -> None:
+    class Named(pl.callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
+        CHECKPOINT_NAME_LAST = "{epoch}-last"
+        CHECKPOINT_EQUALS_CHAR = "_"
+
+    saver = Named(tmp_path / "a", save_last=True)
+    fit(pl, tmp_path, saver)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "epoch_1-last.ckpt",
+        "epoch_1-step_6.ckpt",
+    ]
+    assert Path(saver.last_model_path).resolve() == Path(saver.best_model_path)
+    saver.CHECKPOINT_JOIN_CHAR = "."
+    assert saver.format_checkpoint_name({"epoch": 2}, "{epoch}", 3, "a") == (
+        f"{saver.dirpath}/a.epoch_2.v3.ckpt"
+    )
+    saver.FILE_EXTENSION = ".pt"
+    with pytest.raises(ConfigurationError, match=r"Named.FILE_EXTENSION is '.pt': expec"):
+        fit(pl, tmp_path, saver)
