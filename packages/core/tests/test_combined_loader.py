@@ -144,6 +144,31 @@ def test_a_checkpoint_of_other_loaders_is_refused_within_an_epoch(tmp_path: Path
         trainer(max_epochs=2).fit(Reader(), numbers(0, 8), ckpt_path=path)
 
 
+def test_loaders_can_be_put_in_the_place_of_others() -> None:
+    loader = CombinedLoader({"a": range(1), "b": (range(1), (range(2),))})
+    loader.flattened = [range(3), range(4), range(5)]
+    assert loader.iterables == {"a": range(3), "b": (range(4), (range(5),))}
+    assert len(loader) == 3
+    with pytest.raises(ConfigurationError, match=r"has 3 loaders; expected as many.*received 1"):
+        loader.flattened = [range(1)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_read_together_begins_together(mode: Any) -> None:
+    begun = []
+
+    class Noting:
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+        def __iter__(self) -> Any:
+            begun.append(self.first)
+            return iter([self.first])
+
+    iter(CombinedLoader([Noting(1), Noting(3)], mode))
+    assert begun == ([1] if mode == "sequential" else [1, 3])
+
+
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"mode='longest'.*'min_size'"):
         CombinedLoader([numbers(0, 4)], "longest")  # type: ignore[arg-type]

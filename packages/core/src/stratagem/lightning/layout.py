@@ -82,9 +82,14 @@ _STRATEGIES = _names(
         "DataParallelStrategy"
     }
 )
+_FABRIC_STRATEGIES = {
+    **_STRATEGIES,
+    **_names({f"{_API}.strategies": "SingleDeviceStrategy"}),
+}
 _ACCELERATORS = _names(
     {
-        "stratagem.accelerators": "Accelerator CUDAAccelerator XLAAccelerator",
+        "stratagem.accelerators": "Accelerator XLAAccelerator",
+        f"{_API}.cuda": "CUDAAccelerator",
         f"{_API}.accelerators": "CPUAccelerator find_usable_cuda_devices",
     }
 )
@@ -145,8 +150,8 @@ _MEMORY = _names(
 _PARSING = _names(
     {
         f"{_API}.data": "AttributeDict",
-        f"{_API}.parsing": "clean_namespace is_picklable lightning_getattr lightning_hasattr "
-        "lightning_setattr",
+        f"{_API}.parsing": "clean_namespace get_init_args is_picklable lightning_getattr "
+        "lightning_hasattr lightning_setattr",
     }
 )
 _ENUMS = _names({f"{_API}.states": "GradClipAlgorithmType LightningEnum"})
@@ -393,7 +398,7 @@ _FABRIC_SIDE: _Layout = {
     "fabric.fabric": {"Fabric": _FABRIC["Fabric"]},
     "fabric.wrappers": {"is_wrapped": _FABRIC["is_wrapped"]},
     **_package("fabric.loggers", _LOGGERS, _LOGGER_LEAVES),
-    **_package("fabric.strategies", _STRATEGIES, _STRATEGY_LEAVES),
+    **_package("fabric.strategies", _FABRIC_STRATEGIES, _STRATEGY_LEAVES),
     **_package("fabric.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
     "fabric.plugins": {**_PLUGINS, "ClusterEnvironment": _ENVIRONMENTS["ClusterEnvironment"]},
     **_package("fabric.plugins.precision", _PRECISION, _PRECISION_LEAVES),
@@ -418,6 +423,13 @@ _FABRIC_SIDE: _Layout = {
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,
     "fabric.utilities.throughput": _THROUGHPUT,
+    # Private, and in annotations of libraries that many use.
+    "fabric.utilities.types": _names(
+        {
+            f"{_API}.types": "LRScheduler Optimizable=Optimizer ReduceLROnPlateau _DEVICE=DEVICE "
+            "_MAP_LOCATION_TYPE=MAP_LOCATION _PATH=PATH"
+        }
+    ),
     "fabric.utilities.warnings": _WARNINGS,
 }
 

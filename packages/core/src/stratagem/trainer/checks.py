@@ -77,7 +77,7 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
             f"expected a stratagem.Module, received {type(model).__name__}: a plain nn.Module is "
             "trained with Lite, or wrapped in a Module with training_step and configure_optimizers"
         )
-    if "_trainer" not in vars(model):
+    if "_metrics" not in vars(model):
         raise UserCodeError(
             f"{type(model).__name__}.__init__ does not call super().__init__(); call it first"
         )

@@ -52,7 +52,8 @@ def evaluate(
     else:
         metrics = Metrics(run.strategy, run.rows, run.latest, of_evaluation=True)
     with module.logging_to(metrics), _EvaluationMode(run, what):
-        hooks.call(f"on_{what}_start")
+        with _inference(run):
+            hooks.call(f"on_{what}_start")
         with run.strategy.evaluation(prepared), _inference(run):
             hooks.call(f"on_{what}_epoch_start")
             for _ in _run_batches(run, prepared, loaders, what, metrics):
@@ -77,7 +78,8 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     predictions: list[list[Any]] = [[] for _ in loaders]
     run.predictions = predictions
     with _EvaluationMode(run, "predict"):
-        hooks.call("on_predict_start")
+        with _inference(run):
+            hooks.call("on_predict_start")
         with run.strategy.evaluation(prepared), _inference(run):
             hooks.call("on_predict_epoch_start")
             for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
