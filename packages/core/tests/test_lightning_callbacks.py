@@ -224,7 +224,7 @@ def test_the_table_of_a_model_has_lightnings_attributes(pl: Any) -> None:
 
 
 def test_the_last_checkpoint_is_called_as_its_class_says(pl: Any, tmp_path: Path) -> None:
-    class Named(pl.callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
+    class Named(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         CHECKPOINT_NAME_LAST = "{epoch}-last"
         CHECKPOINT_EQUALS_CHAR = "_"
 
