@@ -23,8 +23,8 @@ class Profiler(ABC):
     `.backward`, `.optimizer_step`, `.batch_to_device` and `.validation_step` (`test_step`,
     `predict_step`), `[_TrainingEpochLoop].train_dataloader_next`, `[_EvaluationLoop].val_next`
     (`test_next`), `[_PredictionLoop].predict_next`, `save_checkpoint`, and for each hook that is
-    overridden `[Callback]CLASS.HOOK`, `[Module]CLASS.HOOK`. Time on a device is seen where something waits
-    for it.
+    overridden `[Callback]CLASS.HOOK`, `[Module]CLASS.HOOK`. Time on a device is seen where
+    something waits for it.
 
     Call sequence, on every rank:
         1. `setup` at the start of a run.
