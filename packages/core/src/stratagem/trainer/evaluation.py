@@ -166,7 +166,9 @@ def _read(
     run: Run, loaders: list[EvaluationLoader], method: str, metrics: Metrics
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield each batch as a step gets it, its number, and its loader's."""
-    action = f"[_EvaluationLoop].{method.removesuffix('_step').replace('validation', 'val')}_next"
+    reading = f"{method.removesuffix('_step').replace('validation', 'val')}_next"
+    loop = "_PredictionLoop" if method == "predict_step" else "_EvaluationLoop"
+    action = f"[{loop}].{reading}"
     reads = partial(run.profiling.reads, action)
     for loader_idx, loader in enumerate(loaders):
         convert = batch_converter(run.strategy, run.module, run.datamodule, loader_idx)
