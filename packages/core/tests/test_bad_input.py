@@ -221,7 +221,11 @@ FORMS = (
             lambda o: ([o], [{"interval": "epoch"}]),
             "returned a scheduler's options without 'scheduler'",
         ),
-        (lambda o: ([o], ["cosine"]), "returned 'cosine' in the place of a scheduler"),
+        (
+            lambda o: ([o], ["cosine"]),
+            "returned 'cosine' in the place of a scheduler: expected an object with step(), or "
+            "automatic_optimization = False, where training_step calls it",
+        ),
         (
             lambda o: ([o], [StepLR(SGD(o.param_groups[0]["params"], lr=0.1), 1)]),
             "returned a StepLR of a SGD that it did not return, so that it would change no "

@@ -63,6 +63,27 @@ class Net(Module):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
+class Counts(Callback):
+    """Has a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 3}
+
+
+def test_a_checkpoint_with_states_of_callbacks_that_are_not_there_says_so(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    saver = ModelCheckpoint(tmp_path)
+    Trainer(max_epochs=1, callbacks=[saver, Counts()], **options).fit(Net(), loader())
+    without = Trainer(max_epochs=2, enable_checkpointing=False, **options)
+    with pytest.warns(UserWarning, match="holds the states of callbacks") as warned:
+        without.fit(Net(), loader(), ckpt_path=saver.best_model_path)
+    assert [str(one.message) for one in warned] == [
+        f"{saver.best_model_path!r} holds the states of callbacks that this Trainer does not have: "
+        "Counts; they are not restored. Pass those callbacks, with the same arguments, to go on "
+        "with them"
+    ]
+
+
 def loader(shuffle: bool = False) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(24, 3, generator=generator)
@@ -296,6 +317,21 @@ def test_pruned_weights_stay_zero_and_names_stay_the_models(
         f"{half} -> {zeros}/{total} (75.00%)",
     ]
     assert any("to `head.weight` with amount=0.5. Pruned: 0/" in line for line in caplog.messages)
+
+
+def test_what_would_be_pruned_is_listed_once() -> None:
+    model = Net()
+    model.other = model.head  # the same parameters under two names
+    listed = ModelPruning.sanitize_parameters_to_prune(
+        model, parameter_names=["weight", "training"]
+    )
+    linear, norm, _ = model.backbone
+    assert listed == [(linear, "weight"), (norm, "weight"), (model.head, "weight")]
+    assert ModelPruning.sanitize_parameters_to_prune(model, [(model.head, "bias")]) == [
+        (model.head, "bias")
+    ]
+    with pytest.raises(ConfigurationError, match="Linear with 'mask'; expected submodules of the"):
+        ModelPruning.sanitize_parameters_to_prune(model, [(model.head, "mask")])
 
 
 def test_the_lottery_gives_what_is_left_its_first_values() -> None:

@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -672,7 +673,8 @@ def test_time_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             now += 3.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: now)
+    clock_of_runs = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
     saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=10), save_top_k=-1)
     trainer_in(tmp_path, max_epochs=1, callbacks=saver).fit(Slow(), loader())
     # Ten steps of 3 seconds: 10 seconds have gone by after the fourth, and again after the eighth.

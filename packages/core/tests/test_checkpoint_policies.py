@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +105,8 @@ def test_steps_epochs_and_time_may_be_combined(
             now += 1.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: now)
+    clock_of_runs = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
     saver = each_step(
         tmp_path,
         save_top_k=-1,

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
+from stratagem.callbacks.progress_bar import batches_to_evaluate
 from stratagem.data import CombinedLoader
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
 
@@ -62,6 +63,8 @@ def test_a_list_of_numbers_is_a_loader() -> None:
     one = trainer()
     one.validate(Seeing(), loader)
     assert seen == [batch for batch, _, _ in loader]
+    assert (one.num_val_batches, one.num_sanity_val_batches) == ([3, 2], [])
+    assert batches_to_evaluate(one, "validation") == [3]
 
 
 def trainer(*callbacks: Callback, **options: Any) -> Trainer:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,7 +194,8 @@ def test_ranks_ask_one_another_less_often_the_shorter_their_steps_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: now)
+    clock_of_runs = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
     ranks = TwoRanks([])
     interruption = Interruption(ranks, Environment(), None)  # type: ignore[arg-type]
     for _ in range(2000):

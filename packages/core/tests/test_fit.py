@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -399,7 +400,8 @@ def test_max_time_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 2.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: now)
+    clock_of_runs = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
     trainer = quiet(max_time=9)
     trainer.fit(Slow(), loader())
     assert trainer.global_step == 5

@@ -50,6 +50,22 @@ def quiet(**arguments: Any) -> Trainer:
     return Trainer(accelerator="cpu", devices=1, max_epochs=1, **{**defaults, **arguments})
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_all_of_an_evaluation_is_in_inference_mode_where_that_is_wanted(wanted: bool) -> None:
+    seen: dict[str, bool] = {}
+
+    class Looks(Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_") and name.endswith(("_start", "_epoch_end")):
+                return lambda *_: seen.update({name: torch.is_inference_mode_enabled()})
+            return super().__getattribute__(name)
+
+    hooks = [f"on_{what}_{when}" for what in EVALUATIONS for when in ("start", "epoch_end")]
+    looks = type("Looks", (Looks,), {name: lambda *_: None for name in hooks})()
+    run_all(quiet(callbacks=looks, inference_mode=wanted), Line())
+    assert {name: seen[name] for name in hooks} == dict.fromkeys(hooks, wanted)
+
+
 def run_all(trainer: Trainer, model: Module) -> None:
     trainer.fit(model, loader(), loader())
     trainer.test(model, loader(), verbose=False)

@@ -8,7 +8,7 @@ import pickle
 from argparse import Namespace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -236,11 +236,15 @@ def test_loops_are_views_of_the_trainer() -> None:
     assert (loop.max_epochs, loop.max_batches, loop.done) == (1, 3, True)
     assert loop.epoch_progress.current.completed == 1
     assert loop.epoch_loop.global_step == 3
+    assert loop.epoch_loop.batch_progress.total.completed == 3
+    assert loop.epoch_loop.val_loop.batch_progress.total.completed == 2
+    assert loop.state_dict()["global_step"] == 3
     loop.max_epochs = 2
     assert trainer.max_epochs == 2
     assert not loop.done
     trainer.validate(BoringModel())
     assert trainer.validate_loop.batch_progress.current.completed == 2
+    assert loop.epoch_loop.val_loop.batch_progress.total.completed == 0
     seen: list[Any] = []
 
     class Looking(BoringModel):
@@ -278,6 +282,26 @@ def test_loops_are_views_of_the_trainer() -> None:
         loop.advance()
     with pytest.raises(AttributeError, match=r"fit_loop.advance cannot be set; expected one of"):
         loop.advance = None
+
+
+def test_a_trainer_shows_texts_flags_and_loaders_as_scripts_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer = Trainer(accelerator="cpu", default_root_dir="~/runs", fast_dev_run=1)
+    assert trainer.default_root_dir + "/a" == str(tmp_path / "runs/a")
+    assert trainer.fast_dev_run is True
+    trainer.default_root_dir = str(tmp_path)
+    trainer.fit(TakesTwo(), [loader(2), loader(4)])
+    assert [len(one) for one in trainer.train_dataloader] == [2, 4]
+    assert Trainer(accelerator="cpu").fast_dev_run is False
+
+
+class TakesTwo(BoringModel):
+    val_dataloader: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer.weight.sum() * batch[0][0].mean() * batch[1][0].mean()
 
 
 def test_the_environment_gives_arguments_that_are_not_given(
@@ -362,6 +386,7 @@ def test_the_state_of_a_trainer_is_of_lightnings_enumerations(tmp_path: Path) ->
         enable_checkpointing=False,
     )
     assert (trainer.state.status, trainer.state.fn) == (TrainerStatus.INITIALIZING, None)
+    assert trainer.state == TrainerState()
     trainer.fit(BoringModel())
     state = trainer.state
     assert (state.status, state.fn, state.stage) == (
@@ -751,7 +776,6 @@ def test_what_is_chosen_by_name_is_an_instance_of_lightnings_class() -> None:
 
 def test_a_model_that_a_library_has_taken_its_trainer_from_goes_on() -> None:
     """neuralforecast does so after each fit, to keep a Trainer out of what it stores."""
-    from stratagem.lightning.api.demos.boring_classes import BoringModel
 
     model, trainer = (
         BoringModel(),
@@ -761,3 +785,29 @@ def test_a_model_that_a_library_has_taken_its_trainer_from_goes_on() -> None:
     del vars(model)["_trainer"]
     assert (model.current_epoch, model.loggers) == (0, [])
     assert len(trainer.predict(model) or []) == 1
+
+
+def test_names_that_libraries_on_the_index_use() -> None:
+    """pytorch-forecasting's types and get_init_args; GluonTS asks whether a fit validates."""
+    from stratagem.lightning.api import types
+    from stratagem.lightning.api.parsing import get_init_args
+
+    assert (str in get_args(types.PATH), torch.device in get_args(types.DEVICE)) == (True, True)
+    told = []
+
+    class Model(BoringModel):
+        def __init__(self, width: int, *, rate: float = 0.1, **options: Any) -> None:
+            super().__init__()
+            self.given = get_init_args(inspect.currentframe())  # type: ignore[arg-type]
+
+        def configure_optimizers(self) -> Any:
+            loop = self.trainer.fit_loop.epoch_loop
+            told.append(loop.val_loop._data_source.is_defined())
+            return super().configure_optimizers()
+
+    model = Model(3, depth=2)
+    assert model.given == {"width": 3, "rate": 0.1, "depth": 2}
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "max_steps": 1}
+    Trainer(**options).fit(model)
+    Trainer(**options, limit_val_batches=0).fit(model)
+    assert told == [True, False]

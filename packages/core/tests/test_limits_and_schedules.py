@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,31 @@ def test_a_value_that_is_not_logged_is_an_error_unless_it_is_said_not_to_be() ->
     assert set(model.rates) == {1.0}
 
 
+def test_code_that_steps_itself_may_have_a_scheduler_of_any_kind() -> None:
+    class Warms:
+        def __init__(self, optimizer: Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def warm(self) -> None:
+            self.optimizer.param_groups[0]["lr"] /= 2
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.optimizers().step()
+            self.lr_schedulers().warm()
+            return torch.zeros(())
+
+    model = Manual(lambda o: ([o], [Warms(o)]))
+    trainer = quiet(max_epochs=1, limit_train_batches=2)
+    trainer.fit(model, loader())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
+
+
 def sequential(optimizer: Optimizer) -> LRScheduler:
     parts: list[LRScheduler] = [ConstantLR(optimizer, 0.1, 2), ExponentialLR(optimizer, 0.5)]
     return SequentialLR(optimizer, parts, milestones=[2])
@@ -178,12 +204,13 @@ def test_validation_comes_after_a_time(time: Any, monkeypatch: pytest.MonkeyPatc
         def on_validation_end(self) -> None:
             clock[0] += 25
 
-    monkeypatch.setattr("stratagem.trainer.interruption.monotonic", lambda: clock[0])
+    clock_of_runs = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
     model, trainer = Takes(), quiet(val_check_interval=time)
     assert trainer.val_check_interval == timedelta(seconds=30)
     trainer.fit(model, loader(), loader())
-    # 30 seconds are over three steps after the one from which time is counted.
-    assert [step for _, step in model.validated] == [4, 8, 12, 16, 20]
+    # Counted from the start of training, and then from the end of each validation.
+    assert [step for _, step in model.validated] == [3, 6, 9, 12, 15, 18, 21]
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,23 @@ def test_values_of_a_step_are_logged_as_they_are_at_each_step() -> None:
     assert memory.status == "success"
 
 
+def test_what_goes_to_the_loggers_is_listed_though_no_epoch_reduces_it() -> None:
+    trainer = trainer_with(log_every_n_steps=50)
+    trainer.fit(Logs(lambda m, batch, i: m.log("index", i)), numbers())
+    assert trainer.logged_metrics == {"index": 2.0}
+
+
+def test_a_value_that_goes_nowhere_is_refused() -> None:
+    nowhere = Logs(lambda m, batch, i: m.log("mean", batch.mean(), on_step=False))
+    with pytest.raises(UserCodeError) as raised:
+        trainer_with().fit(nowhere, numbers())
+    assert str(raised.value) == (
+        "self.log('mean', on_step=False, on_epoch=None) is not useful here: the value goes "
+        "nowhere. In training_step on_epoch is False unless it is given, elsewhere on_step: pass "
+        "True for one of them"
+    )
+
+
 def test_the_mean_of_an_epoch_is_weighted_by_batch_size() -> None:
     memory = Memory()
 

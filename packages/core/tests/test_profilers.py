@@ -45,6 +45,11 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Forwards(Net):
+    def forward(self, batch: Tensor) -> Any:
+        return self.layer(batch)
+
+
 class Kept(SimpleProfiler):
     """Keeps what was measured beyond the run."""
 
@@ -80,6 +85,8 @@ def test_durations_stay_after_a_run_and_each_report_is_of_its_own(
     assert isinstance(profiler, SimpleProfiler)
     assert len(profiler.recorded_durations[action]) == 6
     assert len(profiler.recorded_durations["[_EvaluationLoop].val_next"]) == 6
+    one.predict(Forwards(), loader())
+    assert len(profiler.recorded_durations["[_PredictionLoop].predict_next"]) == 6
     fit, _, validate = capsys.readouterr().out.partition("VALIDATE Profiler Report")
     assert action in fit
     assert action not in validate

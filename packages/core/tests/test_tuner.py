@@ -116,6 +116,28 @@ def test_a_datamodule_may_have_the_batch_size() -> None:
     assert model.batch_size == 2
 
 
+@pytest.mark.parametrize(("method", "shown"), [("fit", "train"), ("validate", "val")])
+def test_the_trainer_shows_the_data_that_was_tuned_until_it_runs(
+    method: Any, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, data = Net(room=20), DataModule()
+    data.train_dataloader = data.val_dataloader = lambda: DataLoader(  # type: ignore[method-assign]
+        TensorDataset(torch.ones(40, 3), torch.ones(40, 1)), model.batch_size
+    )
+    one = trainer(max_steps=1)
+    with caplog.at_level("INFO", "stratagem"):
+        assert Tuner(one).scale_batch_size(model, datamodule=data, method=method) == 16
+    assert "batch size 8 fits, trying batch size 16" in caplog.text
+    tuned = one.train_dataloader if method == "fit" else one.val_dataloaders
+    assert (tuned.batch_size, len(tuned.dataset), one.datamodule) == (16, 40, data)
+    if method == "fit":
+        assert (one.num_training_batches, one.num_val_batches) == (3, [3])
+    assert one.model is None
+    model.batch_size = 5
+    one.fit(model, datamodule=data)
+    assert one.train_dataloader.batch_size == 5
+
+
 def test_what_cannot_be_scaled_is_refused() -> None:
     tuner = Tuner(trainer())
     with pytest.raises(ConfigurationError, match="given loaders, whose batch size is fixed"):
@@ -220,14 +242,14 @@ def test_a_fit_after_tuning_is_the_same_as_without(tmp_path: Path) -> None:
         model, saver = Net(batch_size=8), ModelCheckpoint(tmp_path, save_top_k=0)
         one = trainer(saver, max_steps=6)
         one.fit(model)  # something that is to be kept
-        before = dict(vars(one))
+        before = {name: kept for name, kept in vars(one).items() if name != "_tuned"}
         model.head.weight.grad = torch.ones_like(model.head.weight)
         model.layers[2].eval()
         model.head.bias.requires_grad = False
         if tune:
             assert Tuner(one).lr_find(model, num_training=20, update_attr=False) is not None
             assert Tuner(one).scale_batch_size(model, init_val=8, max_val=8) == 8
-        assert vars(one) == before
+        assert {name: vars(one)[name] for name in before} == before
         assert one.global_step == 6
         assert one.model is model
         assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))

@@ -280,7 +280,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             rank_zero_only: this rank logs it and no other does; it is not reduced over ranks.
 
         Raises:
-            UserCodeError: called outside of a run, or the value is not a single number.
+            UserCodeError: called outside of a run, the value is not a single number, or it goes
+                nowhere, being neither of a step nor of an epoch.
         """
         metrics: Metrics | None = self.__dict__["_metrics"]
         if metrics is None:

@@ -50,6 +50,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
     _progress: Progress
     _latest: LatestValues
     _run: Run | None
+    _tuned: Run | None
     _trained_elsewhere: Module | None
     _profiler: Profiler | None
 
@@ -85,7 +86,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
     @property
     def datamodule(self) -> DataModule | None:
         """The DataModule of the present run, or of the one before; None: there was none."""
-        return None if self._run is None else self._run.datamodule
+        return None if self._with_data is None else self._with_data.datamodule
 
     @property
     def ckpt_path(self) -> str | None:
@@ -166,9 +167,15 @@ class TrainerAttributes(Ranked, OptionAttributes):
     # -- data
 
     @property
+    def _with_data(self) -> Run | None:
+        """The run whose loaders are shown: the present one, the one before, or a Tuner's."""
+        return self._run if self._tuned is None else self._tuned
+
+    @property
     def train_dataloader(self) -> Any:
         """This rank's loader for training; None: there is none."""
-        loader = None if self._run is None else self._run.train_loader
+        run = self._with_data
+        loader = None if run is None else run.train_loader
         return None if loader is None else loader.loader
 
     @property
@@ -187,7 +194,8 @@ class TrainerAttributes(Ranked, OptionAttributes):
         return self._loaders("predict")
 
     def _loaders(self, what: str) -> Any:
-        found = [] if self._run is None else self._run.evaluation_loaders.get(what, [])
+        run = self._with_data
+        found = [] if run is None else run.evaluation_loaders.get(what, [])
         loaders = [one.loader for one in found]
         return (loaders[0] if len(loaders) == 1 else loaders) if loaders else None
 
@@ -198,7 +206,9 @@ class TrainerAttributes(Ranked, OptionAttributes):
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Those of them that are run before training."""
+        """Those of them that are run before training; none but in a fit."""
+        if self._run is None or self._run.stage != "fit":
+            return []
         limit = float("inf") if self.num_sanity_val_steps == -1 else self.num_sanity_val_steps
         return [min(limit, number) for number in self.num_val_batches]
 
@@ -213,8 +223,9 @@ class TrainerAttributes(Ranked, OptionAttributes):
         return self._numbers("predict")
 
     def _numbers(self, what: str) -> list[float]:
-        found = [] if self._run is None else self._run.evaluation_loaders.get(what, [])
-        return [_count(one.batches) for one in found]
+        run = self._with_data
+        found = [] if run is None else run.evaluation_loaders.get(what, [])
+        return [_count(number) for one in found for number in one.each]
 
     limit_train_batches = _LimitOf("train")
     """A number of batches (int), or a fraction of them; may be set between runs."""
@@ -286,7 +297,8 @@ class TrainerAttributes(Ranked, OptionAttributes):
     @property
     def num_training_batches(self) -> float:
         """Batches of this rank in an epoch; infinity if that is not known."""
-        loader = None if self._run is None else self._run.train_loader
+        run = self._with_data
+        loader = None if run is None else run.train_loader
         return float("inf") if loader is None else _count(loader.batches)
 
     @property

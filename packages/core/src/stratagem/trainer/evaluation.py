@@ -52,7 +52,8 @@ def evaluate(
     else:
         metrics = Metrics(run.strategy, run.rows, run.latest, of_evaluation=True)
     with module.logging_to(metrics), _EvaluationMode(run, what):
-        hooks.call(f"on_{what}_start")
+        with _inference(run):
+            hooks.call(f"on_{what}_start")
         with run.strategy.evaluation(prepared), _inference(run):
             hooks.call(f"on_{what}_epoch_start")
             for _ in _run_batches(run, prepared, loaders, what, metrics):
@@ -77,7 +78,8 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     predictions: list[list[Any]] = [[] for _ in loaders]
     run.predictions = predictions
     with _EvaluationMode(run, "predict"):
-        hooks.call("on_predict_start")
+        with _inference(run):
+            hooks.call("on_predict_start")
         with run.strategy.evaluation(prepared), _inference(run):
             hooks.call("on_predict_epoch_start")
             for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
@@ -164,7 +166,9 @@ def _read(
     run: Run, loaders: list[EvaluationLoader], method: str, metrics: Metrics
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield each batch as a step gets it, its number, and its loader's."""
-    action = f"[_EvaluationLoop].{method.removesuffix('_step').replace('validation', 'val')}_next"
+    reading = f"{method.removesuffix('_step').replace('validation', 'val')}_next"
+    loop = "_PredictionLoop" if method == "predict_step" else "_EvaluationLoop"
+    action = f"[{loop}].{reading}"
     reads = partial(run.profiling.reads, action)
     for loader_idx, loader in enumerate(loaders):
         convert = batch_converter(run.strategy, run.module, run.datamodule, loader_idx)

@@ -44,6 +44,7 @@ def fit(
     if not module.training:
         module.train()
     hooks.call("on_train_start")
+    validation.start_clock()
     rank_state.begin_training()
     try:
         # No batch at all was asked for with limit_train_batches=0.

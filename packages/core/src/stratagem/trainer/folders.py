@@ -49,7 +49,8 @@ def _find_unwritable(trainer: Trainer, stage: str) -> str:
     for folder, given in _folders(trainer, stage):
         if paths.is_url(folder):
             continue  # its server is asked by the first save
-        what = "default_root_dir" if paths.at(folder) == trainer.default_root_dir else given
+        is_root = paths.at(folder) == paths.at(trainer.default_root_dir)
+        what = "default_root_dir" if is_root else given
         try:
             paths.try_folder(folder)
         except OSError as error:
@@ -74,4 +75,4 @@ def _folders(trainer: Trainer, stage: str) -> Iterator[tuple[paths.Location, str
         if saver.dirpath is not None:
             yield saver.dirpath, f"{type(saver).__name__}: dirpath"
         elif not trainer.loggers:  # otherwise beside the logs
-            yield trainer.default_root_dir, "default_root_dir"
+            yield paths.at(trainer.default_root_dir), "default_root_dir"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -43,9 +43,10 @@ class Interruption(AbstractContextManager["Interruption"]):
         self._ranks = ranks
         self._environment = environment
         self._received = 0
-        self._began = monotonic()
+        self._began = time.monotonic()
         self._deadline = None if max_time is None else self._began + max_time
-        self._alone = ranks.world_size == 1
+        self.is_alone = ranks.world_size == 1
+        """Whether there is one process, which looks at its own clock."""
         self._steps = 0
         self._interval = 1
         self._looked_at = self._began
@@ -70,7 +71,7 @@ class Interruption(AbstractContextManager["Interruption"]):
 
     def look(self) -> bool:
         """After each step: whether this fit is to end here, on every rank alike."""
-        if self._alone:
+        if self.is_alone:
             if not self._received and self._deadline is None:
                 return False
             return self._decide(self._received, self.is_time_up())
@@ -81,11 +82,11 @@ class Interruption(AbstractContextManager["Interruption"]):
 
     def is_time_up(self) -> bool:
         """Whether `max_time` has passed on this rank."""
-        return self._deadline is not None and monotonic() >= self._deadline
+        return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _of_all_ranks(self) -> tuple[int, bool]:
         """Return the signal that any rank has received, and whether time is up on any."""
-        now = monotonic()
+        now = time.monotonic()
         times = [int((now - since) * 1e6) for since in (self._looked_at, self._began)]
         own = [int(self._received), int(self.is_time_up()), *times]
         # Numbers, and not a tensor, which would wait for a device.
@@ -104,7 +105,7 @@ class Interruption(AbstractContextManager["Interruption"]):
 
     def end_within(self, seconds: float) -> None:
         """End the fit once so many seconds are over, unless it ends before."""
-        deadline = monotonic() + seconds
+        deadline = time.monotonic() + seconds
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def agreed_time(self) -> float:
@@ -112,7 +113,7 @@ class Interruption(AbstractContextManager["Interruption"]):
 
         The same on every rank; one process looks at its clock.
         """
-        return monotonic() - self._began if self._alone else self._agreed
+        return time.monotonic() - self._began if self.is_alone else self._agreed
 
     def end(self, save: Callable[[], str]) -> None:
         """End this process in order, after a signal: save, let the cluster start it again, exit.

@@ -34,6 +34,13 @@ class EvaluationLoader:
     batches: float
     name: str
 
+    @property
+    def each(self) -> list[float]:
+        """The batches of each loader, of several that are read together too."""
+        loader = self.loader
+        several = loader.flattened if isinstance(loader, CombinedLoader) else []
+        return [min(length_of(one), self.batches) for one in several] or [self.batches]
+
 
 def evaluation_loaders(
     source: Any, strategy: Strategy, *, what: str, limit: Limit, use_distributed_sampler: bool

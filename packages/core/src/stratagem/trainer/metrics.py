@@ -226,6 +226,12 @@ class Metrics:
         several = self._loader is not None and options.add_dataloader_idx
         on_step = self.in_step if options.on_step is None else options.on_step
         on_epoch = not self.in_step if options.on_epoch is None else options.on_epoch
+        if not on_step and not on_epoch:
+            raise UserCodeError(
+                f"self.log({name!r}, on_step={options.on_step}, on_epoch={options.on_epoch}) is "
+                "not useful here: the value goes nowhere. In training_step on_epoch is False "
+                "unless it is given, elsewhere on_step: pass True for one of them"
+            )
         entry = EpochValue(
             name,
             options,
@@ -236,10 +242,9 @@ class Metrics:
         )
         self._entries[name] = entry
         if entry.logger:
-            shown = {entry.step_name: on_step, entry.epoch_name: on_epoch}
-            self._latest.for_loggers.update(
-                (one, None) for one, is_shown in shown.items() if is_shown
-            )
+            # Both may be one name.
+            shown = ((entry.step_name, on_step), (entry.epoch_name, on_epoch))
+            self._latest.for_loggers.update((one, None) for one, is_shown in shown if is_shown)
         return entry
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stratagem.errors import UserCodeError
 
@@ -33,6 +33,7 @@ class SchedulerConfig:
         monitor: the logged value that it is stepped with; None: without one.
         name: what LearningRateMonitor calls its learning rate.
         strict: a value that was never logged is an error; False: a warning, and no step.
+        reduce_on_plateau: whether it is stepped with a value.
     """
 
     scheduler: Any
@@ -41,19 +42,15 @@ class SchedulerConfig:
     monitor: str | None = None
     name: str | None = None
     strict: bool = True
-
-    @property
-    def reduce_on_plateau(self) -> bool:
-        """Whether it is stepped with a value."""
-        return self.monitor is not None
+    reduce_on_plateau: bool = False
 
     def is_due(self, interval: str, count: int) -> bool:
         """Whether it steps after the `count`-th (from 1) epoch or step, without a value."""
-        return self.monitor is None and self._is_its_turn(interval, count)
+        return not self.reduce_on_plateau and self._is_its_turn(interval, count)
 
     def is_due_with_value(self, interval: str, count: int) -> bool:
         """Whether it steps with a value after the `count`-th (from 1) epoch or step."""
-        return self.monitor is not None and self._is_its_turn(interval, count)
+        return self.reduce_on_plateau and self._is_its_turn(interval, count)
 
     def _is_its_turn(self, interval: str, count: int) -> bool:
         return self.interval == interval and count % self.frequency == 0
@@ -142,7 +139,6 @@ def _check_optimizer(scheduler: Any, optimizers: Sequence[Optimizer], who: str) 
 
 def _scheduler_config(given: Any, who: str, *, automatic: bool) -> SchedulerConfig:
     fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    by_value = fields.pop("reduce_on_plateau", None)
     if unknown := set(fields) - {field.name for field in dataclasses.fields(SchedulerConfig)}:
         raise UserCodeError(
             f"{who} returned a scheduler with {sorted(unknown)}; expected 'scheduler', 'interval', "
@@ -150,17 +146,21 @@ def _scheduler_config(given: Any, who: str, *, automatic: bool) -> SchedulerConf
         )
     if "scheduler" not in fields:
         raise UserCodeError(f"{who} returned a scheduler's options without 'scheduler'")
+    if fields.get("reduce_on_plateau") is None:
+        fields["reduce_on_plateau"] = isinstance(fields["scheduler"], ReduceLROnPlateau)
     config = SchedulerConfig(**fields)
-    if by_value is None:
-        by_value = isinstance(config.scheduler, ReduceLROnPlateau)
-    if not isinstance(config.scheduler, LRScheduler) and not hasattr(config.scheduler, "step"):
-        raise UserCodeError(f"{who} returned {config.scheduler!r} in the place of a scheduler")
+    # Code of the user's own steps what has another method for it.
+    if automatic and not hasattr(config.scheduler, "step"):
+        raise UserCodeError(
+            f"{who} returned {config.scheduler!r} in the place of a scheduler: expected an object "
+            "with step(), or automatic_optimization = False, where training_step calls it"
+        )
     if config.interval not in ("epoch", "step") or config.frequency < 1:
         raise UserCodeError(
             f"{who} returned a scheduler with interval={config.interval!r}, frequency="
             f"{config.frequency!r}; expected 'epoch' or 'step', and at least 1"
         )
-    if not by_value:
+    if not config.reduce_on_plateau:
         # A monitor beside a scheduler that is not stepped with a value says nothing about it.
         config.monitor = None
         return config

@@ -80,7 +80,7 @@ class Schedulers:
     def have_values_by_steps(self) -> bool:
         """Whether one of them steps with a value after every so many optimizer steps."""
         return self._automatic and any(
-            config.monitor is not None and config.interval == "step" for config in self.configs
+            config.reduce_on_plateau and config.interval == "step" for config in self.configs
         )
 
     def step_after_step(self, ranks: Ranks, may_come_later: Callable[[str], bool]) -> None:

@@ -114,6 +114,8 @@ class Trainer(TrainerAttributes):
     should_stop: bool = False
     """Set to True, on every rank alike, to end training after the present step."""
     _run: Run | None = None
+    _tuned: Run | None = None
+    """Of a Tuner, until the next run: it has the data as it was tuned, and was never executed."""
     _trained_elsewhere: Module | None = None
     """The model of the last run, where that was in processes of its own."""
 
@@ -372,6 +374,7 @@ class Trainer(TrainerAttributes):
             self._progress = Progress()
             # A callback that waits for a value waits for one of this fit.
             self._latest = LatestValues()
+        self._tuned = None
         self._run = Run(
             self, launched, job, progress=self._progress, latest=self._latest, before=self._run
         )
@@ -381,7 +384,7 @@ class Trainer(TrainerAttributes):
         # A run belongs to this process; a copy has its model, and may begin another one.
         run = self._run
         model = self._trained_elsewhere if run is None else run.module
-        return {**self.__dict__, "_run": None, "_trained_elsewhere": model}
+        return {**self.__dict__, "_run": None, "_tuned": None, "_trained_elsewhere": model}
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Save the run as it is; every rank calls it, and returns once the file is durable.

@@ -27,6 +27,8 @@ class Validation:
 
     Attributes:
         last_epoch: the last epoch in which it ran; -1: none yet.
+        batches_of_epoch: batches that were validated in that epoch.
+        last_batches: those of the last time that it ran.
         is_sanity_check: whether these are the batches that are run before training.
     """
 
@@ -34,13 +36,14 @@ class Validation:
         self._run = run
         self.loaders = loaders
         self.last_epoch = -1
+        self.batches_of_epoch = self.last_batches = 0
         self.is_sanity_check = False
         interval = run.trainer.val_check_interval
         self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
         """After how much time it comes; None: it goes by batches."""
         self._since = 0.0
         self._knows_since = False
-        """Whether ranks have agreed on a time since then: they do so now and then."""
+        """Whether this time is known: several ranks agree on one only now and then."""
 
     def is_in_epoch(self, epoch: int) -> bool:
         """Whether an epoch has validation."""
@@ -81,24 +84,38 @@ class Validation:
         over_epochs = self._run.trainer.check_val_every_n_epoch is None
         return self._run.progress.batches_before if over_epochs and interval else 0
 
+    def start_clock(self) -> None:
+        """Count the time to the next one from here, where it goes by time."""
+        if self.seconds is not None:
+            interruption = self._run.interruption
+            self._since, self._knows_since = interruption.agreed_time(), interruption.is_alone
+
     def run_if_time(self, prepared: PreparedModel) -> None:
         """Run it if so much time is over since it ran last; on every rank after the same step."""
         assert self.seconds is not None
-        now = self._run.interruption.agreed_time()
+        agreed_time = self._run.interruption.agreed_time
         if not self._knows_since:
+            now = agreed_time()
             self._knows_since, self._since = now != self._since, now
-        elif now - self._since >= self.seconds and self.is_in_epoch(self._run.progress.epoch):
+        elif (
+            self.is_in_epoch(self._run.progress.epoch)
+            and agreed_time() - self._since >= self.seconds
+        ):
             self.run(prepared)
-            self._since, self._knows_since = self._run.interruption.agreed_time(), False
+            self.start_clock()
 
     def run(self, prepared: PreparedModel) -> None:
         """Run it between two training steps, or after the last one of an epoch."""
         run = self._run
         run.rows.flush()
-        self.last_epoch = run.progress.epoch
+        if self.last_epoch != run.progress.epoch:
+            self.last_epoch, self.batches_of_epoch = run.progress.epoch, 0
         run.progress.validated = run.progress.batches
         run.module.on_validation_model_zero_grad()
+        before = run.evaluated_batches
         evaluate(run, prepared, self.loaders, "validation")
+        self.last_batches = run.evaluated_batches - before
+        self.batches_of_epoch += self.last_batches
 
     def check_sanity(self, prepared: PreparedModel) -> None:
         """Run a few of its batches before training, so that an error shows at once."""

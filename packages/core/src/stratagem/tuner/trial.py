@@ -20,12 +20,16 @@ from stratagem.rng import (
     set_generator_states,
     set_rng_state,
 )
+from stratagem.trainer.loaders import source_of
 from stratagem.trainer.metrics import LatestValues
+from stratagem.trainer.open_data import open_evaluation_data, open_fit_data
 from stratagem.trainer.progress import Progress, RunState
+from stratagem.trainer.run import Run
 
 if TYPE_CHECKING:
     from stratagem.module import Module
     from stratagem.trainer import Trainer
+    from stratagem.trainer.job import Job
 
 _NOT_IN_A_TRIAL = {
     "min_epochs": 0,
@@ -91,6 +95,32 @@ def trials(
             vars(trainer).update(before)
             vars(model)["_trainer"] = attached
             gc.collect()
+
+
+def with_data(trainer: Trainer, job: Job, limits: Mapping[str, int | float]) -> Run:
+    """Return a run that has its loaders open, and is not executed; within `trials`.
+
+    Args:
+        trainer: a launched one.
+        job: what would run.
+        limits: the Trainer's own.
+    """
+    trainer.limits, trainer.callbacks = limits, []
+    run = Run(
+        trainer,
+        trainer._launched,
+        job,
+        progress=Progress(),
+        latest=LatestValues(),
+        before=None,
+    )
+    if job.stage == "fit":
+        open_fit_data(run)
+    else:
+        what = {"validate": "val"}.get(job.stage, job.stage)
+        source = source_of(f"{what}_dataloader", job, None, needed=True)
+        open_evaluation_data(run, source, "validation" if what == "val" else what)
+    return run
 
 
 class Snapshot(Callback):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stratagem.data.sharding import UNKNOWN, length_of
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.launch.rank_zero import rank_zero_info
+from stratagem.trainer.job import Job
 from stratagem.trainer.options import check_whole
 from stratagem.tuner.batch_size import search
 from stratagem.tuner.lr_finder import LRFinder, Sweep
-from stratagem.tuner.trial import check_can_try, trials
+from stratagem.tuner.trial import check_can_try, trials, with_data
 
 if TYPE_CHECKING:
     from stratagem.datamodule import DataModule
@@ -39,7 +40,8 @@ class Tuner:
 
     Trials log nothing and save nothing. Afterwards the model, RNG states, the Trainer's options,
     values and position are what they were before, so that a fit that follows is the same as
-    without them, but for what was tuned.
+    without them, but for what was tuned. The Trainer shows the loaders of the batch size that was
+    found (`trainer.train_dataloader`).
 
     Args:
         trainer: whose strategy, precision and options are tried.
@@ -127,14 +129,18 @@ class Tuner:
             return None
         before = [_get(holder, job.name) for holder in job.holders]
         options = _options_of(job.method, steps, self._trainer)
-        found = None
+        found, tuned = None, None
         sizes: dict[int, Any] = {}
+        own_limits = self._trainer.limits
         try:
             with trials(self._trainer, job.model, [job.datamodule], **options) as snapshot:
 
                 def fits(size: int) -> int | None:
-                    for holder in job.holders:
-                        _set(holder, job.name, size)
+                    if sizes:
+                        _say(
+                            self._trainer, f"batch size {max(sizes)} fits, trying batch size {size}"
+                        )
+                    self._set_size(job, size)
                     if not self._fits(job, snapshot):
                         return None
                     loader = self._loader(job.method)
@@ -144,6 +150,10 @@ class Tuner:
                     return size if samples == UNKNOWN else min(size, int(samples))
 
                 found = search(fits, **limits)
+                if found is not None and self._trainer._launched.is_launched:
+                    self._set_size(job, found)
+                    asked = Job.of(job.method, job.model, None, job.datamodule, None)
+                    tuned = with_data(self._trainer, asked, own_limits)
         finally:
             for holder, value in zip(job.holders, before, strict=True):
                 _set(holder, job.name, value if found is None else found)
@@ -152,8 +162,14 @@ class Tuner:
                 "scale_batch_size: not even a batch of one sample fits into memory: use a smaller "
                 "model, another precision, or a strategy that shards or offloads"
             )
+        if self._trainer._state.status != "running":  # there are loaders of the run's own then
+            self._trainer._tuned = tuned
         _say(self._trainer, f"batch size {found} fits")
         return found
+
+    def _set_size(self, job: _Job, size: int) -> None:
+        for holder in job.holders:
+            _set(holder, job.name, size)
 
     def _check_batch_size(
         self,
@@ -323,7 +339,7 @@ def _options_of(method: Method, steps: int, trainer: Trainer) -> dict[str, Any]:
 
 def _say(trainer: Trainer, text: str) -> None:
     if trainer.is_global_zero:
-        print(f"stratagem: {text}", file=sys.stderr, flush=True)
+        rank_zero_info(f"stratagem: {text}")
 
 
 def _quiet(method: Method) -> dict[str, Any]:

@@ -81,6 +81,17 @@ class ValidationLoop(EvaluationLoop):
     def _data_source(self) -> ValidationData:
         return ValidationData(self.trainer)
 
+    @property
+    def batch_progress(self) -> Progress:
+        """The batches of the last validation, and those of all in this epoch."""
+        run, progress = self.trainer._run, self.trainer._progress
+        if run is None or run.stage != "fit":
+            return _progress(0, 0)
+        own = run.validation
+        has_begun = progress.batches > 0
+        is_of_this_epoch = own.last_epoch == progress.epoch - (not has_begun)
+        return _progress(own.last_batches, own.batches_of_epoch if is_of_this_epoch else 0)
+
 
 class PredictionLoop(EvaluationLoop):
     """`predict_loop`."""
@@ -124,9 +135,9 @@ class EpochLoop(_View):
 
     @property
     def batch_progress(self) -> Progress:
-        """The batches of this epoch."""
+        """The batches of this epoch that were trained on, and those of all epochs."""
         count = self.trainer.batches_that_trained
-        return _progress(count, count)
+        return _progress(count, self.trainer._progress.batches_before + count)
 
     @property
     def val_loop(self) -> ValidationLoop:
@@ -157,6 +168,10 @@ class FitLoop(fit_loop_view.FitLoop):
     def epoch_progress(self) -> Progress:
         """The epochs that were trained."""
         return _progress(self.trainer.current_epoch, self.trainer.current_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as it is in checkpoints."""
+        return self.trainer._progress.state_dict()
 
     @property
     def batch_idx(self) -> int:

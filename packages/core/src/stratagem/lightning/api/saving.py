@@ -57,11 +57,6 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
     Raises:
         ConfigurationError: it holds objects, which would have to be executed.
     """
-    if not Path(config_yaml).exists():
-        rank_zero_warn(
-            f"there is no file {str(config_yaml)!r}, so that no hyperparameters are read"
-        )
-        return {}
     hparams = of_file(config_yaml)
     if use_omegaconf and importlib.util.find_spec("omegaconf") is not None:
         return importlib.import_module("omegaconf").OmegaConf.create(hparams)
@@ -69,12 +64,15 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
 
 def of_file(path: str | Path | None) -> dict[str, Any]:
-    """Return the hyperparameters of a YAML file; none without one.
+    """Return the hyperparameters of a YAML file; none, with a warning, where it is not there.
 
     Raises:
         ConfigurationError: it holds objects, which would have to be executed.
     """
     if path is None:
+        return {}
+    if not Path(path).exists():
+        rank_zero_warn(f"there is no file {str(path)!r}, so that no hyperparameters are read")
         return {}
     yaml = importlib.import_module("yaml")
     with Path(path).open(encoding="utf-8") as stream:

@@ -77,20 +77,32 @@ class RunningStage(LightningEnum):
 
 
 class TrainerState:
-    """What a Trainer is doing, in Lightning's enumerations.
+    """What a Trainer is doing, in Lightning's enumerations; equal to one that says the same.
 
     Args:
-        of: the Trainer; None: one that has done nothing yet.
+        of: the Trainer; None: what the others say.
+        status, fn, stage: of a state that is compared with a Trainer's.
     """
 
-    def __init__(self, of: trainer.Trainer | None = None) -> None:
+    def __init__(
+        self,
+        of: trainer.Trainer | None = None,
+        *,
+        status: TrainerStatus = TrainerStatus.INITIALIZING,
+        fn: TrainerFn | None = None,
+        stage: RunningStage | None = None,
+    ) -> None:
         self._trainer = of
-        self._state = RunState() if of is None else of._state
+        self._stage = stage
+        if of is not None:
+            self._state = of._state
+        else:
+            self._state = RunState(status=status.value, fn=None if fn is None else fn.value)
 
     @property
     def status(self) -> TrainerStatus:
         """How far its last run is."""
-        begun = self._state.fn is not None
+        begun = self._trainer is None or self._state.fn is not None
         return TrainerStatus(self._state.status) if begun else TrainerStatus.INITIALIZING
 
     @status.setter
@@ -110,7 +122,9 @@ class TrainerState:
     def stage(self) -> RunningStage | None:
         """What is going on within it; None: it has ended."""
         of = self._trainer
-        if of is None or self._state.status != "running":
+        if of is None:
+            return self._stage
+        if self._state.status != "running":
             return None
         if of.sanity_checking:
             return RunningStage.SANITY_CHECKING
@@ -129,6 +143,13 @@ class TrainerState:
     def stopped(self) -> bool:
         """Whether the last run has ended."""
         return self.status.stopped
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TrainerState):
+            return NotImplemented
+        return (self.status, self.fn, self.stage) == (other.status, other.fn, other.stage)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes as its Trainer runs
 
     def __repr__(self) -> str:
         return f"TrainerState(status={self.status}, fn={self.fn}, stage={self.stage})"

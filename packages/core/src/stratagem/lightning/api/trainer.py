@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from stratagem import callbacks as own
 from stratagem import trainer
 from stratagem.checkpoint.catalog import find_all
+from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.callbacks import RichProgressBar
@@ -23,6 +24,7 @@ from stratagem.loggers import Logger
 from stratagem.profilers.profiler import Profiler
 from stratagem.storage import paths
 from stratagem.trainer.metrics import LatestValues
+from stratagem.trainer.options import root_folder
 
 _OWN_DEFAULTS = ("logger", "log_every_n_steps", "enable_model_summary")
 """Arguments whose defaults are Lightning's where None is given."""
@@ -102,8 +104,8 @@ class Trainer(trainer.Trainer):
         if quick and plain and logger not in (False, []):
             self.loggers = [DummyLogger()]
 
-        if isinstance(options.get("fast_dev_run"), bool):
-            self.fast_dev_run = options["fast_dev_run"]
+        if self.fast_dev_run in (0, 1):
+            self.fast_dev_run = bool(self.fast_dev_run)
 
     # -- the four runs
 
@@ -223,6 +225,21 @@ class Trainer(trainer.Trainer):
         return bool(there) or any(saver.kept_paths for saver in savers)
 
     # -- views of its parts, its state and of loops
+
+    @property
+    def default_root_dir(self) -> str:
+        """Where logs and checkpoints go, as text, which scripts add to."""
+        return str(vars(self)["default_root_dir"])
+
+    @default_root_dir.setter
+    def default_root_dir(self, folder: str | Path | None) -> None:
+        vars(self)["default_root_dir"] = root_folder(folder)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """This rank's loader for training; of several, the list or dict of them."""
+        loader = super().train_dataloader
+        return loader.iterables if isinstance(loader, CombinedLoader) else loader
 
     @property
     def precision_plugin(self) -> Any:

@@ -26,6 +26,7 @@ datamodule_...          these two of the DataModule; where it has any
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from stratagem.distributed.checkpoint_writer import CheckpointWriter
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.run import Run
+    from stratagem.trainer.trainer import Trainer
 
 
 class Weights(NamedTuple):
@@ -200,6 +202,7 @@ def restore_training(
     for callback in run.trainer.callbacks:
         if callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
+    _warn_of_missing(states, run.trainer, path)
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(checkpoint["datamodule"])
     run.progress.load_state_dict(checkpoint["progress"])
@@ -209,6 +212,20 @@ def restore_training(
     # Last: it may go by everything else.
     own = checkpoint.get("strategy_state", {})
     load_strategy_state(strategy, prepared, prepared.optimizers, own)
+
+
+def _warn_of_missing(states: Iterable[str], trainer: Trainer, path: str | Path) -> None:
+    """Say on rank 0 which states of a checkpoint belong to callbacks that are not there."""
+    own = {callback.state_key for callback in trainer.callbacks}
+    # What a ModelCheckpoint has kept is of a folder of its own, and one without it goes on as well.
+    missing = [key for key in states if key not in own and not key.startswith("ModelCheckpoint")]
+    if missing and trainer.is_global_zero:
+        warnings.warn(
+            f"{str(path)!r} holds the states of callbacks that this Trainer does not have: "
+            f"{', '.join(missing)}; they are not restored. Pass those callbacks, with the same "
+            "arguments, to go on with them",
+            stacklevel=3,
+        )
 
 
 def _require_plain(data: Any, whose: str) -> None:
