@@ -149,7 +149,7 @@ _PARSING = _names(
     {
         f"{_API}.data": "AttributeDict",
         f"{_API}.parsing": "clean_namespace get_init_args is_picklable lightning_getattr "
-        "lightning_hasattr lightning_setattr",
+        "lightning_hasattr lightning_setattr parse_class_init_keys",
     }
 )
 _ENUMS = _names({f"{_API}.states": "GradClipAlgorithmType LightningEnum"})
@@ -380,6 +380,7 @@ _PYTORCH: _Layout = {
     ),
     "pytorch.utilities.parsing": _PARSING,
     "pytorch.utilities.rank_zero": _RANK_ZERO,
+    "pytorch.utilities.signature_utils": _names({f"{_API}.parsing": "is_param_in_hook_signature"}),
     "pytorch.utilities.seed": {"isolate_rng": _SEED["isolate_rng"]},
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": _WARNINGS,
