@@ -319,6 +319,21 @@ def test_pruned_weights_stay_zero_and_names_stay_the_models(
     assert any("to `head.weight` with amount=0.5. Pruned: 0/" in line for line in caplog.messages)
 
 
+def test_what_would_be_pruned_is_listed_once() -> None:
+    model = Net()
+    model.other = model.head  # the same parameters under two names
+    listed = ModelPruning.sanitize_parameters_to_prune(
+        model, parameter_names=["weight", "training"]
+    )
+    linear, norm, _ = model.backbone
+    assert listed == [(linear, "weight"), (norm, "weight"), (model.head, "weight")]
+    assert ModelPruning.sanitize_parameters_to_prune(model, [(model.head, "bias")]) == [
+        (model.head, "bias")
+    ]
+    with pytest.raises(ConfigurationError, match="Linear with 'mask'; expected submodules of the"):
+        ModelPruning.sanitize_parameters_to_prune(model, [(model.head, "mask")])
+
+
 def test_the_lottery_gives_what_is_left_its_first_values() -> None:
     model = Net()
     before = model.head.weight.detach().clone()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
+from stratagem.callbacks.progress_bar import batches_to_evaluate
 from stratagem.data import CombinedLoader
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
 
@@ -62,6 +63,8 @@ def test_a_list_of_numbers_is_a_loader() -> None:
     one = trainer()
     one.validate(Seeing(), loader)
     assert seen == [batch for batch, _, _ in loader]
+    assert (one.num_val_batches, one.num_sanity_val_batches) == ([3, 2], [])
+    assert batches_to_evaluate(one, "validation") == [3]
 
 
 def trainer(*callbacks: Callback, **options: Any) -> Trainer:
@@ -142,6 +145,31 @@ def test_a_checkpoint_of_other_loaders_is_refused_within_an_epoch(tmp_path: Path
     (path,) = tmp_path.iterdir()
     with pytest.raises(CheckpointMismatchError, match=r"2 loaders read as 'max_size'.*one loader"):
         trainer(max_epochs=2).fit(Reader(), numbers(0, 8), ckpt_path=path)
+
+
+def test_loaders_can_be_put_in_the_place_of_others() -> None:
+    loader = CombinedLoader({"a": range(1), "b": (range(1), (range(2),))})
+    loader.flattened = [range(3), range(4), range(5)]
+    assert loader.iterables == {"a": range(3), "b": (range(4), (range(5),))}
+    assert len(loader) == 3
+    with pytest.raises(ConfigurationError, match=r"has 3 loaders; expected as many.*received 1"):
+        loader.flattened = [range(1)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_read_together_begins_together(mode: Any) -> None:
+    begun = []
+
+    class Noting:
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+        def __iter__(self) -> Any:
+            begun.append(self.first)
+            return iter([self.first])
+
+    iter(CombinedLoader([Noting(1), Noting(3)], mode))
+    assert begun == ([1] if mode == "sequential" else [1, 3])
 
 
 def test_what_cannot_be_combined_is_refused() -> None:

@@ -309,6 +309,7 @@ def test_tasks_of_jsrun_that_do_not_divide_evenly_are_refused() -> None:
         ("node[005-012]", "node005"),
         ("rack[7,9]-node[03-04]-x,login", "rack7-node03-x"),
         ("a.cluster.example,b", "a.cluster.example"),
+        ("alpha beta", "alpha"),
     ],
 )
 def test_the_first_host_of_a_list_in_the_form_of_slurm(hosts: str, first: str) -> None:

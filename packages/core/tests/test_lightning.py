@@ -32,12 +32,27 @@ OF_BACKENDS = (
 """What begins names of classes that backends bring, which may not be installed."""
 
 
+def is_lightnings(name: str) -> bool:
+    """Whether a module has one of the names."""
+    return name.partition(".")[0] in ROOTS or name == OURS or name.startswith(f"{OURS}.")
+
+
 def forget() -> None:
     """Leave sys.modules without what has one of the names."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ROOTS or name == OURS or name.startswith(f"{OURS}."):
-            del sys.modules[name]
+    for name in filter(is_lightnings, list(sys.modules)):
+        del sys.modules[name]
     vars(stratagem).pop("lightning", None)
+
+
+@pytest.fixture(autouse=True)
+def _modules_as_before() -> Iterator[None]:
+    """Give the modules back afterwards: other files hold classes of theirs."""
+    modules = {name: module for name, module in sys.modules.items() if is_lightnings(name)}
+    held = {name: vars(stratagem)[name] for name in ("lightning",) if name in vars(stratagem)}
+    yield
+    forget()
+    sys.modules.update(modules)
+    vars(stratagem).update(held)
 
 
 @pytest.fixture

@@ -123,6 +123,28 @@ def test_a_bar_of_ones_own_shows_nothing_else(
     assert "epoch" not in printed.out + printed.err
 
 
+def test_a_bar_ends_where_max_steps_end_the_epoch(pl: Any, tmp_path: Path) -> None:
+    by_hand = Net()
+    by_hand.automatic_optimization = False  # nobody knows how many steps a batch has
+    for net, batches, options, shown in (
+        (by_hand, loader(), {"max_steps": 1, "max_epochs": 1}, (3, 3)),
+        (Net(), loader(), {"max_steps": 4}, (1, 1)),  # of the second epoch's three batches
+        (Net(), (batch for batch in loader()), {"max_steps": 2, "max_epochs": -1}, (2, 2)),
+        (Net(), (batch for batch in loader()), {"max_epochs": 1}, (None, 3)),
+    ):
+        trainer = pl.Trainer(
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            logger=False,
+            limit_val_batches=0,
+            enable_checkpointing=False,
+            **options,
+        )
+        trainer.fit(net, batches)
+        bar = trainer.progress_bar_callback.train_progress_bar
+        assert (bar.total, bar.completed) == shown
+
+
 def test_a_theme_formats_the_values_that_are_shown(
     pl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,3 +221,24 @@ def test_the_table_of_a_model_has_lightnings_attributes(pl: Any) -> None:
     assert "layer" in str(summary)
     with pytest.raises(ConfigurationError, match="`max_depth` can be -1, 0 or > 0, got -2"):
         pl.utilities.model_summary.summarize(Net(), max_depth=-2)
+
+
+def test_the_last_checkpoint_is_called_as_its_class_says(pl: Any, tmp_path: Path) -> None:
+    class Named(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
+        CHECKPOINT_NAME_LAST = "{epoch}-last"
+        CHECKPOINT_EQUALS_CHAR = "_"
+
+    saver = Named(tmp_path / "a", save_last=True)
+    fit(pl, tmp_path, saver)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "epoch_1-last.ckpt",
+        "epoch_1-step_6.ckpt",
+    ]
+    assert Path(saver.last_model_path).resolve() == Path(saver.best_model_path)
+    saver.CHECKPOINT_JOIN_CHAR = "."
+    assert saver.format_checkpoint_name({"epoch": 2}, "{epoch}", 3, "a") == (
+        f"{saver.dirpath}/a.epoch_2.v3.ckpt"
+    )
+    saver.FILE_EXTENSION = ".pt"
+    with pytest.raises(ConfigurationError, match=r"Named.FILE_EXTENSION is '.pt': expec"):
+        fit(pl, tmp_path, saver)

@@ -378,13 +378,6 @@ def test_what_a_trainer_says_before_and_after_its_runs() -> None:
     assert trainer.state.fn == "validate"
 
 
-@pytest.mark.parametrize("step", ["training_step", "validation_step"])
-def test_a_step_that_reads_its_batches_itself_is_refused(step: str) -> None:
-    model = type("Reads", (Net,), {step: lambda self, dataloader_iter: None})()
-    with pytest.raises(UserCodeError, match=f"Reads.{step} takes dataloader_iter, which Stratagem"):
-        quiet().fit(model, loader())
-
-
 def test_data_may_be_prepared_on_the_first_rank_of_all() -> None:
     class Prepares(DataModule):
         prepare_data_per_node = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -90,6 +91,24 @@ def test_an_example_adds_sizes_and_flops_and_changes_nothing(
     assert summary.total_flops == 2 * 2 * 8 * 4 + 2 * (2 * 2 * 4 * 4)
     assert summary.non_trainable_parameters == 16
     assert summary.model_size == 60 * 4 / 1e6
+
+
+def test_layers_that_have_no_weights_yet_or_take_no_hooks_are_in_the_table() -> None:
+    lazy = summarize(torch.nn.Sequential(torch.nn.LazyLinear(2)))
+    assert (lazy.total_parameters, lazy.model_size) == (0, 0)
+
+    class Takes(torch.nn.Module):
+        def forward(self, batch: Any) -> None:
+            return None
+
+    assert summarize(torch.nn.Sequential(Takes()), example=[]).layers[0].in_size == "?"
+
+    layers = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of torch.jit
+        layers[0] = torch.jit.script(layers[0])
+    scripted = summarize(layers, example=torch.zeros(4, 5))
+    assert [layer.in_size for layer in scripted.layers] == ["?", [4, 3]]
 
 
 def test_large_numbers_are_short() -> None:

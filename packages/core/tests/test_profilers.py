@@ -45,6 +45,11 @@ class Net(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Forwards(Net):
+    def forward(self, batch: Tensor) -> Any:
+        return self.layer(batch)
+
+
 class Kept(SimpleProfiler):
     """Keeps what was measured beyond the run."""
 
@@ -68,6 +73,24 @@ def trainer(profiler: Any, **options: Any) -> Trainer:
         profiler=profiler,
         **options,
     )
+
+
+def test_durations_stay_after_a_run_and_each_report_is_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = trainer("simple")
+    one.fit(Net(), loader())
+    one.validate(Net(), loader(), verbose=False)
+    action, profiler = "[_TrainingEpochLoop].train_dataloader_next", one.profiler
+    assert isinstance(profiler, SimpleProfiler)
+    assert len(profiler.recorded_durations[action]) == 6
+    assert len(profiler.recorded_durations["[_EvaluationLoop].val_next"]) == 6
+    one.predict(Forwards(), loader())
+    assert len(profiler.recorded_durations["[_PredictionLoop].predict_next"]) == 6
+    fit, _, validate = capsys.readouterr().out.partition("VALIDATE Profiler Report")
+    assert action in fit
+    assert action not in validate
+    assert SimpleProfiler().summary() == ""
 
 
 def test_actions_have_the_names_that_users_know(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         Raises:
             UserCodeError: none does.
         """
-        trainer: Trainer | None = self.__dict__["_trainer"]
+        trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
             raise UserCodeError(
                 f"{type(self).__name__} is not attached to a Trainer: this works within "
@@ -194,25 +194,25 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     @property
     def current_epoch(self) -> int:
         """The epoch, counted from 0; 0 without a Trainer."""
-        trainer: Trainer | None = self.__dict__["_trainer"]
+        trainer: Trainer | None = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.current_epoch
 
     @property
     def global_step(self) -> int:
         """The number of optimizer steps taken; 0 without a Trainer."""
-        trainer: Trainer | None = self.__dict__["_trainer"]
+        trainer: Trainer | None = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.global_step
 
     @property
     def global_rank(self) -> int:
         """This process's rank among all; 0 without a Trainer."""
-        trainer: Trainer | None = self.__dict__["_trainer"]
+        trainer: Trainer | None = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.global_rank
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node; 0 without a Trainer."""
-        trainer: Trainer | None = self.__dict__["_trainer"]
+        trainer: Trainer | None = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.local_rank
 
     @property
@@ -223,7 +223,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     @property
     def loggers(self) -> list[Any]:
         """The Trainer's loggers; none without a Trainer."""
-        trainer: Trainer | None = self.__dict__["_trainer"]
+        trainer: Trainer | None = self.__dict__.get("_trainer")
         return [] if trainer is None else list(trainer.loggers)
 
     def freeze(self: ModuleType) -> ModuleType:

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
 
 
-def filled(filename: str, values: Mapping[str, Any], *, with_names: bool = True) -> str:
+def filled(
+    filename: str, values: Mapping[str, Any], *, with_names: bool = True, equals: str = "="
+) -> str:
     """Return a file name with values in the place of its braces.
 
     Args:
         filename: with names in braces.
         values: by name.
         with_names: write the name before each value.
+        equals: stands between them.
 
     Raises:
         ConfigurationError: there is no value of a name in it.
@@ -40,9 +43,20 @@ def filled(filename: str, values: Mapping[str, Any], *, with_names: bool = True)
                 f"{', '.join(sorted(values))}"
             )
         text = format(values[name], form)
-        return f"{name.replace('/', '_')}={text}" if with_names else text
+        return f"{name.replace('/', '_')}{equals}{text}" if with_names else text
 
     return re.sub(r"\{([^}]+)\}", fill, filename)
+
+
+def is_version_of(path: str, name: str) -> bool:
+    """Whether a checkpoint has a name that `CheckpointNames.choose` makes of one.
+
+    Example:
+        >>> is_version_of("kept/last-v2.ckpt", "last"), is_version_of("kept/3-last.ckpt", "last")
+        (True, False)
+    """
+    versions = rf"{re.escape(name)}(-v\d+)?{re.escape(SUFFIX)}"
+    return re.fullmatch(versions, paths.name_of(path)) is not None
 
 
 class CheckpointNames:

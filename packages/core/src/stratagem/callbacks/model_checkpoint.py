@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.checkpoint_arguments import check_arguments
-from stratagem.callbacks.checkpoint_names import CheckpointNames, filled
+from stratagem.callbacks.checkpoint_names import CheckpointNames, filled, is_version_of
 from stratagem.callbacks.keeps_checkpoints import KeepsCheckpoints
 from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
 from stratagem.errors import CheckpointError
@@ -289,8 +290,13 @@ class ModelCheckpoint(KeepsCheckpoints):
         weights = self._weights(trainer)
         moves_last = self.save_last and not weights.nonfinite
         path = self._names.choose(ranks, self._folder, self._name(trainer))
-        if moves_last and not (last and self._names.may_move(ranks, last)):
-            last = self.last_model_path = self._names.choose(ranks, self._folder, "last")
+        former, name = "", self._name_of_last(trainer)
+        if moves_last and last and self._names.may_move(ranks, last):
+            former = "" if is_version_of(last, name) else last
+        else:
+            last = ""
+        if moves_last and (former or not last):
+            last = self.last_model_path = self._names.choose(ranks, self._folder, name)
         # The state first, so that it is in the checkpoint itself.
         if weights.nonfinite:
             dropped = self._kept.add_nonfinite(path)
@@ -305,7 +311,7 @@ class ModelCheckpoint(KeepsCheckpoints):
         # `last` moves once its new target is durable, and the old target goes after that.
         if moves_last and not trainer.checkpoint_writer.link(path, last):
             save(paths.at(last))
-        for old in dropped:
+        for old in (former, *dropped) if former else dropped:
             if old not in self._spared:
                 trainer.checkpoint_writer.remove(old)
         self._names.release()
@@ -383,7 +389,16 @@ class ModelCheckpoint(KeepsCheckpoints):
         return self._name(trainer)
 
     def _name(self, trainer: Trainer) -> str:
+        return self._filled(self.filename, trainer)
+
+    def _name_of_last(self, trainer: Trainer) -> str:
+        return "last"
+
+    def _filled(self, filename: str, trainer: Trainer) -> str:
         values: dict[str, Any] = {k: float(v) for k, v in trainer.callback_metrics.items()}
         values["epoch"] = trainer.current_epoch
         values["step"] = trainer.global_step
-        return filled(self.filename, values, with_names=self.auto_insert_metric_name)
+        return self._with_values(filename, values)
+
+    def _with_values(self, filename: str, values: Mapping[str, Any]) -> str:
+        return filled(filename, values, with_names=self.auto_insert_metric_name)

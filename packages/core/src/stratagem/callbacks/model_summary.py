@@ -185,7 +185,8 @@ def summarize(
     summary = Summary(
         total_parameters=sum(numbers.values()),
         trainable_parameters=sum(n for p, n in numbers.items() if p.requires_grad),
-        model_size=sum(n * p.element_size() for p, n in numbers.items()) / 1e6,
+        # One that is not made yet has no element.
+        model_size=sum(n and n * p.element_size() for p, n in numbers.items()) / 1e6,
     )
     listed: dict[str, tuple[nn.Module, Layer]] = {}
     for name, part in module.named_modules():
@@ -235,6 +236,8 @@ def _run_example(
     counter = FlopCounterMode(display=False)
     handles = []
     for part, layer in listed.values():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue  # it takes no such hooks
         handles += _noting(part, layer, counter.get_total_flops)
     try:
         with preserve_rng_state(), _evaluating(module), torch.no_grad(), counter:
@@ -283,7 +286,7 @@ def _sizes(data: Any) -> Any:
         return {name: _sizes(value) for name, value in data.items()}
     if isinstance(data, (list, tuple)):
         sizes = [_sizes(value) for value in data]
-        return sizes[0] if len(sizes) == 1 else sizes
+        return sizes[0] if len(sizes) == 1 else sizes or "?"
     return "?"
 
 

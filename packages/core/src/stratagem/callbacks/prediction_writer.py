@@ -143,11 +143,10 @@ class BasePredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Write what was kept."""
         predictions, self._predictions = self._predictions, []
-        indices, self._indices = self._indices, []
         if self.interval != "batch":
             several = len(predictions) > 1
             self.write_on_epoch_end(
-                trainer, module, predictions if several else predictions[0], indices
+                trainer, module, predictions if several else predictions[0], self._indices
             )
 
 

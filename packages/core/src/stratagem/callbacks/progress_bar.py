@@ -183,7 +183,7 @@ class ProgressBar(Callback):
         """Show the epoch."""
         last = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs - 1}"
         done = trainer.batches_that_trained
-        self._begin(f"epoch {trainer.current_epoch}{last}", trainer.num_training_batches, done)
+        self._begin(f"epoch {trainer.current_epoch}{last}", batches_to_train(trainer), done)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
@@ -214,20 +214,19 @@ class ProgressBar(Callback):
             self._rows[-1].done = trainer.batches_that_trained
             self._display.update(self._rows[-1])
         is_check = trainer.sanity_checking
-        batches = trainer.num_sanity_val_batches if is_check else trainer.num_val_batches
-        self._begin_evaluation("sanity check" if is_check else "validation", batches)
+        self._begin_evaluation(trainer, "sanity check" if is_check else "validation")
 
     def on_test_start(self, trainer: Trainer, module: Module) -> None:
         """Show it."""
-        self._begin_evaluation("test", trainer.num_test_batches)
+        self._begin_evaluation(trainer, "test")
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
         """Show it."""
-        self._begin_evaluation("predict", trainer.num_predict_batches)
+        self._begin_evaluation(trainer, "predict")
 
-    def _begin_evaluation(self, what: str, batches: list[float]) -> None:
+    def _begin_evaluation(self, trainer: Trainer, what: str) -> None:
         self._evaluated_from = monotonic()
-        self._begin(what, sum(batches))
+        self._begin(what, sum(batches_to_evaluate(trainer, trainer.run.evaluating)))
 
     def on_validation_batch_end(
         self,
@@ -265,3 +264,27 @@ class ProgressBar(Callback):
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Give the terminal back."""
         self._close()
+
+
+def batches_to_train(trainer: Trainer) -> float:
+    """Return after how many batches an epoch ends, by its data or by `max_steps`.
+
+    Asked for between two steps. Infinity: that is not known, as where steps are taken by hand.
+    """
+    batches, model = trainer.num_training_batches, trainer.model
+    if trainer.max_steps == -1 or model is None or not model.automatic_optimization:
+        return batches
+    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+    return min(batches, trainer.batches_that_trained + left)
+
+
+def batches_to_evaluate(trainer: Trainer, what: str) -> list[float]:
+    """Return how many batches are to come of each loader; of those that are read together, once.
+
+    Args:
+        trainer: of the run; in its sanity check there are fewer.
+        what: "validation", "test" or "predict".
+    """
+    steps = trainer.num_sanity_val_steps if trainer.sanity_checking else -1
+    most = float("inf") if steps == -1 else steps
+    return [min(most, one.batches) for one in trainer.run.evaluation_loaders.get(what, [])]

@@ -197,22 +197,40 @@ class ModelPruning(Callback):
 
     def _find(self, module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         prefixes = {id(part): name for name, part in module.named_modules()}
-        wanted = self._given or [(part, name) for part in module.modules() for name in self._names]
-        found: dict[str, tuple[nn.Module, str]] = {}
-        seen: set[int] = set()
+        pairs = self.sanitize_parameters_to_prune(module, self._given, self._names)
+        return {f"{prefixes[id(part)]}.{name}".lstrip("."): (part, name) for part, name in pairs}
+
+    @classmethod
+    def sanitize_parameters_to_prune(
+        cls,
+        pl_module: nn.Module,
+        parameters_to_prune: Sequence[tuple[nn.Module, str]] | None = None,
+        parameter_names: Sequence[str] | None = None,
+    ) -> list[tuple[nn.Module, str]]:
+        """Return what would be pruned of a model, each parameter once.
+
+        Args:
+            pl_module: the model.
+            parameters_to_prune, parameter_names: as the class takes them.
+
+        Raises:
+            ConfigurationError: a pair is no submodule with the name of its own parameter.
+        """
+        names, parts = parameter_names or cls.PARAMETER_NAMES, list(pl_module.modules())
+        wanted = parameters_to_prune or [(part, name) for part in parts for name in names]
+        own = {id(part) for part in parts}
+        found: dict[int, tuple[nn.Module, str]] = {}
         for part, name in wanted:
             parameter = part._parameters.get(name)
-            if parameter is None and not self._given:
+            if parameter is None and not parameters_to_prune:
                 continue
-            if parameter is None or id(part) not in prefixes:
+            if parameter is None or id(part) not in own:
                 raise ConfigurationError(
                     f"ModelPruning(parameters_to_prune=...): {type(part).__name__} with {name!r}; "
                     "expected submodules of the model, each with the name of its own parameter"
                 )
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[f"{prefixes[id(part)]}.{name}".lstrip(".")] = (part, name)
-        return found
+            found.setdefault(id(parameter), (part, name))
+        return list(found.values())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         found: dict[str, Any] = {

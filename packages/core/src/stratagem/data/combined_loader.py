@@ -50,11 +50,30 @@ class CombinedLoader:
             )
         self.iterables = iterables
         self.mode = mode
-        self.flattened: list[Any] = list(_leaves(iterables))
-        if not self.flattened:
+        self._flattened: list[Any] = list(_leaves(iterables))
+        if not self._flattened:
             raise ConfigurationError(
                 f"CombinedLoader({iterables!r}): expected at least one loader in it"
             )
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The loaders in their order; others may be put in their place, which `iterables` follows.
+
+        Raises:
+            ConfigurationError: set to another number of loaders.
+        """
+        return self._flattened
+
+    @flattened.setter
+    def flattened(self, loaders: list[Any]) -> None:
+        if len(loaders) != len(self._flattened):
+            raise ConfigurationError(
+                f"CombinedLoader.flattened has {len(self._flattened)} loaders; expected as many "
+                f"in their place, received {len(loaders)}"
+            )
+        self.iterables = self.collect(loaders)
+        self._flattened = list(loaders)
 
     def map(self, function: Callable[[Any], Any]) -> CombinedLoader:
         """Return one of what a function makes of each loader."""
@@ -75,7 +94,14 @@ class CombinedLoader:
         return int(total)
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        return self.combine([Reading(partial(iter, one)) for one in self.flattened])
+        # Loaders that are read together begin together, so that the workers of all are at work.
+        at_once = 1 if self.mode == "sequential" else len(self.flattened)
+        return self.combine(
+            [
+                Reading(partial(iter, one), iter(one) if index < at_once else None)
+                for index, one in enumerate(self.flattened)
+            ]
+        )
 
     def batches(self) -> Iterator[Any]:
         """Yield batches without their numbers."""

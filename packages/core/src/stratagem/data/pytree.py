@@ -42,10 +42,12 @@ def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
 def move_to_device(data: Any, device: torch.device) -> Any:
     """Return `data` on `device`: its tensors, and objects with a `to(device)` method of their own.
 
-    The copy does not wait for the host when the tensor lies in pinned memory.
+    The copy does not wait for the host when the tensor lies in pinned memory. An object whose `to`
+    returns nothing has moved itself.
     """
     if hasattr(data, "to") and not isinstance(data, torch.Tensor):
-        return data.to(device)
+        moved = data.to(device)
+        return data if moved is None else moved
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), data)
 
 

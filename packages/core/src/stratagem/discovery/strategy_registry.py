@@ -72,6 +72,20 @@ class _StrategyRegistry:
         """
         return get_registry().find("strategy", name).spec.build()
 
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        """Return what is registered: "strategy", its class, with "init_params" and "description".
+
+        Raises:
+            UnknownNameError: no strategy has that name.
+        """
+        spec = get_registry().find("strategy", name).spec
+        return {
+            "strategy": spec.load(),
+            "strategy_name": spec.name,
+            "description": spec.summary,
+            "init_params": dict(spec.init_args),
+        }
+
     def remove(self, name: str) -> None:
         """Take back a registration made in this process; what it had replaced is found again."""
         get_registry().remove("strategy", name)
@@ -88,4 +102,5 @@ class _StrategyRegistry:
 
 
 StrategyRegistry = _StrategyRegistry()
-"""Strategies by name; see `register`, `get`, `remove` and `available_strategies`."""
+"""Strategies by name; see `register`, `get`, `remove` and `available_strategies`;
+`StrategyRegistry["ddp"]` is what is registered."""

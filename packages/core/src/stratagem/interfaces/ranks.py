@@ -138,6 +138,21 @@ class Ranks:
         reduced: list[int] = self.all_reduce(torch.tensor(numbers, dtype=torch.long), op).tolist()
         return reduced
 
+    @final
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return what the ranks decide together, on every rank.
+
+        Args:
+            decision: of this rank.
+            all: True: all ranks have to agree; False: one is enough.
+
+        Example:
+            >>> from stratagem.strategies import Ranks
+            >>> Ranks().reduce_boolean_decision(True)
+            True
+        """
+        return bool(self.reduce_numbers([int(decision)], "min" if all else "max")[0])
+
     def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
         """Return every rank's tensor stacked along a new first dim: (world_size, *tensor.shape).
 

@@ -38,7 +38,10 @@ _THERE = {
     "device": "once processes are launched",
 }
 _OF_RANKS = frozenset(
-    ("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero", "broadcast")
+    (
+        *("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero"),
+        *("broadcast", "all_reduce", "all_gather", "reduce_boolean_decision"),
+    )
 )
 """What users of the 2.x line ask a strategy for; a subclass may call something of its own so."""
 
@@ -99,8 +102,9 @@ class Strategy(Stepping, ABC):
         ranks: the processes that train together; after `bind`, for communication after
             `setup_environment`.
         device: this rank's `torch.device`; after `setup_environment`. `root_device` is the same,
-            and `world_size`, `global_rank`, `local_rank`, `node_rank`, `is_global_zero` and
-            `broadcast` are those of `ranks`.
+            and known after `bind`. `world_size`, `global_rank`, `local_rank`, `node_rank`,
+            `is_global_zero`, `broadcast`, `all_reduce`, `all_gather` and `reduce_boolean_decision`
+            are those of `ranks`.
         requested: the components that were asked for in `__init__`, by name.
 
     Raises:
@@ -167,7 +171,7 @@ class Strategy(Stepping, ABC):
         if name in _OF_RANKS:
             return getattr(self.ranks, name)
         if name == "root_device":
-            return self.device
+            return self._own_device() if "components" in self.__dict__ else self.device
         kind = type(self).__name__
         if name == "requested":
             raise ConfigurationError(
@@ -231,10 +235,13 @@ class Strategy(Stepping, ABC):
     def setup_environment(self) -> None:
         """Set up the device (and, in subclasses, communication)."""
         self.ranks = self.make_ranks()
-        self.device = self.accelerator.device(self.components.devices[self.ranks.local_rank])
+        self.device = self._own_device()
         self.ranks.device = self.device
         self.accelerator.setup()
         self.accelerator.setup_device(self.device)
+
+    def _own_device(self) -> torch.device:
+        return self.accelerator.device(self.components.devices[self.ranks.local_rank])
 
     # -- what a front end is going to do
 

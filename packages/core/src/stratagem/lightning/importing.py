@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -156,7 +157,9 @@ class _MirrorLoader(Loader):
         return Mirror(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: it fills itself."""
+        """Heed the environment, also when it is loaded again; a mirror fills itself."""
+        if os.environ.get("POSSIBLE_USER_WARNINGS", "").lower() in ("0", "off"):
+            importlib.import_module(f"{HERE}.api.warnings").disable_possible_user_warnings()
 
 
 class _AliasLoader(Loader):

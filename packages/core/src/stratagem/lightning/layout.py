@@ -39,13 +39,13 @@ _LOGGERS = _names(
     {
         "stratagem.loggers": "Logger NeptuneLogger",
         f"{_API}.loggers": "CSVLogger CometLogger DummyLogger ExperimentWriter MLFlowLogger "
-        "TensorBoardLogger WandbLogger",
+        "TensorBoardLogger WandbLogger rank_zero_experiment",
         "stratagem.loggers.sdk_logger": "DummyExperiment",
     }
 )
 _LOGGER_LEAVES = {
     "csv_logs": "CSVLogger ExperimentWriter",
-    "logger": "Logger DummyExperiment DummyLogger",
+    "logger": "Logger DummyExperiment DummyLogger rank_zero_experiment",
     "tensorboard": "TensorBoardLogger",
 }
 _FURTHER_LOGGERS = {
@@ -82,9 +82,14 @@ _STRATEGIES = _names(
         "DataParallelStrategy"
     }
 )
+_FABRIC_STRATEGIES = {
+    **_STRATEGIES,
+    **_names({f"{_API}.strategies": "SingleDeviceStrategy"}),
+}
 _ACCELERATORS = _names(
     {
-        "stratagem.accelerators": "Accelerator CUDAAccelerator XLAAccelerator",
+        "stratagem.accelerators": "Accelerator XLAAccelerator",
+        f"{_API}.cuda": "CUDAAccelerator",
         f"{_API}.accelerators": "CPUAccelerator find_usable_cuda_devices",
     }
 )
@@ -145,8 +150,8 @@ _MEMORY = _names(
 _PARSING = _names(
     {
         f"{_API}.data": "AttributeDict",
-        f"{_API}.parsing": "clean_namespace is_picklable lightning_getattr lightning_hasattr "
-        "lightning_setattr",
+        f"{_API}.parsing": "clean_namespace get_init_args is_picklable lightning_getattr "
+        "lightning_hasattr lightning_setattr",
     }
 )
 _ENUMS = _names({f"{_API}.states": "GradClipAlgorithmType LightningEnum"})
@@ -331,12 +336,20 @@ _PYTORCH: _Layout = {
         {"stratagem.lite.optimizer": "LightningOptimizer=LiteOptimizer"}
     ),
     "pytorch.core.saving": _names(
-        {f"{_API}.saving": "load_hparams_from_yaml save_hparams_to_yaml"}
+        {
+            f"{_API}.cloud_io": "get_filesystem",
+            f"{_API}.saving": "load_hparams_from_yaml save_hparams_to_yaml",
+        }
     ),
     "pytorch.core.hooks": _names(
         {"stratagem.callbacks.module_hooks": "DataHooks ModelHooks=ModuleHooks"}
     ),
     **_package("pytorch.trainer", {**_TRAINER, **_SEED_EVERYTHING}, {"trainer": "Trainer"}),
+    # Private, and in a library that many use.
+    "pytorch.trainer.connectors": {},
+    "pytorch.trainer.connectors.accelerator_connector": _names(
+        {f"{_API}.connector": "_AcceleratorConnector=AcceleratorConnector"}
+    ),
     "pytorch.trainer.states": _names(
         {f"{_API}.states": "RunningStage TrainerFn TrainerState TrainerStatus"}
     ),
@@ -393,7 +406,7 @@ _FABRIC_SIDE: _Layout = {
     "fabric.fabric": {"Fabric": _FABRIC["Fabric"]},
     "fabric.wrappers": {"is_wrapped": _FABRIC["is_wrapped"]},
     **_package("fabric.loggers", _LOGGERS, _LOGGER_LEAVES),
-    **_package("fabric.strategies", _STRATEGIES, _STRATEGY_LEAVES),
+    **_package("fabric.strategies", _FABRIC_STRATEGIES, _STRATEGY_LEAVES),
     **_package("fabric.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
     "fabric.plugins": {**_PLUGINS, "ClusterEnvironment": _ENVIRONMENTS["ClusterEnvironment"]},
     **_package("fabric.plugins.precision", _PRECISION, _PRECISION_LEAVES),
@@ -418,6 +431,13 @@ _FABRIC_SIDE: _Layout = {
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,
     "fabric.utilities.throughput": _THROUGHPUT,
+    # Private, and in annotations of libraries that many use.
+    "fabric.utilities.types": _names(
+        {
+            f"{_API}.types": "LRScheduler Optimizable=Optimizer ReduceLROnPlateau _DEVICE=DEVICE "
+            "_MAP_LOCATION_TYPE=MAP_LOCATION _PATH=PATH"
+        }
+    ),
     "fabric.utilities.warnings": _WARNINGS,
 }
 

@@ -31,7 +31,7 @@ def choose_devices(
     Raises:
         ConfigurationError: what was asked for is not there, or is no number of devices.
     """
-    asked = question.request.devices
+    asked = question.asked("devices", "auto")
     if is_zero(asked) and found.indexed:
         raise ConfigurationError(
             f"devices=0 leaves nothing to train on with accelerator={accelerator.name!r}: pass "

@@ -22,9 +22,9 @@ class Profiler(ABC):
     Actions are named `run_training_epoch`, `run_training_batch`, `[Strategy]CLASS.training_step`,
     `.backward`, `.optimizer_step`, `.batch_to_device` and `.validation_step` (`test_step`,
     `predict_step`), `[_TrainingEpochLoop].train_dataloader_next`, `[_EvaluationLoop].val_next`
-    (`test_next`, `predict_next`), `save_checkpoint`, and for each hook that is overridden
-    `[Callback]CLASS.HOOK`, `[Module]CLASS.HOOK`. Time on a device is seen where something waits
-    for it.
+    (`test_next`), `[_PredictionLoop].predict_next`, `save_checkpoint`, and for each hook that is
+    overridden `[Callback]CLASS.HOOK`, `[Module]CLASS.HOOK`. Time on a device is seen where
+    something waits for it.
 
     Call sequence, on every rank:
         1. `setup` at the start of a run.

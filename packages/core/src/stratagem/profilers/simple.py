@@ -37,12 +37,16 @@ class SimpleProfiler(Profiler):
         self.current_actions: dict[str, float] = {}
         """The actions that run now, and when each began."""
         self.recorded_durations: dict[str, list[float]] = {}
-        """Seconds of each call of each action."""
+        """Seconds of each call of each action, in all runs."""
+        self._before: dict[str, int] = {}
+        """Calls of each action before the present run."""
         self.start_time = perf_counter()
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Begin to count the run's time."""
         super().setup(stage, local_rank, log_dir)
+        self.current_actions = {}
+        self._before = {name: len(taken) for name, taken in self.recorded_durations.items()}
         self.start_time = perf_counter()
 
     def start(self, action_name: str) -> None:
@@ -74,14 +78,19 @@ class SimpleProfiler(Profiler):
         self.recorded_durations.setdefault(action_name, []).append(ended - began)
 
     def summary(self) -> str:
-        """Return a table of the actions, the longest first."""
-        if not self.recorded_durations:
-            return ""
-        total = perf_counter() - self.start_time
+        """Return a table of the present run's actions, the longest first."""
+        durations = {
+            name: taken[self._before.get(name, 0) :]
+            for name, taken in self.recorded_durations.items()
+        }
         rows = [
             (name, sum(taken) / len(taken), len(taken), sum(taken))
-            for name, taken in self.recorded_durations.items()
+            for name, taken in durations.items()
+            if taken
         ]
+        if not rows:
+            return ""
+        total = perf_counter() - self.start_time
         rows.sort(key=lambda row: row[3], reverse=True)
         title = f"{self._stage.upper()} Profiler Report".strip()
         heads = ["Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %"]
@@ -95,11 +104,6 @@ class SimpleProfiler(Profiler):
             heads = [heads[0], heads[1], heads[3]]
             lines = [[line[0], line[1], line[3]] for line in lines[1:]]
         return f"{title}\n\n{_table([heads, *lines])}\n"
-
-    def teardown(self, stage: str | None = None) -> None:
-        """Forget what was measured."""
-        self.current_actions = {}
-        self.recorded_durations = {}
 
 
 def _table(lines: list[list[str]]) -> str:

@@ -206,7 +206,9 @@ class TrainerAttributes(Ranked, OptionAttributes):
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Those of them that are run before training."""
+        """Those of them that are run before training; none but in a fit."""
+        if self._run is None or self._run.stage != "fit":
+            return []
         limit = float("inf") if self.num_sanity_val_steps == -1 else self.num_sanity_val_steps
         return [min(limit, number) for number in self.num_val_batches]
 
@@ -223,7 +225,7 @@ class TrainerAttributes(Ranked, OptionAttributes):
     def _numbers(self, what: str) -> list[float]:
         run = self._with_data
         found = [] if run is None else run.evaluation_loaders.get(what, [])
-        return [_count(one.batches) for one in found]
+        return [_count(number) for one in found for number in one.each]
 
     limit_train_batches = _LimitOf("train")
     """A number of batches (int), or a fraction of them; may be set between runs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 from collections.abc import Sequence
@@ -78,7 +77,7 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
             f"expected a stratagem.Module, received {type(model).__name__}: a plain nn.Module is "
             "trained with Lite, or wrapped in a Module with training_step and configure_optimizers"
         )
-    if "_trainer" not in vars(model):
+    if "_metrics" not in vars(model):
         raise UserCodeError(
             f"{type(model).__name__}.__init__ does not call super().__init__(); call it first"
         )
@@ -91,14 +90,6 @@ def check_module(model: Any, stage: str, *, makes_optimizers: bool = False) -> N
             f"{type(model).__name__} defines {', '.join(uncalled)}, which Stratagem does not "
             f"call, so training would differ silently: {'; '.join(remedies)}"
         )
-    for method in ("training_step", "validation_step", "test_step", "predict_step"):
-        step = getattr(model, method)
-        if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
-            raise UserCodeError(
-                f"{type(model).__name__}.{method} takes dataloader_iter, which Stratagem does not "
-                "hand out, since a run could not go on from a checkpoint where it reads: expected "
-                "batch and batch_idx"
-            )
     missing = [method for method in _NEEDED[stage] if not model.defines(method)]
     if makes_optimizers and "configure_optimizers" in missing:
         missing.remove("configure_optimizers")

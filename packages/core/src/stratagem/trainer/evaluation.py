@@ -12,6 +12,7 @@ import torch
 from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import UserCodeError
 from stratagem.trainer.batch_transfer import batch_converter
+from stratagem.trainer.dataloader_iter import DataLoaderIter, read_to_train, reads_itself
 from stratagem.trainer.hooks import is_users, positional_parameters
 from stratagem.trainer.loaders import set_epoch_of
 from stratagem.trainer.metrics import EpochValues, LatestValues, Metrics
@@ -100,18 +101,22 @@ def pass_over_training_data(run: Run) -> None:
     metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
     metrics.in_step = True
     convert = batch_converter(run.strategy, run.module, run.datamodule)
-    takes = 2 if positional_parameters(run.module.training_step).most > 1 else 1
-    context = run.strategy.precision.forward_context()
-    epoch = run.progress.epoch
+    step, epoch = run.module.training_step, run.progress.epoch
+    takes, itself = 2 if positional_parameters(step).most > 1 else 1, reads_itself(step)
+    context = run.strategy.precision.forward_context() or nullcontext()
     loader.set_epoch(epoch)
     loader.begin_epoch(epoch, 0)
     run.module.train()
+    source = DataLoaderIter(read_to_train(loader, convert, metrics), loader.end)
     with run.module.logging_to(metrics), torch.no_grad():
-        for batch_idx, (batch,) in enumerate(loader.steps(1)):
-            converted = batch if convert is None else convert(batch)
-            metrics.batch = converted
-            with nullcontext() if context is None else context:
-                prepared.module("training_step", *(converted, batch_idx)[:takes])
+        for given in source.turns() if itself else source:
+            try:
+                with context:
+                    prepared.module("training_step", *((source,) if itself else given[:takes]))
+            except StopIteration:
+                if not itself:
+                    raise
+                break
 
 
 def _run_batches(
@@ -123,45 +128,62 @@ def _run_batches(
 ) -> Iterator[tuple[int, Any]]:
     """Yield (loader index, what the step returned) for every batch."""
     method = _STEPS[what]
-    several = len(loaders) > 1
-    takes = _arguments_taken(getattr(run.module, method), 3 if several else 2)
+    step = getattr(run.module, method)
+    takes = _arguments_taken(step, 3 if len(loaders) > 1 else 2)
     for loader in loaders:
         set_epoch_of(loader.loader, run.progress.epoch)
-    context = run.strategy.precision.forward_context()
+    context = run.strategy.precision.forward_context() or nullcontext()
     on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
     on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
     call = run.profiling.of_strategy(method, prepared.evaluation_module)
-    action = f"[_EvaluationLoop].{method.removesuffix('_step').replace('validation', 'val')}_next"
+    reading, itself = _read(run, loaders, method, metrics), reads_itself(step)
+    source = DataLoaderIter(reading, sum(loader.batches for loader in loaders))
+    # A step that reads its batches itself has none yet: its first hooks are given the one before.
+    for batch, batch_idx, loader_idx in source.turns() if itself else reading:
+        for hook in on_start:
+            hook(batch, batch_idx, loader_idx)
+        arguments = (source,) if itself else (batch, batch_idx, loader_idx)[:takes]
+        try:
+            with context:
+                output = call(method, *arguments)
+        except StopIteration:
+            if not itself:
+                raise
+            break
+        if itself:
+            batch, batch_idx, loader_idx = source.last
+        for hook in on_end:
+            hook(output, batch, batch_idx, loader_idx)
+        if metrics.row:
+            metrics.end_step(run.evaluated_batches, run.progress.epoch)
+        run.evaluated_batches += 1
+        yield loader_idx, output
+        del output  # before the next one is computed
+    metrics.begin_loader(None)
+
+
+def _read(
+    run: Run, loaders: list[EvaluationLoader], method: str, metrics: Metrics
+) -> Iterator[tuple[Any, int, int]]:
+    """Yield each batch as a step gets it, its number, and its loader's."""
+    reading = f"{method.removesuffix('_step').replace('validation', 'val')}_next"
+    loop = "_PredictionLoop" if method == "predict_step" else "_EvaluationLoop"
+    action = f"[{loop}].{reading}"
     reads = partial(run.profiling.reads, action)
     for loader_idx, loader in enumerate(loaders):
         convert = batch_converter(run.strategy, run.module, run.datamodule, loader_idx)
         if convert is not None:
             convert = run.profiling.of_strategy("batch_to_device", convert)
-        metrics.begin_loader(loader_idx if several else None)
+        metrics.begin_loader(loader_idx if len(loaders) > 1 else None)
         limit = None if loader.batches == float("inf") else int(loader.batches)
         batch_idx = -1
         for batch_idx, batch in enumerate(islice(reads(_batches_of(loader.loader)), limit)):
             if convert is not None:
                 batch = convert(batch)
             metrics.batch = batch
-            for hook in on_start:
-                hook(batch, batch_idx, loader_idx)
-            arguments = (batch, batch_idx, loader_idx)[:takes]
-            if context is None:
-                output = call(method, *arguments)
-            else:
-                with context:
-                    output = call(method, *arguments)
-            for hook in on_end:
-                hook(output, batch, batch_idx, loader_idx)
-            if metrics.row:
-                metrics.end_step(run.evaluated_batches, run.progress.epoch)
-            run.evaluated_batches += 1
-            yield loader_idx, output
-            del output  # before the next one is computed
+            yield batch, batch_idx, loader_idx
         if batch_idx == -1 and limit != 0:
             raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
-    metrics.begin_loader(None)
 
 
 def _batches_of(loader: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.trainer.checks import check_that_it_ends
+from stratagem.trainer.dataloader_iter import EndOfData
 from stratagem.trainer.divergence import DivergenceCheck
 from stratagem.trainer.open_data import data_of, reopen_in_epoch
 from stratagem.trainer.step import EndOfEpoch, Step
@@ -111,15 +112,15 @@ def _train_steps(
         if is_due and progress.batches < end:
             validation.run(prepared)
             is_due = False
-        for micro_batches in loader.steps(accumulate):
-            count = len(micro_batches)
-            step.start(count, loader.weights)
+        for micro_batches in step.micro_batches(loader, accumulate):
+            done = progress.batches
+            step.start(len(micro_batches), loader.weights)
             take_step(prepared, step, micro_batches)
             step.finish()
             if run.saves_due:
                 run.save_due()
             if interval:
-                is_due = (before + progress.batches) % interval < count
+                is_due = (before + progress.batches) % interval < progress.batches - done
                 if is_due and progress.batches < end:
                     validation.run(prepared)
                     is_due = False
@@ -139,11 +140,20 @@ def _train_steps(
     def until_the_end(interval: float) -> tuple[bool, bool]:
         try:
             return train_steps(interval)
-        except EndOfEpoch:
-            step.abandon()
-            return True, False
+        except EndOfEpoch as end:
+            has_validation = _end_early(end, step, loader, progress.batches)
+            return True, has_validation and interval == float("inf")
 
     return run.profiling.wrap("run_training_epoch", until_the_end)
+
+
+def _end_early(end: EndOfEpoch, step: Step, loader: TrainLoader, done: int) -> bool:
+    """Forget the step under way; return whether the epoch has ended as others do, with its data."""
+    step.abandon()
+    has_ended = isinstance(end, EndOfData)
+    if has_ended:
+        loader.check_end(done)
+    return has_ended
 
 
 def _check_after_step(

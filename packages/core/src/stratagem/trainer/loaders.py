@@ -34,6 +34,13 @@ class EvaluationLoader:
     batches: float
     name: str
 
+    @property
+    def each(self) -> list[float]:
+        """The batches of each loader, of several that are read together too."""
+        loader = self.loader
+        several = loader.flattened if isinstance(loader, CombinedLoader) else []
+        return [min(length_of(one), self.batches) for one in several] or [self.batches]
+
 
 def evaluation_loaders(
     source: Any, strategy: Strategy, *, what: str, limit: Limit, use_distributed_sampler: bool
@@ -151,10 +158,9 @@ def _several(source: Any) -> list[Any]:
 
 def train_source(source: Any) -> Any:
     """Return the loader for training; of several, a CombinedLoader that reads them together."""
-    if isinstance(source, Mapping):
-        several = _has_loader(source.values())
-    else:
-        several = isinstance(source, (list, tuple)) and _has_loader(source)
+    several = isinstance(source, Mapping) or (
+        isinstance(source, (list, tuple)) and _has_loader(source)
+    )
     return CombinedLoader(source, "max_size_cycle") if several else source
 
 

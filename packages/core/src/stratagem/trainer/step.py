@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stratagem.module import Module
     from stratagem.trainer.hooks import Hook
     from stratagem.trainer.run import Run
+    from stratagem.trainer.train_loader import TrainLoader
 
 
 class EndOfEpoch(Exception):  # no error: user code asks for it
@@ -86,6 +87,10 @@ class Step(TrainStep):
         self._on_before_zero_grad = (after, *self._on_before_zero_grad)
 
     # -- called by the loop
+
+    def micro_batches(self, loader: TrainLoader, accumulate: int) -> Iterator[Collection[Any]]:
+        """Return the micro-batches of each step of the epoch."""
+        return loader.steps(accumulate)
 
     def start(self, micro_batches: int, weights: list[float] | None = None) -> None:
         """Begin a step over so many batches, each with a weight; None: all count 1."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stratagem.trainer.dataloader_iter import ReadingStep, reads_itself
 from stratagem.trainer.hooked_step import HookedStep, needs_closure, step_hooks_of
 from stratagem.trainer.step import Step
 from stratagem.trainer.strategy_check import takes_own_steps
@@ -31,8 +32,10 @@ class _WatchedStep(Step):
 def make_step(run: Run, prepared: PreparedModel) -> Step:
     """Return the step of a fit: one graph if that was asked for; else watched where needed.
 
-    One with hooks where the Module has its own.
+    One with hooks where the Module has its own, or that reads its batches itself.
     """
+    if reads_itself(run.module.training_step):
+        return ReadingStep(run, prepared)
     compilation = run.trainer.step_options.compilation
     if compilation is not None and compilation.whole_step and run.optimizers:
         # It is a Step itself, and only those who ask for it import what makes graphs.

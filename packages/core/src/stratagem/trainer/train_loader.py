@@ -113,6 +113,11 @@ class TrainLoader:
             self._uneven = UnevenInputs(NAME, ranks, strategy=kind, joins=joins)
 
     @property
+    def compares_ranks(self) -> bool:
+        """Whether ranks exchange before each step how many batches they have."""
+        return self._uneven is not None
+
+    @property
     def batch_size(self) -> int | None:
         """The number of samples in a batch, of the first loader; None if it does not say."""
         first = self._each()[0]

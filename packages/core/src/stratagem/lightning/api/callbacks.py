@@ -71,6 +71,19 @@ class RichProgressBarTheme:
     metrics_format: str = ".3f"
 
 
+@dataclass
+class ShownBar:
+    """What a bar stands for.
+
+    Args:
+        total: batches; None: not known.
+        completed: those that were done when it ended.
+    """
+
+    total: int | None
+    completed: int
+
+
 class RichProgressBar(callbacks.RichProgressBar, ProgressBar):
     """Stratagem's, which shows the version of the logs too, and numbers as the theme has it.
 
@@ -95,10 +108,23 @@ class RichProgressBar(callbacks.RichProgressBar, ProgressBar):
     ) -> None:
         super().__init__(refresh_rate, leave, console_kwargs=console_kwargs)
         self.theme = theme or RichProgressBarTheme()
+        self.train_progress_bar = ShownBar(None, 0)
+        """The last epoch that has begun."""
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Find out where to show it, as Stratagem's does."""
         callbacks.ProgressBar.setup(self, trainer, module, stage)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Show the epoch."""
+        total = self.total_train_batches
+        self.train_progress_bar = ShownBar(None if total == float("inf") else int(total), 0)
+        super().on_train_epoch_start(trainer, module)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Leave a line of the epoch."""
+        self.train_progress_bar.completed = trainer.batches_that_trained
+        super().on_train_epoch_end(trainer, module)
 
     def _text(self, value: Any) -> str:
         whole = isinstance(value, (str, int))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stratagem.errors import ConfigurationError
 from stratagem.lightning.api.data import first_of_one
+from stratagem.lightning.api.filtering import Filter, filtered
 from stratagem.lightning.api.module import LightningModule
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.lite import Lite, PathLike
@@ -19,9 +20,6 @@ from stratagem.lite.optimizer import LiteOptimizer
 def is_wrapped(obj: object) -> bool:
     """Whether an object is what `setup` or `setup_dataloaders` returned."""
     return isinstance(obj, (LiteModule, LiteOptimizer, LiteDataLoader))
-
-
-Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 class Fabric(Lite):
@@ -146,7 +144,7 @@ class Fabric(Lite):
         """
         if filter is not None:
             state, path = (path, state) if isinstance(path, Mapping) else (state, path)
-            state = _filtered(state, filter)
+            state = filtered(state, filter)
         super().save(path, state)
 
     def load(
@@ -193,30 +191,3 @@ def _taken(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, A
         return arguments
     names = {p.name for p in accepted if p.kind is not p.VAR_POSITIONAL}
     return {name: value for name, value in arguments.items() if name in names}
-
-
-def _filtered(state: Mapping[str, Any], filter: Any) -> dict[str, Any]:
-    if not isinstance(filter, Mapping):
-        raise TypeError(
-            f"save(filter={filter!r}): expected a dict of functions, by names in the state"
-        )
-    if strangers := filter.keys() - state.keys():
-        raise ValueError(
-            f"save(filter=...) names {', '.join(map(repr, sorted(strangers)))}; expected names in "
-            f"the state, which has {', '.join(map(repr, state))}"
-        )
-    for name, keep in filter.items():
-        if not callable(keep):
-            raise TypeError(
-                f"save(filter={{{name!r}: {keep!r}}}): expected a function of a key and its value"
-            )
-    kept: dict[str, Any] = {}
-    for name, value in state.items():
-        if name not in filter or not (hasattr(value, "state_dict") or isinstance(value, Mapping)):
-            kept[name] = value  # a single value is kept as it is
-            continue
-        items: Iterable[tuple[str, Any]] = (
-            value.state_dict() if hasattr(value, "state_dict") else value
-        ).items()
-        kept[name] = {key: part for key, part in items if filter[name](key, part)}
-    return kept

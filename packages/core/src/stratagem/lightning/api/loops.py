@@ -64,8 +64,22 @@ class EvaluationLoop(_View):
         return _progress(count, count)
 
 
+class ValidationData(NamedTuple):
+    """`fit_loop.epoch_loop.val_loop._data_source`, which GluonTS asks."""
+
+    of: trainer.Trainer
+
+    def is_defined(self) -> bool:
+        """Whether the fit has data for validation."""
+        return bool(self.of.run.has_validation)
+
+
 class ValidationLoop(EvaluationLoop):
     """`fit_loop.epoch_loop.val_loop`."""
+
+    @property
+    def _data_source(self) -> ValidationData:
+        return ValidationData(self.trainer)
 
     @property
     def batch_progress(self) -> Progress:

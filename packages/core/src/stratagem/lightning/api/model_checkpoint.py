@@ -13,13 +13,20 @@ from torch import Tensor
 
 from stratagem import callbacks
 from stratagem.callbacks.checkpoint_names import filled
+from stratagem.checkpoint.catalog import SUFFIX
+from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from stratagem.module import Module
     from stratagem.trainer import Trainer
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
     """Stratagem's; what an error ends is saved under `filename`, and `dirpath` is a string.
+
+    `CHECKPOINT_NAME_LAST`, which may have values in braces as `filename` has them, and
+    `CHECKPOINT_EQUALS_CHAR` are looked at at each save; `CHECKPOINT_JOIN_CHAR` stands in
+    `format_checkpoint_name` before a version and after a prefix.
 
     Args:
         dirpath: as in `stratagem.callbacks.ModelCheckpoint`.
@@ -39,7 +46,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         enable_version_counter: as there.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value out of range; when a fit begins, another `FILE_EXTENSION`.
 
     Example:
         >>> from stratagem.lightning.api.model_checkpoint import ModelCheckpoint
@@ -47,6 +54,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         >>> saver.format_checkpoint_name({"epoch": 2, "val_loss": 0.123456})
         'epoch=2-val_loss=0.12.ckpt'
     """
+
+    CHECKPOINT_NAME_LAST = "last"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_JOIN_CHAR = "-"
+    FILE_EXTENSION = SUFFIX
 
     def __init__(
         self,
@@ -139,8 +151,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             prefix: for its beginning.
         """
         name = filename or self.filename
-        text = filled(name, _Zeros(metrics), with_names=self.auto_insert_metric_name)
-        text = "-".join(
+        text = self._with_values(name, _Zeros(metrics))
+        text = self.CHECKPOINT_JOIN_CHAR.join(
             [*([prefix] if prefix else []), text, *([] if ver is None else [f"v{ver}"])]
         )
         return str(Path(self.dirpath or "") / f"{text}.ckpt")
@@ -154,6 +166,27 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         # JSON is YAML.
         text = json.dumps(self.best_k_models, indent=2)
         Path(filepath or Path(self.dirpath or "") / "best_k_models.yaml").write_text(text + "\n")
+
+    def setup(self, trainer: "Trainer", module: "Module", stage: str) -> None:
+        """Choose the folder; refuse an ending by which nothing is found again."""
+        if self.FILE_EXTENSION != SUFFIX:
+            raise ConfigurationError(
+                f"{type(self).__name__}.FILE_EXTENSION is {self.FILE_EXTENSION!r}: expected "
+                f"{SUFFIX!r}, by which checkpoints are found again; put what tells them apart into "
+                "filename"
+            )
+        super().setup(trainer, module, stage)
+
+    def _name_of_last(self, trainer: "Trainer") -> str:
+        return self._filled(self.CHECKPOINT_NAME_LAST, trainer)
+
+    def _with_values(self, filename: str, values: Mapping[str, Any]) -> str:
+        return filled(
+            filename,
+            values,
+            with_names=self.auto_insert_metric_name,
+            equals=self.CHECKPOINT_EQUALS_CHAR,
+        )
 
     def _name_to_resume_from(self, trainer: "Trainer", why: str) -> str:
         if why == "exception":

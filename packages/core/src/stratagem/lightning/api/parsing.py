@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from argparse import Namespace
 from collections.abc import Mapping, MutableMapping
+from types import FrameType
 from typing import Any
 
 from stratagem.launch.rank_zero import rank_zero_warn
@@ -25,6 +27,13 @@ def clean_namespace(hparams: MutableMapping[str, Any] | Namespace) -> None:
     for name in [name for name, value in held.items() if not is_picklable(value)]:
         rank_zero_warn(f"hparams[{name!r}] cannot be pickled, and is left out of them")
         del held[name]
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Return the arguments of the `__init__` that runs in a frame, by name, without `self`."""
+    names, _, keywords, values = inspect.getargvalues(frame)
+    given = {name: values[name] for name in names[1:] if name in values}
+    return {**given, **values.get(keywords or "", {})}
 
 
 def _holders(model: Any, name: str) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stratagem import callbacks
+from stratagem.callbacks.progress_bar import batches_to_evaluate, batches_to_train
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -62,8 +63,8 @@ class ProgressBar(callbacks.ProgressBar):
 
     @property
     def total_train_batches(self) -> float:
-        """Batches of the epoch; infinity: not known."""
-        return self.trainer.num_training_batches
+        """Batches of the epoch, up to `max_steps`; infinity: not known."""
+        return batches_to_train(self.trainer)
 
     @property
     def total_val_batches(self) -> float:
@@ -75,21 +76,19 @@ class ProgressBar(callbacks.ProgressBar):
             and not run.validation.is_in_epoch(of.current_epoch)
         ):
             return 0
-        return sum(of.num_val_batches)
+        return sum(batches_to_evaluate(of, "validation"))
 
     @property
     def total_val_batches_current_dataloader(self) -> float:
         """Batches of the loader that is read."""
-        one = self.trainer
-        batches = one.num_sanity_val_batches if one.sanity_checking else one.num_val_batches
-        return batches[self._loader or 0]
+        return batches_to_evaluate(self.trainer, "validation")[self._loader or 0]
 
     @property
     def total_test_batches_current_dataloader(self) -> float:
         """Batches of the loader that is read."""
-        return self.trainer.num_test_batches[self._loader or 0]
+        return batches_to_evaluate(self.trainer, "test")[self._loader or 0]
 
     @property
     def total_predict_batches_current_dataloader(self) -> float:
         """Batches of the loader that is read."""
-        return self.trainer.num_predict_batches[self._loader or 0]
+        return batches_to_evaluate(self.trainer, "predict")[self._loader or 0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +13,7 @@ import torch
 
 from stratagem import rng
 from stratagem.errors import ConfigurationError
-from stratagem.launch.rank_zero import rank_zero_only
+from stratagem.launch.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 SEED_VARIABLE = "PL_GLOBAL_SEED"
 WORKERS_VARIABLE = "PL_SEED_WORKERS"
@@ -22,7 +25,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Args:
         seed: None: what PL_GLOBAL_SEED says, or what STRATAGEM_SEED says, or 0.
         workers: seed the workers of data loaders too, each rank's differently.
-        verbose: print the seed.
+        verbose: log the seed on rank 0, and warn where none was given.
 
     Raises:
         ConfigurationError: the seed is out of range, or the variable holds none.
@@ -31,7 +34,11 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         if not text.isdigit():
             raise ConfigurationError(f"expected a number in {SEED_VARIABLE}, received {text!r}")
         seed = int(text)
-    seed = rng.seed_everything(seed, workers=workers, verbose=verbose)
+    if seed is None and verbose and rng.SEED_VARIABLE not in os.environ:
+        rank_zero_warn(f"No seed found: it is 0 now. Pass one, or set {SEED_VARIABLE}")
+    seed = rng.seed_everything(seed, workers=workers)
+    if verbose:
+        rank_zero_info("seed set to %s", seed)
     os.environ[SEED_VARIABLE] = str(seed)
     os.environ[WORKERS_VARIABLE] = str(int(workers))
     return seed
@@ -67,4 +74,11 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
         worker_id: its number.
         rank: of the process that reads; None: this one.
     """
-    rng.WorkerSeed(rank_zero_only.rank if rank is None else rank)(worker_id)
+    rank = rank_zero_only.rank if rank is None else rank
+    # Also where this is called in one process for several workers: torch's seed is the same then.
+    mixed = hashlib.blake2b(f"{torch.initial_seed()} {worker_id} {rank}".encode()).digest()
+    of_python, of_torch, of_numpy = (int.from_bytes(mixed[at : at + 4], "big") for at in (0, 4, 8))
+    random.seed(of_python)
+    torch.manual_seed(of_torch)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(of_numpy)

@@ -22,7 +22,7 @@ class ThroughputMonitor(Throughput):
     """
 
     def __init__(self, fabric: Lite, **options: Any) -> None:
-        super().__init__(world_size=fabric.plan.world_size, **options)
+        super().__init__(world_size=fabric.world_size, **options)
         self._lite = fabric
         self.step = -1
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -14,6 +16,9 @@ from stratagem.trainer.optimizers import SchedulerConfig as LRSchedulerConfig
 __all__ = ["LRSchedulerConfig"]
 
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
+PATH = str | Path
+DEVICE = torch.device | str | int
+MAP_LOCATION = DEVICE | Callable[[Any, str], Any] | dict[DEVICE, DEVICE] | None
 TRAIN_DATALOADERS = Any
 EVAL_DATALOADERS = Any
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)

@@ -72,7 +72,7 @@ def first_host(hosts: str) -> str:
         >>> first_host("rack[07-09,12]-node[3,5],login1")
         'rack07-node3'
     """
-    first = re.match(r"((?:[^,\[\]]|\[\w[^\]]*\])+)(?:,|$)", hosts.strip())
+    first = re.match(r"((?:[^,\s\[\]]|\[\w[^\]]*\])+)(?:[,\s]|$)", hosts.strip())
     if first is None:
         raise ConfigurationError(
             f"expected a list of hosts such as 'node[1-2]' in SLURM_STEP_NODELIST, received "

@@ -1,0 +1,86 @@
+"""Helpers of Lightning's users: seeds, warnings and data."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem import rng
+from stratagem.lightning.api import data, seed
+from stratagem.lightning.api.warnings import PossibleUserWarning
+
+_VARIABLES = (
+    *(rng.SEED_VARIABLE, rng.WORKERS_VARIABLE),
+    *(seed.SEED_VARIABLE, seed.WORKERS_VARIABLE),
+)
+
+
+@pytest.fixture
+def no_seed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No seed in the environment, and the generators as they were afterwards."""
+    for name in _VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with rng.preserve_rng_state():
+        yield
+
+
+def test_a_seed_that_nobody_gave_is_said_once(
+    no_seed: None, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.warns(UserWarning, match=r"No seed found.*PL_GLOBAL_SEED"):
+        seed.seed_everything()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert seed.seed_everything(verbose=False) == 0
+        assert seed.seed_everything() == 0
+    caplog.clear()
+    capsys.readouterr()
+    with caplog.at_level("INFO", "stratagem"):
+        seed.seed_everything(7)
+        assert [record.getMessage() for record in caplog.records] == ["seed set to 7"]
+        seed.reset_seed()
+    assert len(caplog.records) == 1
+
+
+def test_workers_of_all_ranks_draw_differently(no_seed: None) -> None:
+    drawn = set()
+    for worker in range(3):
+        for rank in range(3):
+            seed.seed_everything(5, verbose=False)
+            seed.pl_worker_init_function(worker, rank)
+            drawn |= {int(torch.randint(0, 10**12, ())), random.randrange(10**12)}
+    assert len(drawn) == 18
+
+
+@pytest.mark.parametrize("setting", ["0", "off"])
+def test_possible_user_warnings_are_turned_off_by_the_environment(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("stratagem.lightning.fabric")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        importlib.reload(module)
+        warnings.warn("said", PossibleUserWarning, stacklevel=1)
+        monkeypatch.setenv("POSSIBLE_USER_WARNINGS", setting)
+        importlib.reload(module)
+        warnings.warn("not said", PossibleUserWarning, stacklevel=1)
+    assert [str(one.message) for one in seen] == ["said"]
+
+
+def test_an_object_that_moves_itself_and_returns_nothing_is_kept() -> None:
+    class Batch:
+        device: Any = None
+
+        def to(self, device: torch.device) -> None:
+            self.device = device
+
+    batch = Batch()
+    assert data.move_data_to_device(batch, "cpu") is batch
+    assert batch.device == torch.device("cpu")

@@ -1,0 +1,144 @@
+"""Strategies and accelerators by Lightning's arguments and methods, with a Fabric and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem import Lite, StrategyRegistry, Trainer
+from stratagem.errors import ConfigurationError
+from stratagem.lightning.api.accelerators import CPUAccelerator
+from stratagem.lightning.api.fabric import Fabric
+from stratagem.lightning.api.precision import DoublePrecision
+from stratagem.lightning.api.strategies import SingleDeviceStrategy
+from stratagem.strategies import DDPStrategy
+from stratagem.strategies import SingleDeviceStrategy as OwnSingleDevice
+
+# -- the device of one
+
+
+def test_the_device_of_a_strategy_is_the_plans() -> None:
+    for strategy in (OwnSingleDevice("cpu"), OwnSingleDevice(device=torch.device("cpu", 0))):
+        plan = Lite(strategy=strategy).plan
+        assert (plan.accelerator.name, plan.devices) == ("cpu", (0,))
+        assert strategy.root_device == torch.device("cpu")
+    assert OwnSingleDevice("cuda:1").requested == {"accelerator": "cuda", "devices": [1]}
+    with pytest.raises(ConfigurationError, match=r"accelerator='cuda'"):
+        Trainer(accelerator="cpu", strategy=OwnSingleDevice("cuda:1"), logger=False)
+    with pytest.raises(ConfigurationError, match=r"device='cuda'\): expected a device of the.*cpu"):
+        Lite(strategy=OwnSingleDevice("cuda", accelerator=CPUAccelerator()))
+    with pytest.raises(ConfigurationError, match="device='gpu0': expected a device such as 'cpu'"):
+        OwnSingleDevice("gpu0")
+
+
+def test_a_strategy_knows_its_device_and_its_ranks_before_the_launch() -> None:
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    assert trainer.strategy.root_device == torch.device("cpu")
+    one = Lite(accelerator="cpu", strategy="single_device").strategy
+    assert one.all_reduce(torch.ones(2)).tolist() == [1, 1]
+    assert one.all_gather(torch.ones(2)).shape == (1, 2)
+    decisions = [(True, True), (False, True), (False, False)]
+    assert [one.reduce_boolean_decision(*each) for each in decisions] == [True, False, False]
+
+
+# -- without a Fabric
+
+
+def test_a_strategy_is_of_use_without_a_fabric() -> None:
+    strategy = SingleDeviceStrategy(precision=DoublePrecision())
+    assert (strategy.root_device, strategy.world_size) == (torch.device("cpu"), 1)
+    assert strategy.is_global_zero
+    thing = object()
+    assert strategy.all_gather(thing) is thing
+    assert strategy.all_reduce(thing) is thing
+    assert strategy.broadcast(thing) is thing
+    strategy.barrier()
+    context = strategy.module_init_context()
+    assert torch.get_default_dtype() is torch.float32
+    with context:
+        module = torch.nn.Linear(2, 1)
+    strategy.module_to_device(module)
+    assert strategy.setup_module(module).weight.dtype is torch.float64
+    assert SingleDeviceStrategy("cuda:1").root_device == torch.device("cuda", 1)
+
+
+def test_what_is_set_on_a_strategy_is_what_a_fabric_takes() -> None:
+    strategy = SingleDeviceStrategy("cpu")
+    strategy.precision = DoublePrecision()
+    fabric = Fabric(strategy=strategy)
+    assert fabric.plan.precision.name == "64-true"
+    assert fabric.strategy is strategy
+    assert isinstance(Fabric(accelerator="cpu", devices=1).strategy, SingleDeviceStrategy)
+
+
+def test_a_strategy_saves_and_fills_what_it_is_given(tmp_path: Path) -> None:
+    strategy, path = SingleDeviceStrategy(), tmp_path / "state.ckpt"
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    state = {"model": model, "optimizer": optimizer, "step": 3, "extra": {"a": 1}}
+    strategy.save_checkpoint(path, state)
+    assert set(strategy.load_checkpoint(path)) == set(state)
+
+    other = torch.nn.Linear(2, 1)
+    filled: dict[str, Any] = {
+        "model": other,
+        "optimizer": torch.optim.SGD(other.parameters(), lr=0.1),
+        "step": 0,
+    }
+    assert strategy.load_checkpoint(path, filled) == {"extra": {"a": 1}}
+    assert torch.equal(other.weight, model.weight)
+    assert filled["optimizer"].param_groups[0]["lr"] == 0.5
+    assert filled["step"] == 3
+
+    filled["missing"] = 7
+    with pytest.raises(KeyError, match="a key 'missing' that does not exist there"):
+        strategy.load_checkpoint(path, filled)
+    strategy.load_checkpoint(path, filled, strict=False)
+    assert filled["missing"] == 7
+
+    strategy.save_checkpoint(path, {"step": 1, "model": model}, filter={"model": no_bias})
+    assert list(strategy.load_checkpoint(path)["model"]) == ["weight"]
+    with pytest.raises(ConfigurationError, match=r"storage_options=\{'a': 1\}\): expected None"):
+        strategy.save_checkpoint(path, {}, storage_options={"a": 1})
+
+
+def no_bias(key: str, value: Any) -> bool:
+    return key != "bias"
+
+
+def test_a_file_that_is_one_state_dict_fills_a_module_or_an_optimizer(tmp_path: Path) -> None:
+    strategy, model = SingleDeviceStrategy(), torch.nn.Linear(2, 1)
+    torch.save(strategy.get_module_state_dict(model), tmp_path / "model.pt")
+    torch.save(torch.optim.SGD(model.parameters(), lr=0.5).state_dict(), tmp_path / "optimizer.pt")
+    other = torch.nn.Linear(2, 1)
+    assert strategy.load_checkpoint(tmp_path / "model.pt", other) == {}
+    assert torch.equal(other.weight, model.weight)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    strategy.load_checkpoint(tmp_path / "optimizer.pt", optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+# -- accelerators
+
+
+def test_the_gpus_are_counted_without_an_object() -> None:
+    cuda = pytest.importorskip("stratagem.lightning.api.cuda")
+    kind = cuda.CUDAAccelerator
+    assert kind.get_parallel_devices([3, 1]) == [torch.device("cuda", 3), torch.device("cuda", 1)]
+    assert kind.parse_devices("1, 3") == [1, 3]
+    assert kind.parse_devices(2) == [0, 1]
+    assert kind.is_available() is (kind.auto_device_count() > 0)
+    with pytest.raises(ConfigurationError, match="devices='two': expected a number of devices"):
+        kind.parse_devices("two")
+    assert isinstance(kind(), kind)
+
+
+def test_a_registered_strategy_is_shown_with_its_arguments() -> None:
+    found = StrategyRegistry["ddp_find_unused_parameters_true"]
+    assert found["strategy"] is DDPStrategy
+    assert found["init_params"] == {"find_unused_parameters": True}
+    assert found["strategy_name"] == "ddp_find_unused_parameters_true"
+    assert found["description"]
