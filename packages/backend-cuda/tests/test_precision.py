@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,6 +97,20 @@ def test_a_scaler_of_the_users_is_the_one_that_scales() -> None:
     _, watch = fit(Linear(), precision=Float16Mixed(scaler=scaler))
     assert watch.scales == [32.0, 128.0, 128.0, 512.0, 512.0, 2048.0]
     assert scaler.get_scale() == 2048.0
+
+
+def test_a_precision_that_has_stepped_travels_to_another_process() -> None:
+    precision = Float16Mixed(scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    precision.scale_loss(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    precision.optimizer_step(optimizer)
+    again = pickle.loads(pickle.dumps(precision))
+    assert again.state_dict() == precision.state_dict()
+    optimizer.zero_grad()
+    again.scale_loss(weight.sum()).backward()
+    again.optimizer_step(optimizer)
+    assert (weight.item(), again.step_was_skipped) == (0.0, False)
 
 
 def test_the_numbers_are_those_of_torchs_own_loop() -> None:

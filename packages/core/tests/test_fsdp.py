@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.nn.functional import mse_loss
 
@@ -509,6 +509,17 @@ def test_options_may_be_given_as_fsdp1_takes_them() -> None:
     )
     assert strategy.sharding_strategy == "SHARD_GRAD_OP"
     assert strategy.backward_prefetch == "BACKWARD_POST"
+
+
+def test_what_fsdp1_takes_stands_for_a_policy() -> None:
+    given = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert FSDPStrategy(mixed_precision=given).mixed_precision == MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    with pytest.warns(UserWarning, match="buffer_dtype=torch.bfloat16, which is left out"):
+        FSDPStrategy(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    assert FSDPStrategy(cpu_offload=CPUOffload(offload_params=False)).cpu_offload is False
+    assert FSDPStrategy(cpu_offload=CPUOffload(offload_params=True)).cpu_offload is True
 
 
 def test_a_dtype_stands_for_a_policy_that_reduces_in_float32() -> None:

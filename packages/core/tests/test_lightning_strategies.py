@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from stratagem import Lite, StrategyRegistry, Trainer
+from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import ConfigurationError
+from stratagem.lightning.api import precision as precisions
 from stratagem.lightning.api.accelerators import CPUAccelerator
+from stratagem.lightning.api.checkpoint_io import AsyncCheckpointIO
 from stratagem.lightning.api.fabric import Fabric
+from stratagem.lightning.api.fsdp import FSDPStrategy
 from stratagem.lightning.api.precision import DoublePrecision
 from stratagem.lightning.api.strategies import SingleDeviceStrategy
 from stratagem.strategies import DDPStrategy
+from stratagem.strategies import FSDPStrategy as OwnFSDP
 from stratagem.strategies import SingleDeviceStrategy as OwnSingleDevice
 
 # -- the device of one
@@ -42,6 +50,32 @@ def test_a_strategy_knows_its_device_and_its_ranks_before_the_launch() -> None:
     assert one.all_gather(torch.ones(2)).shape == (1, 2)
     decisions = [(True, True), (False, True), (False, False)]
     assert [one.reduce_boolean_decision(*each) for each in decisions] == [True, False, False]
+
+
+def test_fsdp_takes_lightnings_arguments() -> None:
+    class Block(torch.nn.Linear):
+        pass
+
+    def is_block(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return isinstance(module, Block) and not recurse
+
+    config = MixedPrecision(param_dtype=torch.bfloat16)
+    strategy = FSDPStrategy(
+        mixed_precision=config, use_orig_params=True, precision="32-true", device_mesh=None
+    )
+    assert strategy.mixed_precision_config is config
+    assert strategy.requested == {"precision": "32-true"}
+    for policy in (ModuleWrapPolicy({Block}), is_block):
+        choice: Any = FSDPStrategy(activation_checkpointing_policy=policy).activation_checkpointing
+        assert [choice(Block(1, 1)), choice(torch.nn.Linear(1, 1))] == [True, False]
+    assert FSDPStrategy(activation_checkpointing=[Block]).activation_checkpointing == {Block}
+    with pytest.raises(ConfigurationError, match="cannot set both `activation_checkpointing`"):
+        FSDPStrategy(activation_checkpointing={Block}, activation_checkpointing_policy={Block})
+    with pytest.raises(ConfigurationError, match=r"use_orig_params=False\): expected True"):
+        FSDPStrategy(use_orig_params=False)
+    annotation = inspect.signature(FSDPStrategy).parameters["device_mesh"].annotation
+    assert annotation == tuple[int, int] | None
+    assert isinstance(OwnFSDP(), FSDPStrategy)
 
 
 # -- without a Fabric
@@ -105,6 +139,34 @@ def test_a_strategy_saves_and_fills_what_it_is_given(tmp_path: Path) -> None:
         strategy.save_checkpoint(path, {}, storage_options={"a": 1})
 
 
+def test_a_fabric_saves_and_loads_by_the_strategys_own_methods(tmp_path: Path) -> None:
+    class Noting(SingleDeviceStrategy):
+        asked: ClassVar[list[Any]] = []
+
+        def save_checkpoint(self, path: Any, state: Any, *more: Any, **options: Any) -> None:
+            self.asked.append(type(state["model"]))
+            super().save_checkpoint(path, state, *more, **options)
+
+        def load_checkpoint(self, path: Any, state: Any = None, *more: Any, **options: Any) -> Any:
+            self.asked.append(options["weights_only"])
+            return super().load_checkpoint(path, state, *more, **options)
+
+    fabric, path = Fabric(strategy=Noting("cpu")), tmp_path / "state.ckpt"
+    model = fabric.setup(torch.nn.Linear(2, 1))
+    fabric.save(path, {"model": model, "step": 3, "kept": 1})
+    weight = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    state = {"model": model, "step": 0}
+    assert fabric.load(path, state, weights_only=True) == {"kept": 1}
+    assert torch.equal(model.weight, weight)
+    assert (state["step"], state["model"]) == (3, model)
+    torch.save(torch.nn.Linear(2, 1).state_dict(), tmp_path / "raw.pt")
+    fabric.load_raw(tmp_path / "raw.pt", model)
+    assert not torch.equal(model.weight, weight)
+    assert Noting.asked == [torch.nn.Linear, True, None]
+
+
 def no_bias(key: str, value: Any) -> bool:
     return key != "bias"
 
@@ -119,6 +181,54 @@ def test_a_file_that_is_one_state_dict_fills_a_module_or_an_optimizer(tmp_path: 
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     strategy.load_checkpoint(tmp_path / "optimizer.pt", optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+# -- plugins
+
+
+def test_precisions_under_earlier_names_are_those_of_now_and_say_so() -> None:
+    for kind, base, name in (
+        (precisions.PrecisionPlugin, precisions.Precision, None),
+        (precisions.DoublePrecisionPlugin, DoublePrecision, None),
+        (precisions.HalfPrecisionPlugin, precisions.HalfPrecision, None),
+        (precisions.MixedPrecisionPlugin, precisions.MixedPrecision, "bf16-mixed"),
+        (precisions.FSDPPrecisionPlugin, precisions.FSDPPrecision, "bf16-mixed"),
+        (precisions.DeepSpeedPrecisionPlugin, precisions.DeepSpeedPrecision, "32-true"),
+    ):
+        with pytest.warns(
+            DeprecationWarning, match=rf"`{kind.__name__}` is deprecated.*{base.__name__}"
+        ):
+            made = kind() if name is None else kind(name)
+        assert issubclass(kind, base)
+        assert isinstance(made, base)
+        assert isinstance(made, kind)
+
+    class Own(precisions.PrecisionPlugin):  # type: ignore[misc]
+        precision = "own"
+
+    assert (type(Own()), Own().precision) == (Own, "own")
+
+
+def test_deepspeeds_precision_lets_the_engine_run_backward() -> None:
+    losses = []
+
+    class Engine:
+        def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+            losses.append((loss.item(), retain_graph))
+
+    precisions.DeepSpeedPrecision("32-true").backward(torch.tensor(2.0), Engine(), True)
+    assert losses == [(2.0, True)]
+
+
+def test_a_format_is_written_in_the_background_by_lightnings_argument(tmp_path: Path) -> None:
+    inner = SingleFileCheckpointIO()
+    background, weights = AsyncCheckpointIO(checkpoint_io=inner), torch.zeros(1)
+    assert background.checkpoint_io is inner
+    background.save_checkpoint({"weights": weights}, tmp_path / "a.ckpt")
+    weights.add_(1)
+    background.teardown()
+    assert inner.load_checkpoint(tmp_path / "a.ckpt")["weights"].item() == 0
+    assert isinstance(AsyncCheckpointIO().checkpoint_io, SingleFileCheckpointIO)
 
 
 # -- accelerators

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import subprocess
@@ -311,10 +312,28 @@ def test_the_program_trains_what_a_file_describes_on_two_ranks(tmp_path: Path) -
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
 
 
-def test_lightnings_classes_may_stand_by_their_names_alone() -> None:
+def test_a_config_may_be_of_namespaces_and_describe_callbacks_that_are_always_there() -> None:
+    monitor = {"class_path": "stratagem.callbacks.LearningRateMonitor"}
+    cli = TrainerCLI(
+        Line,
+        args=argparse.Namespace(model=argparse.Namespace(rate=0.5), trainer={"logger": False}),  # type: ignore[arg-type]
+        trainer_defaults={"callbacks": [monitor, LearningRateMonitor("epoch")]},
+        save_config_callback=None,
+        run=False,
+    )
+    assert cli.config["model"]["rate"] == 0.5
+    found = [c for c in cli.trainer.callbacks if isinstance(c, LearningRateMonitor)]
+    assert [callback.logging_interval for callback in found] == [None, "epoch"]
+
+
+def test_lightnings_classes_may_stand_by_their_names_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from stratagem.lightning.api.cli import LightningCLI
     from stratagem.lightning.api.loggers import CSVLogger
     from stratagem.profilers import SimpleProfiler
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
 
     words = [
         "--trainer.callbacks+=LearningRateMonitor",
@@ -331,3 +350,35 @@ def test_lightnings_classes_may_stand_by_their_names_alone() -> None:
     logger = trainer.logger
     assert isinstance(logger, CSVLogger)
     assert logger.name == "named"
+
+    Path("run.yaml").write_text(
+        """
+        trainer:
+          logger:
+            class_path: CSVLogger
+            init_args: {save_dir: ., name: of_a_file}
+          callbacks:
+            - class_path: LearningRateMonitor
+              init_args: {logging_interval: step}
+            - class_path: EarlyStopping
+              init_args: {monitor: loss}
+          profiler: SimpleProfiler
+        model:
+          rate: 0.25
+        """
+    )
+    config = yaml.safe_load(Path("run.yaml").read_text())
+    for arguments in (["--config=run.yaml"], config):
+        trainer = LightningCLI(Line, run=False, args=arguments, trainer_defaults=DEFAULTS).trainer
+        assert isinstance(trainer.logger, CSVLogger)
+        assert trainer.logger.name == "of_a_file"
+        names = [type(callback).__name__ for callback in trainer.callbacks]
+        assert {"LearningRateMonitor", "EarlyStopping", "DeviceStatsMonitor"} <= {*names}
+        assert isinstance(trainer.profiler, SimpleProfiler)
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--model.rate=1"])
+    with pytest.warns(UserWarning, match="args parameter is given.*not read: --model.rate=1"):
+        LightningCLI(Line, run=False, args=[])
+
+
+DEFAULTS = {"callbacks": {"class_path": "DeviceStatsMonitor"}}

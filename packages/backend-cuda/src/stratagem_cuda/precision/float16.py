@@ -66,6 +66,14 @@ class Float16Mixed(MixedPrecision):
         self._watched: WeakSet[Optimizer] = WeakSet()
         self._stepped = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out whose steps are watched: hooks of optimizers do not travel."""
+        return {name: value for name, value in vars(self).items() if name != "_watched"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._watched = WeakSet()
+
     def bind(self, accelerator: Accelerator) -> None:
         super().bind(accelerator)
         self._device_type = accelerator.device(0).type

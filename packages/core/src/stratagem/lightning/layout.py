@@ -76,16 +76,14 @@ _PROFILERS = _names(
 )
 _STRATEGIES = _names(
     {
-        "stratagem.strategies": "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy "
+        "stratagem.strategies": "DDPStrategy DeepSpeedStrategy ModelParallelStrategy "
         "ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy=SingleXLAStrategy Strategy "
         "XLAFSDPStrategy XLAStrategy StrategyRegistry STRATEGY_REGISTRY=StrategyRegistry "
-        "DataParallelStrategy"
+        "DataParallelStrategy",
+        f"{_API}.fsdp": "FSDPStrategy",
     }
 )
-_FABRIC_STRATEGIES = {
-    **_STRATEGIES,
-    **_names({f"{_API}.strategies": "SingleDeviceStrategy"}),
-}
+_FABRIC_STRATEGIES = {**_STRATEGIES, **_names({f"{_API}.strategies": "SingleDeviceStrategy"})}
 _ACCELERATORS = _names(
     {
         "stratagem.accelerators": "Accelerator XLAAccelerator",
@@ -96,10 +94,10 @@ _ACCELERATORS = _names(
 _PRECISION = _names(
     {
         "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision",
-        f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "
-        "DoublePrecision DoublePrecisionPlugin=DoublePrecision FSDPPrecision "
-        "FSDPPrecisionPlugin=FSDPPrecision HalfPrecision HalfPrecisionPlugin=HalfPrecision "
-        "MixedPrecision MixedPrecisionPlugin=MixedPrecision Precision PrecisionPlugin=Precision",
+        f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
+        "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
+        "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
+        "FSDPMixedPrecisionPlugin MixedPrecision MixedPrecisionPlugin Precision PrecisionPlugin",
     }
 )
 _ENVIRONMENTS = _names(
@@ -111,8 +109,8 @@ _ENVIRONMENTS = _names(
 )
 _IO = _names(
     {
-        "stratagem.checkpoint": "AsyncCheckpointIO CheckpointIO "
-        "TorchCheckpointIO=SingleFileCheckpointIO"
+        "stratagem.checkpoint": "CheckpointIO TorchCheckpointIO=SingleFileCheckpointIO",
+        f"{_API}.checkpoint_io": "AsyncCheckpointIO",
     }
 )
 _RANK_ZERO = _names(
@@ -197,6 +195,10 @@ _UTILITIES = {
 }
 
 
+def _some(whole: Mapping[str, str], names: str) -> dict[str, str]:
+    return {name: whole[name] for name in names.split()}
+
+
 def _package(name: str, whole: Mapping[str, str], leaves: Mapping[str, str]) -> _Layout:
     """Return a package, and the modules in it that have some of its names.
 
@@ -205,11 +207,7 @@ def _package(name: str, whole: Mapping[str, str], leaves: Mapping[str, str]) -> 
         whole: its names.
         leaves: module -> some of the names.
     """
-    parts = {
-        f"{name}.{leaf}": {known: whole[known] for known in names.split()}
-        for leaf, names in leaves.items()
-    }
-    return {name: whole, **parts}
+    return {name: whole, **{f"{name}.{leaf}": _some(whole, of) for leaf, of in leaves.items()}}
 
 
 _Layout = dict[str, Mapping[str, str]]
@@ -219,9 +217,10 @@ _PRECISION_LEAVES = {
     "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
     "bitsandbytes": "BitsandbytesPrecision",
     "double": "DoublePrecision DoublePrecisionPlugin",
-    "fsdp": "FSDPPrecision FSDPPrecisionPlugin",
+    "fsdp": "FSDPMixedPrecisionPlugin FSDPPrecision FSDPPrecisionPlugin",
     "half": "HalfPrecision HalfPrecisionPlugin",
     "precision": "Precision PrecisionPlugin",
+    "precision_plugin": "PrecisionPlugin",
     "transformer_engine": "TransformerEnginePrecision",
 }
 _STRATEGY_LEAVES = {
@@ -289,15 +288,11 @@ _PYTORCH: _Layout = {
     ),
     **_package("pytorch.loggers", _LOGGERS, {**_LOGGER_LEAVES, **_FURTHER_LOGGERS}),
     "pytorch.cli": _CLI,
-    "pytorch.callbacks.progress.progress_bar": {
-        name: _PROGRESS[name] for name in ("ProgressBar", "get_standard_metrics")
-    },
-    "pytorch.callbacks.progress.rich_progress": {
-        name: _PROGRESS[name] for name in ("RichProgressBar", "RichProgressBarTheme")
-    },
-    "pytorch.callbacks.progress.tqdm_progress": {
-        name: _PROGRESS[name] for name in ("TQDMProgressBar", "Tqdm")
-    },
+    "pytorch.callbacks.progress.progress_bar": _some(_PROGRESS, "ProgressBar get_standard_metrics"),
+    "pytorch.callbacks.progress.rich_progress": _some(
+        _PROGRESS, "RichProgressBar RichProgressBarTheme"
+    ),
+    "pytorch.callbacks.progress.tqdm_progress": _some(_PROGRESS, "TQDMProgressBar Tqdm"),
     **_package(
         "pytorch.profilers",
         _PROFILERS,
@@ -362,9 +357,7 @@ _PYTORCH: _Layout = {
         "is_picklable": _PARSING["is_picklable"],
     },
     "pytorch.utilities.combined_loader": _COMBINED,
-    "pytorch.utilities.compile": {
-        name: _MODELS[name] for name in ("from_compiled", "to_uncompiled")
-    },
+    "pytorch.utilities.compile": _some(_MODELS, "from_compiled to_uncompiled"),
     "pytorch.utilities.data": _DATA,
     "pytorch.utilities.enums": _ENUMS,
     "pytorch.utilities.exceptions": _EXCEPTIONS,
@@ -374,9 +367,7 @@ _PYTORCH: _Layout = {
         # Private, and in Lightning's own examples.
         {f"{_API}.models": "_OMEGACONF_AVAILABLE _RICH_AVAILABLE _TORCHVISION_AVAILABLE"}
     ),
-    "pytorch.utilities.model_helpers": {
-        name: _MODELS[name] for name in ("get_torchvision_model", "is_overridden")
-    },
+    "pytorch.utilities.model_helpers": _some(_MODELS, "get_torchvision_model is_overridden"),
     "pytorch.utilities.model_summary": _names({f"{_API}.summary": "ModelSummary summarize"}),
     "pytorch.utilities.model_summary.model_summary": _names(
         {
@@ -384,9 +375,9 @@ _PYTORCH: _Layout = {
             "summarize"
         }
     ),
-    "pytorch.utilities.parameter_tying": {
-        name: _MODELS[name] for name in ("find_shared_parameters", "set_shared_parameters")
-    },
+    "pytorch.utilities.parameter_tying": _some(
+        _MODELS, "find_shared_parameters set_shared_parameters"
+    ),
     "pytorch.utilities.parsing": _PARSING,
     "pytorch.utilities.rank_zero": _RANK_ZERO,
     "pytorch.utilities.seed": {"isolate_rng": _SEED["isolate_rng"]},

@@ -46,12 +46,15 @@ class Observed(Ranked):
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write several values to every logger, on rank 0."""
+        """Write several values to every logger, on rank 0.
+
+        Raises:
+            ConfigurationError: a value is no number, and no tensor of one element.
+        """
         if not self.is_global_zero:
             return
-        plain = {name: float(value) for name, value in metrics.items()}
         for logger in self._loggers:
-            logger.log_metrics(plain, step)
+            logger.log_metrics(numbers_of(metrics), step)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it."""
@@ -65,3 +68,23 @@ class Observed(Ranked):
                     f"{type(method).__name__}; expected a method"
                 )
             method(*args, **kwargs)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return values as floats.
+
+    Raises:
+        ConfigurationError: one is no number, and no tensor of one element; names it.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            shape = getattr(value, "shape", None)
+            received = repr(value) if shape is None else f"one of shape {tuple(shape)}"
+            raise ConfigurationError(
+                f"log_dict: {name!r}: expected a number or a tensor of one element, received "
+                f"{received}: log its mean, or each part by a name of its own"
+            ) from error
+    return numbers

@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import yaml
+from jsonargparse import get_loader, set_loader
+
+from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.trainer import Trainer
 from stratagem.trainer.cli.parser import (
     SCHEDULERS as LRSchedulerTypeTuple,
@@ -32,29 +36,62 @@ _PLACES = {
 """Where the classes are that a Trainer's arguments take."""
 
 
-def _with_places(words: Sequence[str]) -> list[str]:
+def _placed_words(words: Sequence[str]) -> list[str]:
     """Return words with the places of classes: of `--trainer.logger=CSVLogger`, or as two words."""
     placed, before = [], ""
     for word in words:
         option, equals, value = word.partition("=") if word[:2] == "--" else (before, "", word)
         named = re.fullmatch(r"--trainer\.(\w+)\+?", option)
-        place = _PLACES.get(named[1], "") if named else ""
-        if place and value[:1].isupper() and value in dir(importlib.import_module(place)):
-            value = f"{place}.{value}"
+        value = _placed_name(value, named[1] if named else "")
         placed.append(f"{option}{equals}{value}" if word[:2] == "--" else value)
         before = word
     return placed
 
 
+def _placed_name(value: str, argument: str) -> str:
+    """Return the place of a class that a Trainer's argument takes; anything else as it is."""
+    place = _PLACES.get(argument, "")
+    there = place and value[:1].isupper() and value in dir(importlib.import_module(place))
+    return f"{place}.{value}" if there else value
+
+
+def _placed(config: Any, argument: str = "") -> Any:
+    """Return a config with the places of classes that stand by their names alone.
+
+    Args:
+        config: all of it, or what stands under a key.
+        argument: the key.
+    """
+    if isinstance(config, Mapping):
+        arguments = {str(key): str(key) for key in config}
+        arguments.update(class_path=argument, init_args="")
+        return {key: _placed(value, arguments[str(key)]) for key, value in config.items()}
+    if isinstance(config, list):
+        return [_placed(one, argument) for one in config]
+    return _placed_name(config, argument) if isinstance(config, str) else config
+
+
+def _load(text: str) -> Any:
+    return _placed(get_loader("yaml")(text))
+
+
+_MODE = "lightning"
+"""jsonargparse's name for YAML in which classes of Lightning's may stand by their names alone."""
+set_loader(_MODE, _load, (yaml.YAMLError,))
+
+
 class LightningArgumentParser(TrainerArgumentParser):
     """A TrainerArgumentParser whose environment variables begin with PL.
+
+    What a Trainer's callbacks, logger and profiler are made of may stand by its name alone:
+    `--trainer.logger=CSVLogger`, or `class_path: EarlyStopping` in a file.
 
     Args:
         *args, env_prefix, **options: of `stratagem.cli.TrainerArgumentParser`.
     """
 
     def __init__(self, *args: Any, env_prefix: str | bool = "PL", **options: Any) -> None:
-        super().__init__(*args, env_prefix=env_prefix, **options)
+        super().__init__(*args, **{"env_prefix": env_prefix, "parser_mode": _MODE, **options})
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         """Parse a command line, in which a class of Lightning's may stand by its name alone.
@@ -64,7 +101,16 @@ class LightningArgumentParser(TrainerArgumentParser):
             *more, **options: of `jsonargparse.ArgumentParser.parse_args`.
         """
         words = sys.argv[1:] if args is None else args
-        return super().parse_args(_with_places(words), *more, **options)
+        return super().parse_args(_placed_words(words), *more, **options)
+
+    def parse_object(self, cfg_obj: Any, *more: Any, **options: Any) -> Any:
+        """Parse a config that is a dict, in which a class may stand by its name alone too.
+
+        Args:
+            cfg_obj: the config.
+            *more, **options: of `jsonargparse.ArgumentParser.parse_object`.
+        """
+        return super().parse_object(_placed(cfg_obj), *more, **options)
 
     def add_lightning_class_args(
         self,
@@ -94,7 +140,22 @@ class LightningCLI(TrainerCLI):
         **options: Any,
     ) -> None:
         options = {"trainer_class": trainer_class, "parser_class": parser_class, **options}
+        options["trainer_defaults"] = _placed(options.get("trainer_defaults") or {})
         super().__init__(*args, **options)
+
+    def parse_arguments(self, parser: TrainerArgumentParser, args: Any) -> None:
+        """Read the arguments; warn where those of the process are passed over.
+
+        Args:
+            parser: reads them.
+            args: a list of words, or a config; None: the process's arguments.
+        """
+        if args is not None and sys.argv[1:]:
+            rank_zero_warn(
+                f"{type(self).__name__}'s args parameter is given, so that the process's arguments "
+                f"are not read: {' '.join(sys.argv[1:])}"
+            )
+        super().parse_arguments(parser, args)
 
 
 ArgsType = list[str] | dict[str, Any] | None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from stratagem.accelerators import Accelerator
 from stratagem.lite import Lite
 
@@ -25,7 +23,7 @@ class AcceleratorConnector:
         self,
         *,
         accelerator: str | Accelerator = "auto",
-        devices: int | str | Sequence[int] = "auto",
+        devices: int | str | list[int] = "auto",
     ) -> None:
         plan = Lite(accelerator=accelerator, devices=devices).plan
         self._accelerator_flag = plan.accelerator.name

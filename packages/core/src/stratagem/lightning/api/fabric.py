@@ -11,9 +11,11 @@ from stratagem.errors import ConfigurationError
 from stratagem.lightning.api.data import first_of_one
 from stratagem.lightning.api.filtering import Filter, filtered
 from stratagem.lightning.api.module import LightningModule
+from stratagem.lightning.api.strategies import SingleDeviceStrategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.lite import Lite, PathLike
 from stratagem.lite.module import LiteModule
+from stratagem.lite.observed import numbers_of
 from stratagem.lite.optimizer import LiteOptimizer
 
 
@@ -28,9 +30,8 @@ class Fabric(Lite):
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write several values to every logger, on rank 0; as Fabric's, by keyword."""
         if self.is_global_zero:
-            plain = {name: float(value) for name, value in metrics.items()}
             for logger in self.loggers:
-                logger.log_metrics(metrics=plain, step=step)
+                logger.log_metrics(metrics=numbers_of(metrics), step=step)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it, with the arguments that it takes.
@@ -142,10 +143,11 @@ class Fabric(Lite):
             TypeError: `filter` is no dict of functions.
             ValueError: it names what is not in `state`.
         """
-        if filter is not None:
-            state, path = (path, state) if isinstance(path, Mapping) else (state, path)
-            state = filtered(state, filter)
-        super().save(path, state)
+        state, path = (path, state) if isinstance(path, Mapping) else (state, path)
+        if (own := self._of_strategy("save_checkpoint")) is not None:
+            own(path=path, state=_unwrapped(state), filter=filter)
+            return
+        super().save(path, state if filter is None else filtered(state, filter))
 
     def load(
         self,
@@ -161,7 +163,15 @@ class Fabric(Lite):
             path, state, strict: as there.
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
-        return super().load(path, state, strict=strict)
+        own = self._of_strategy("load_checkpoint")
+        if own is None:
+            return super().load(path, state, strict=strict)
+        plain = None if state is None else _unwrapped(state)
+        left: dict[str, Any] = own(path=path, state=plain, strict=strict, weights_only=weights_only)
+        for name, value in (plain or {}).items():
+            if state is not None and not is_wrapped(state.get(name)):
+                state[name] = value
+        return left
 
     def load_raw(
         self, path: PathLike, obj: Any, *, strict: bool = True, weights_only: bool | None = None
@@ -174,11 +184,33 @@ class Fabric(Lite):
             strict: refuse weights that do not match the model's.
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
+        own = self._of_strategy("load_checkpoint")
+        if own is not None:
+            plain = _unwrapped({"": obj})[""]
+            own(path=path, state=plain, strict=strict, weights_only=weights_only)
+            return
         state = super().load(path)
         if isinstance(obj, (LiteOptimizer,)) or not hasattr(obj, "named_parameters"):
             obj.load_state_dict(state)
         else:
             obj.load_state_dict(state, strict=strict)
+
+    def _of_strategy(self, name: str) -> Callable[..., Any] | None:
+        """Return a method of the strategy's that saves or loads, where a user has written one."""
+        method: Callable[..., Any] | None = getattr(self.strategy, name, None)
+        ours = getattr(SingleDeviceStrategy, name)
+        return None if getattr(method, "__func__", None) is ours else method
+
+
+def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with models and optimizers as they were handed to `setup`."""
+    plain = dict(state)
+    for name, value in state.items():
+        if isinstance(value, LiteModule):
+            plain[name] = vars(value)["module"]
+        elif isinstance(value, LiteOptimizer):
+            plain[name] = value.optimizer
+    return plain
 
 
 def _taken(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from stratagem import precision
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.precision import default_dtype
 from stratagem.lightning.api.instance_check import InstanceCheck, of_class
+from stratagem.lightning.api.warnings import rank_zero_deprecation
 
 
 class Precision(precision.Precision, metaclass=InstanceCheck):
@@ -167,8 +168,11 @@ class _TruePrecision(Precision, precision.TruePrecision):
     """One dtype throughout."""
 
 
-def FSDPPrecision(precision: str, scaler: Any = None) -> Any:
-    """Return the precision of that name; a sharding strategy needs no other one.
+_OF_SHARDING = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
+
+
+class FSDPPrecision(Precision):
+    """The precision of that name; a sharding strategy needs no other one.
 
     Args:
         precision: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
@@ -176,14 +180,21 @@ def FSDPPrecision(precision: str, scaler: Any = None) -> Any:
 
     Raises:
         ConfigurationError: it is none of these, or there is a scaler that is not needed.
+
+    Example:
+        >>> precision = FSDPPrecision("bf16-mixed")
+        >>> isinstance(precision, FSDPPrecision), isinstance(precision, MixedPrecision)
+        (True, True)
     """
-    _check("FSDPPrecision", precision)
-    if precision.endswith("mixed"):
-        return MixedPrecision(precision, scaler=scaler)
-    return _TruePrecision(precision)
 
+    is_instance = of_class(precision.Precision, *_OF_SHARDING)
 
-_OF_SHARDING = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
+    def __new__(cls, precision: str = "", scaler: Any = None) -> Any:
+        """Return the one that computes so."""
+        _check("FSDPPrecision", precision)
+        if precision.endswith("mixed"):
+            return MixedPrecision(precision, scaler=scaler)
+        return _TruePrecision(precision)
 
 
 def _check(who: str, precision: str) -> None:
@@ -202,6 +213,8 @@ class DeepSpeedPrecision(Precision, precision.EnginePrecision):
         ConfigurationError: it is none of these.
     """
 
+    is_instance = of_class(precision.EnginePrecision)
+
     def __init__(self, precision: str) -> None:
         _check("DeepSpeedPrecision", precision)
         super().__init__(precision)
@@ -212,3 +225,36 @@ class DeepSpeedPrecision(Precision, precision.EnginePrecision):
         """Return a context in which to build a model; "true" names have half-precision ones."""
         stays = self.name.endswith("mixed")
         return super().module_init_context() if stays else default_dtype(self.dtype)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Let the engine run backward.
+
+        Args:
+            tensor: the loss.
+            model: the engine.
+            *args, **kwargs: for its `backward`.
+        """
+        model.backward(tensor, *args, **kwargs)
+
+
+def _earlier(name: str, kind: Any) -> Any:
+    """Return a class under the name that it had before: making one warns."""
+
+    def make(cls: Any, *args: Any, **options: Any) -> Any:
+        if cls is not earlier:
+            return kind.__new__(cls, *args, **options)  # a user's subclass
+        rank_zero_deprecation(f"The `{name}` is deprecated: its name is `{kind.__name__}` now")
+        return kind(*args, **options)
+
+    inherited = {"is_instance": kind.is_instance, "__module__": __name__, "__doc__": kind.__doc__}
+    earlier = type(kind)(name, (kind,), {**inherited, "__new__": make})
+    return earlier
+
+
+PrecisionPlugin = _earlier("PrecisionPlugin", Precision)
+DoublePrecisionPlugin = _earlier("DoublePrecisionPlugin", DoublePrecision)
+HalfPrecisionPlugin = _earlier("HalfPrecisionPlugin", HalfPrecision)
+MixedPrecisionPlugin = _earlier("MixedPrecisionPlugin", MixedPrecision)
+FSDPPrecisionPlugin = _earlier("FSDPPrecisionPlugin", FSDPPrecision)
+DeepSpeedPrecisionPlugin = _earlier("DeepSpeedPrecisionPlugin", DeepSpeedPrecision)
+FSDPMixedPrecisionPlugin = _earlier("FSDPMixedPrecisionPlugin", MixedPrecision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -67,9 +70,11 @@ class FSDPStrategy(ShardedStrategy):
             everything whole, as ddp does; "HYBRID_SHARD" shards within a node and replicates
             over nodes, or as `device_mesh` says.
         device_mesh: for HYBRID_SHARD, (replicas, shards); their product is the number of ranks.
-        cpu_offload: keep shards and optimizer state in host memory, or an `OffloadPolicy`.
+        cpu_offload: keep shards and optimizer state in host memory, or an `OffloadPolicy`; also
+            FSDP1's `CPUOffload`.
         mixed_precision: a dtype, for gathered parameters, inputs and activations of every group
-            (gradients are reduced in float32), or a `MixedPrecisionPolicy`. The shards, and so
+            (gradients are reduced in float32), or a `MixedPrecisionPolicy`; also FSDP1's
+            `MixedPrecision`, whose `buffer_dtype` is left out with a warning. The shards, and so
             the optimizer's, stay in the model's own dtype. Losses are not scaled, which float16
             may need: prefer bfloat16. With None, `precision` of the Trainer
             or Lite decides: "bf16-mixed" is autocast over float32 parameters, as under ddp.
@@ -111,8 +116,8 @@ class FSDPStrategy(ShardedStrategy):
         *,
         sharding_strategy: str = "FULL_SHARD",
         device_mesh: tuple[int, int] | None = None,
-        cpu_offload: bool | OffloadPolicy | None = None,
-        mixed_precision: torch.dtype | MixedPrecisionPolicy | None = None,
+        cpu_offload: bool | OffloadPolicy | CPUOffload | None = None,
+        mixed_precision: torch.dtype | MixedPrecisionPolicy | MixedPrecision | None = None,
         activation_checkpointing: CheckpointChoice = None,
         auto_wrap_policy: WrapPolicy | None = None,
         reshard_after_forward: bool | int | None = None,
@@ -125,7 +130,9 @@ class FSDPStrategy(ShardedStrategy):
         super().__init__(**components)
         self.sharding_strategy = _name("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
         self.replicas_and_shards = _checked_mesh(device_mesh, self.sharding_strategy)
-        self.cpu_offload = cpu_offload
+        self.cpu_offload = (
+            cpu_offload.offload_params if isinstance(cpu_offload, CPUOffload) else cpu_offload
+        )
         self.mixed_precision = as_policy(mixed_precision)
         self.activation_checkpointing = check_choice(activation_checkpointing)
         check_policy(auto_wrap_policy)
@@ -254,14 +261,28 @@ class FSDPStrategy(ShardedStrategy):
                 group.set_modules_to_backward_prefetch([group])
 
 
-def as_policy(given: torch.dtype | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:
-    """Return the policy that a dtype stands for.
+def as_policy(
+    given: torch.dtype | MixedPrecisionPolicy | MixedPrecision | None,
+) -> MixedPrecisionPolicy | None:
+    """Return the policy that a dtype, or what FSDP1 takes, stands for.
 
     Raises:
         ConfigurationError: it is neither.
     """
     if given is None or isinstance(given, MixedPrecisionPolicy):
         return given
+    if isinstance(given, MixedPrecision):
+        if given.buffer_dtype is not None:
+            warnings.warn(
+                f"mixed_precision has buffer_dtype={given.buffer_dtype}, which is left out: FSDP2 "
+                "leaves buffers as they are; convert them in the model",
+                stacklevel=3,
+            )
+        return MixedPrecisionPolicy(
+            param_dtype=given.param_dtype,
+            reduce_dtype=given.reduce_dtype,
+            cast_forward_inputs=given.cast_forward_inputs or given.cast_root_forward_inputs,
+        )
     if isinstance(given, torch.dtype) and given.is_floating_point:
         return MixedPrecisionPolicy(param_dtype=given, reduce_dtype=torch.float32)
     raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import warnings
@@ -54,7 +55,8 @@ class TrainerCLI:
         save_config_callback: saves the config beside the checkpoints; None: it is not saved.
         save_config_kwargs: its arguments.
         trainer_class: a Trainer, or a function that returns one.
-        trainer_defaults: of the Trainer's arguments; callbacks here are always there.
+        trainer_defaults: of the Trainer's arguments; callbacks here, objects or as a config
+            describes them, are always there.
         seed_everything_default: the seed; True: a random one; False: none.
         parser_kwargs: of `jsonargparse.ArgumentParser`, such as `default_env`; those of a
             subcommand under its name.
@@ -215,8 +217,8 @@ class TrainerCLI:
         self, parser: TrainerArgumentParser, args: list[str] | Mapping[str, Any] | None
     ) -> None:
         """Read the arguments into `config`."""
-        if isinstance(args, (Mapping, Namespace)):
-            self.config = parser.parse_object(args)
+        if isinstance(args, (Mapping, argparse.Namespace)):
+            self.config = parser.parse_object(_plain(args))
         else:
             self.config = parser.parse_args(args)
 
@@ -263,7 +265,10 @@ class TrainerCLI:
             return self.trainer_class(**options)
         callbacks: list[Callback] = as_list(options["callbacks"])
         callbacks += [self._get(self.config_init, key) for key in self._parser().callback_keys]
-        callbacks += as_list(self.trainer_defaults.get("callbacks"))
+        callbacks += [
+            instantiate_class((), one) if isinstance(one, Mapping) else one
+            for one in as_list(self.trainer_defaults.get("callbacks"))
+        ]
         if self.save_config_callback is not None and not options.get("fast_dev_run"):
             callbacks.append(
                 self.save_config_callback(
@@ -362,6 +367,15 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     found = getattr(importlib.import_module(module), name)
     first = args if isinstance(args, tuple) else (args,)
     return found(*first, **(init.get("init_args") or {}))
+
+
+def _plain(config: Any) -> Any:
+    """Return a config of namespaces, argparse's or jsonargparse's, as one of dicts."""
+    if isinstance(config, argparse.Namespace):
+        config = vars(config)
+    if isinstance(config, Mapping):
+        return {key: _plain(value) for key, value in config.items()}
+    return config
 
 
 def _described(made: type, init_args: Any) -> dict[str, Any]:
