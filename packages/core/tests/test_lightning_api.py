@@ -297,6 +297,20 @@ def test_a_trainer_shows_texts_flags_and_loaders_as_scripts_read_them(
     assert Trainer(accelerator="cpu").fast_dev_run is False
 
 
+def test_a_trainer_says_whether_one_is_a_batch_or_all_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", "stratagem"):
+        Trainer(accelerator="cpu", limit_train_batches=1, limit_val_batches=1.0, fast_dev_run=2)
+        Trainer(accelerator="cpu", limit_test_batches=2, max_epochs=1)
+    assert caplog.messages == [
+        "`Trainer(limit_train_batches=1)` was configured so 1 batch of an epoch is taken; 1.0 "
+        "takes all of them",
+        "`Trainer(limit_val_batches=1.0)` was configured so 100% of the batches are taken; 1 "
+        "takes a single one",
+    ]
+
+
 class TakesTwo(BoringModel):
     val_dataloader: Any = None
 

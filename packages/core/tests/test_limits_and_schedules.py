@@ -142,6 +142,58 @@ def test_code_that_steps_itself_may_have_a_scheduler_of_any_kind() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
 
 
+def test_a_fit_may_be_without_an_optimizer_where_that_is_said() -> None:
+    class Statistics(Net):
+        needs_optimizer = False
+        total = 0.0
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.total += float(batch.sum())
+            loss: Tensor = self.layer(batch).sum()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError
+
+    model, trainer = Statistics(), quiet(max_epochs=2)
+    before = model.layer.weight.clone()
+    with pytest.warns(UserWarning, match=r"configure_optimizers.. returned None: .* no optimizer"):
+        trainer.fit(model, loader(), loader())
+    assert torch.equal(model.layer.weight, before)
+    assert model.layer.weight.grad is None
+    assert model.total == pytest.approx(2 * sum(float(batch.sum()) for batch in loader()))
+    assert (trainer.global_step, trainer.current_epoch, len(model.validated)) == (0, 2, 2)
+    endless = "Statistics.configure_optimizers.. returned None, and only max_steps=3, which counts"
+    with (
+        pytest.warns(UserWarning, match="no optimizer"),
+        pytest.raises(UserCodeError, match=endless),
+    ):
+        quiet(max_epochs=-1, max_steps=3).fit(Statistics(), loader())
+    Statistics.needs_optimizer = True
+    with pytest.raises(UserCodeError, match="returned None; expected an optimizer, a list"):
+        quiet().fit(Statistics(), loader())
+
+
+def test_data_is_asked_for_in_the_order_in_which_it_is_read_first() -> None:
+    asked: list[str] = []
+
+    class Asked(Net):
+        def train_dataloader(self) -> Any:
+            asked.append("train")
+            return loader()
+
+        def val_dataloader(self) -> Any:
+            asked.append("val")
+            return loader()
+
+    quiet(max_epochs=1, limit_train_batches=1).fit(Asked())
+    quiet(max_epochs=1, limit_train_batches=1, num_sanity_val_steps=1).fit(Asked())
+    assert asked == ["train", "val", "val", "train"]
+
+
 def sequential(optimizer: Optimizer) -> LRScheduler:
     parts: list[LRScheduler] = [ConstantLR(optimizer, 0.1, 2), ExponentialLR(optimizer, 0.5)]
     return SequentialLR(optimizer, parts, milestones=[2])

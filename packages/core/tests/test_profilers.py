@@ -169,11 +169,18 @@ def test_torchs_profiler_has_the_actions_as_ranges(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path, "torch", row_limit=-1)
     trainer(profiler).fit(Net(), loader())
     assert "aten::linear" in (tmp_path / "fit-torch.txt").read_text()
-    trace = json.loads((tmp_path / "fit-trace-0-torch.json").read_text())
+    trace = json.loads((tmp_path / "fit-trace-0-torch.pt.trace.json").read_text())
     ranges = {event.get("name") for event in trace["traceEvents"]}
     assert "[PyTorchProfiler][profile][Strategy]SingleDeviceStrategy.training_step" in ranges
     with pytest.raises(ConfigurationError, match=r"PyTorchProfiler\(.*shape"):
         trainer(PyTorchProfiler(shapes=True)).fit(Net(), loader())
+
+
+def test_what_torchs_table_does_not_take_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigurationError, match=r"'max_width'.*expected some of header, max_"):
+        PyTorchProfiler(table_kwargs={"max_width": 3})
+    with pytest.raises(ConfigurationError, match="row_limit and sort_by_key are arguments"):
+        PyTorchProfiler(table_kwargs={"row_limit": 3})
 
 
 def test_a_trace_handler_of_torch_writes_the_trace(tmp_path: Path) -> None:

@@ -65,6 +65,9 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
     automatic_optimization: bool = True
     """The Trainer runs backward and steps the optimizer; False: `training_step` does."""
+    needs_optimizer: bool = True
+    """Refuse None from `configure_optimizers`, where a `return` may be forgotten; False: fit calls
+    `training_step` without a backward then, and takes no steps."""
     # No annotations, which torch.jit.script would read.
     strict_loading = True  # type: bool | None
     """Refuse a checkpoint that lacks names of this model's, or has others; False: leave those out,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, record_function, schedule
 
 from stratagem.errors import ConfigurationError
 from stratagem.profilers.profiler import Profiler
 
 _STEPS = ("validation_step", "test_step", "predict_step")
+_TRACE = ".pt.trace.json"
+"""How TensorBoard knows a trace."""
+_OF_TABLE = inspect.signature(EventList.table).parameters.keys() - {"self", "sort_by", "row_limit"}
 
 
 class PyTorchProfiler(Profiler):
@@ -23,8 +28,8 @@ class PyTorchProfiler(Profiler):
     Args:
         dirpath, filename: as for `Profiler`; traces go there too.
         group_by_input_shapes: tell operations apart by the shapes of their inputs.
-        export_to_chrome: write a trace for chrome://tracing and Perfetto to
-            `STAGE-trace-N-FILENAME.json`; not with `on_trace_ready`, which writes its own.
+        export_to_chrome: write a trace for chrome://tracing, Perfetto and TensorBoard to
+            `STAGE-trace-N-FILENAME.pt.trace.json`; not with `on_trace_ready`, which writes its own.
         row_limit: rows of the table; -1: all.
         sort_by_key: column that sorts it; None: "cpu_time_total".
         table_kwargs: further arguments of torch's `table`.
@@ -32,7 +37,7 @@ class PyTorchProfiler(Profiler):
             `on_trace_ready`, `profile_memory`, `with_stack`.
 
     Raises:
-        ConfigurationError: torch.profiler does not take one of them.
+        ConfigurationError: torch.profiler or its table does not take one of them.
 
     Example:
         >>> import torch
@@ -62,6 +67,12 @@ class PyTorchProfiler(Profiler):
         self.row_limit = row_limit
         self.sort_by_key = sort_by_key or "cpu_time_total"
         self.table_kwargs = dict(table_kwargs or {})
+        if unknown := self.table_kwargs.keys() - _OF_TABLE:
+            raise ConfigurationError(
+                f"PyTorchProfiler(table_kwargs={self.table_kwargs!r}): torch's table does not take "
+                f"{', '.join(sorted(map(repr, unknown)))} from there; expected some of "
+                f"{', '.join(sorted(_OF_TABLE))} (row_limit and sort_by_key are arguments)"
+            )
         self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
         self._arguments = {
             "schedule": schedule(wait=1, warmup=1, active=3, repeat=1),
@@ -105,7 +116,7 @@ class PyTorchProfiler(Profiler):
         self._averages = recorded.key_averages(group_by_input_shape=self.group_by_input_shapes)
         # Torch writes a trace once: one's own function is given it unwritten.
         if self.export_to_chrome and self._on_trace_ready is None:
-            path = self.path_of(".json", f"trace-{self._traces}")
+            path = self.path_of(_TRACE, f"trace-{self._traces}")
             path.parent.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(path))
             self._traces += 1

@@ -114,10 +114,13 @@ def check_that_it_ends(run: Run, before: Progress) -> None:
     took_none = progress.global_step == before.global_step and progress.batches > before.batches
     endless = trainer.max_epochs == -1 and trainer.max_time is None and trainer.max_steps != -1
     if took_none and endless and run.module.automatic_optimization:
+        name = type(run.module).__name__
+        why = f"{name}.training_step returned None for all {progress.batches} batches of an epoch"
+        if not run.optimizers:
+            why = f"{name}.configure_optimizers() returned None"
         raise UserCodeError(
-            f"{type(run.module).__name__}.training_step returned None for all {progress.batches} "
-            f"batches of an epoch, and only max_steps={trainer.max_steps}, which counts optimizer "
-            "steps, would end this fit: return a loss, or pass max_epochs"
+            f"{why}, and only max_steps={trainer.max_steps}, which counts optimizer steps, would "
+            "end this fit: return a loss and an optimizer, or pass max_epochs"
         )
 
 

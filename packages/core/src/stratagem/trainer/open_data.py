@@ -20,6 +20,25 @@ def open_fit_data(run: Run) -> TrainLoader:
     Raises:
         UserCodeError: one cannot be used.
     """
+    # In the order in which they are read first: methods that draw random numbers then draw those
+    # that they draw in the library that our users come from. A resumed run keeps to it as well.
+    if run.trainer.num_sanity_val_steps != 0:
+        _open_validation(run)
+        loader = _open_training(run)
+    else:
+        loader = _open_training(run)
+        _open_validation(run)
+    run.rank_state = RankState(
+        run.strategy.ranks,
+        run.progress,
+        loader,
+        [one.loader for one in run.validation.loaders],
+        rng_of=(run.strategy.accelerator, run.strategy.device),
+    )
+    return loader
+
+
+def _open_training(run: Run) -> TrainLoader:
     trainer = run.trainer
     source = source_of("train_dataloader", run.job, run.job.loaders, needed=True)
     loader = run.train_loader = TrainLoader(
@@ -29,19 +48,16 @@ def open_fit_data(run: Run) -> TrainLoader:
         use_distributed_sampler=trainer.use_distributed_sampler,
         reads=run.profiling.reads,
     )
+    return loader
+
+
+def _open_validation(run: Run) -> None:
+    trainer = run.trainer
     if trainer.limits["val"] != 0 and run.module.defines("validation_step"):
         given = source_of("val_dataloader", run.job, run.job.val_loaders, needed=False)
         if given is not None:
             given = _in_order(given) if trainer.overfit_batches else given
             run.validation.loaders = open_evaluation_data(run, given, "validation")
-    run.rank_state = RankState(
-        run.strategy.ranks,
-        run.progress,
-        loader,
-        [one.loader for one in run.validation.loaders],
-        rng_of=(run.strategy.accelerator, run.strategy.device),
-    )
-    return loader
 
 
 def _in_order(source: Any) -> Any:

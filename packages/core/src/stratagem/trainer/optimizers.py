@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stratagem.errors import UserCodeError
+from stratagem.launch.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from stratagem.module import Module
@@ -66,6 +67,12 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     who = f"{type(module).__name__}.configure_optimizers()"
     optimizers: list[Any]
     schedulers: list[Any] = []
+    if returned is None and not module.needs_optimizer:
+        rank_zero_warn(
+            f"{who} returned None: this fit will run with no optimizer, so that training_step is "
+            "called without a backward, and no step is taken or counted"
+        )
+        return [], []
     if isinstance(returned, Optimizer):
         optimizers = [returned]
     elif isinstance(returned, Mapping):

@@ -237,7 +237,7 @@ class Run:
             self.schedulers.configs = []
             return []
         optimizers, self.schedulers.configs = configure(self.module)
-        if self.module.automatic_optimization:
+        if self.module.automatic_optimization and optimizers:
             check_closure(
                 optimizers[0], self.strategy, self.launched.plan, self.trainer.step_options
             )

@@ -149,13 +149,13 @@ class Step(TrainStep):
 
     def takes_step(self) -> Callable[..., None]:
         """Return what takes each step: called with the model, this step and its micro-batches."""
-        automatic = self._module.automatic_optimization
+        automatic = self._module.automatic_optimization and self._run.optimizers
         return self._run.strategy.train_step if automatic else self.manual
 
     def manual(
         self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
     ) -> None:
-        """Take the place of `Strategy.train_step` where `training_step` steps the optimizers."""
+        """Take the place of `Strategy.train_step` where user code steps the optimizers, if any."""
         for micro_batch in micro_batches:
             before = self._progress.global_step
             with self._run.strategy.backward_in_forward(prepared):

@@ -37,7 +37,7 @@ def make_step(run: Run, prepared: PreparedModel) -> Step:
     if reads_itself(run.module.training_step):
         return ReadingStep(run, prepared)
     compilation = run.trainer.step_options.compilation
-    if compilation is not None and compilation.whole_step:
+    if compilation is not None and compilation.whole_step and run.optimizers:
         # It is a Step itself, and only those who ask for it import what makes graphs.
         from stratagem.trainer.graph_step import GraphStep
 
@@ -46,6 +46,6 @@ def make_step(run: Run, prepared: PreparedModel) -> Step:
     if not run.module.automatic_optimization:
         if "backward" in own:
             prepared.run_backward = run.module.backward
-    elif own or any(map(needs_closure, prepared.optimizers)):
+    elif run.optimizers and (own or any(map(needs_closure, prepared.optimizers))):
         return HookedStep(run, prepared)
     return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)

@@ -19,6 +19,7 @@ ModuleType = TypeVar("ModuleType", bound="LightningModule")
 class LightningModule(Module):
     """A Module, under the name that Lightning has for it."""
 
+    needs_optimizer = False
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"

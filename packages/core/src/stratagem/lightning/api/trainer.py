@@ -14,7 +14,7 @@ from stratagem import trainer
 from stratagem.checkpoint.catalog import find_all
 from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import ConfigurationError, MissingPackageError
-from stratagem.launch.rank_zero import rank_zero_warn
+from stratagem.launch.rank_zero import rank_zero_info, rank_zero_warn
 from stratagem.lightning.api.callbacks import RichProgressBar
 from stratagem.lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem.lightning.api.loops import EvaluationLoop, FitLoop, PredictionLoop
@@ -104,6 +104,7 @@ class Trainer(trainer.Trainer):
         if quick and plain and logger not in (False, []):
             self.loggers = [DummyLogger()]
 
+        _say_what_one_means(options)
         if self.fast_dev_run in (0, 1):
             self.fast_dev_run = bool(self.fast_dev_run)
 
@@ -300,6 +301,18 @@ def _wants(
     return options.get(argument) in (None, True) and not is_there
 
 
+def _say_what_one_means(options: Mapping[str, Any]) -> None:
+    """Say whether it is one batch or all of them, where 1 and 1.0 are easily mistaken."""
+    for name in (*(f"limit_{what}_batches" for what in _LIMITED), "overfit_batches"):
+        given = options.get(name)
+        if given != 1 or isinstance(given, bool):
+            continue
+        means = "1 batch of an epoch is" if isinstance(given, int) else "100% of the batches are"
+        other = "1.0 takes all of them" if isinstance(given, int) else "1 takes a single one"
+        rank_zero_info(f"`Trainer({name}={given})` was configured so {means} taken; {other}")
+
+
+_LIMITED = ("train", "val", "test", "predict")
 _PREFIX = "PL_TRAINER_"
 
 
