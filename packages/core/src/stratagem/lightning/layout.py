@@ -86,9 +86,10 @@ _STRATEGIES = _names(
 _FABRIC_STRATEGIES = {**_STRATEGIES, **_names({f"{_API}.strategies": "SingleDeviceStrategy"})}
 _ACCELERATORS = _names(
     {
-        "stratagem.accelerators": "Accelerator XLAAccelerator",
+        "stratagem.accelerators": "XLAAccelerator",
         f"{_API}.cuda": "CUDAAccelerator",
-        f"{_API}.accelerators": "CPUAccelerator find_usable_cuda_devices",
+        f"{_API}.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator "
+        "find_usable_cuda_devices",
     }
 )
 _PRECISION = _names(
@@ -164,7 +165,8 @@ _TYPES = _names(
     {
         f"{_API}.types": "EVAL_DATALOADERS LRSchedulerConfig LRSchedulerConfigType "
         "LRSchedulerPLType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerConfig "
-        "OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS"
+        "OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS "
+        "_EVALUATE_OUTPUT=EVALUATE_OUTPUT _PREDICT_OUTPUT=PREDICT_OUTPUT"
     }
 )
 _BORING = _names(
