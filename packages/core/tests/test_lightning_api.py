@@ -8,7 +8,7 @@ import pickle
 from argparse import Namespace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -798,7 +798,6 @@ def test_what_is_chosen_by_name_is_an_instance_of_lightnings_class() -> None:
 
 def test_a_model_that_a_library_has_taken_its_trainer_from_goes_on() -> None:
     """neuralforecast does so after each fit, to keep a Trainer out of what it stores."""
-    from stratagem.lightning.api.demos.boring_classes import BoringModel
 
     model, trainer = (
         BoringModel(),
@@ -808,3 +807,29 @@ def test_a_model_that_a_library_has_taken_its_trainer_from_goes_on() -> None:
     del vars(model)["_trainer"]
     assert (model.current_epoch, model.loggers) == (0, [])
     assert len(trainer.predict(model) or []) == 1
+
+
+def test_names_that_libraries_on_the_index_use() -> None:
+    """pytorch-forecasting's types and get_init_args; GluonTS asks whether a fit validates."""
+    from stratagem.lightning.api import types
+    from stratagem.lightning.api.parsing import get_init_args
+
+    assert (str in get_args(types.PATH), torch.device in get_args(types.DEVICE)) == (True, True)
+    told = []
+
+    class Model(BoringModel):
+        def __init__(self, width: int, *, rate: float = 0.1, **options: Any) -> None:
+            super().__init__()
+            self.given = get_init_args(inspect.currentframe())  # type: ignore[arg-type]
+
+        def configure_optimizers(self) -> Any:
+            loop = self.trainer.fit_loop.epoch_loop
+            told.append(loop.val_loop._data_source.is_defined())
+            return super().configure_optimizers()
+
+    model = Model(3, depth=2)
+    assert model.given == {"width": 3, "rate": 0.1, "depth": 2}
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "max_steps": 1}
+    Trainer(**options).fit(model)
+    Trainer(**options, limit_val_batches=0).fit(model)
+    assert told == [True, False]

@@ -39,13 +39,13 @@ _LOGGERS = _names(
     {
         "stratagem.loggers": "Logger NeptuneLogger",
         f"{_API}.loggers": "CSVLogger CometLogger DummyLogger ExperimentWriter MLFlowLogger "
-        "TensorBoardLogger WandbLogger",
+        "TensorBoardLogger WandbLogger rank_zero_experiment",
         "stratagem.loggers.sdk_logger": "DummyExperiment",
     }
 )
 _LOGGER_LEAVES = {
     "csv_logs": "CSVLogger ExperimentWriter",
-    "logger": "Logger DummyExperiment DummyLogger",
+    "logger": "Logger DummyExperiment DummyLogger rank_zero_experiment",
     "tensorboard": "TensorBoardLogger",
 }
 _FURTHER_LOGGERS = {
@@ -336,12 +336,20 @@ _PYTORCH: _Layout = {
         {"stratagem.lite.optimizer": "LightningOptimizer=LiteOptimizer"}
     ),
     "pytorch.core.saving": _names(
-        {f"{_API}.saving": "load_hparams_from_yaml save_hparams_to_yaml"}
+        {
+            f"{_API}.cloud_io": "get_filesystem",
+            f"{_API}.saving": "load_hparams_from_yaml save_hparams_to_yaml",
+        }
     ),
     "pytorch.core.hooks": _names(
         {"stratagem.callbacks.module_hooks": "DataHooks ModelHooks=ModuleHooks"}
     ),
     **_package("pytorch.trainer", {**_TRAINER, **_SEED_EVERYTHING}, {"trainer": "Trainer"}),
+    # Private, and in a library that many use.
+    "pytorch.trainer.connectors": {},
+    "pytorch.trainer.connectors.accelerator_connector": _names(
+        {f"{_API}.connector": "_AcceleratorConnector=AcceleratorConnector"}
+    ),
     "pytorch.trainer.states": _names(
         {f"{_API}.states": "RunningStage TrainerFn TrainerState TrainerStatus"}
     ),

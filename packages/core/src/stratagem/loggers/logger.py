@@ -73,7 +73,8 @@ class Logger(ABC):
     def log_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Take the values of several steps, each as (step, values), and write them."""
         for step, metrics in rows:
-            self.log_metrics(metrics, step)
+            # A copy: another logger reads the same row, and this one may take values out of it.
+            self.log_metrics(dict(metrics), step)
         self.save()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from stratagem import loggers
+from stratagem.launch.rank_zero import rank_zero_only
 from stratagem.loggers.parameters import write_hyperparameters
 from stratagem.loggers.sdk_logger import DummyExperiment
 
@@ -109,6 +111,33 @@ class DummyLogger(loggers.Logger):
 
     def __iter__(self) -> Iterator[DummyLogger]:
         yield self
+
+
+def rank_zero_experiment(experiment: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a logger's `experiment` be made on rank 0 only; elsewhere it takes every call.
+
+    Args:
+        experiment: the method, which a property is made of.
+
+    Example:
+        >>> class Mine(loggers.Logger):
+        ...     def log_metrics(self, metrics, step=None):
+        ...         self.experiment.append((step, dict(metrics)))
+        ...     @property
+        ...     @rank_zero_experiment
+        ...     def experiment(self):
+        ...         return vars(self).setdefault("rows", [])
+        >>> logger = Mine()
+        >>> logger.log_metrics({"loss": 0.5}, 3)
+        >>> logger.experiment
+        [(3, {'loss': 0.5})]
+    """
+
+    @functools.wraps(experiment)
+    def of_rank(logger: Any) -> Any:
+        return experiment(logger) if rank_zero_only.rank == 0 else DummyExperiment()
+
+    return of_rank
 
 
 class MLFlowLogger(loggers.MLFlowLogger):
