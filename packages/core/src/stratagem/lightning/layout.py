@@ -181,20 +181,14 @@ _LSTM = _names({f"{_API}.demos.lstm": "LightningLSTM SequenceSampler SimpleLSTM"
 _MODULES = _names(
     {f"{_API}.module": "LightningModule", f"{_API}.datamodule": "LightningDataModule"}
 )
+_MIXINS = _names({"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"})
 _TRAINER = _names({f"{_API}.trainer": "Trainer"})
 _TUNER = _names({"stratagem.tuner": "Tuner"})
 _FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})
 _CALLBACK = {"Callback": _CALLBACKS["Callback"]}
 _SEED_EVERYTHING = {"seed_everything": _SEED["seed_everything"]}
 _VERSION = {"__version__": f"{_API}.version:LIGHTNING_VERSION"}
-_UTILITIES = {
-    **_DATA,
-    **_MOVING,
-    **_RANK_ZERO,
-    **_WARNINGS,
-    **_ENUMS,
-    **_THROUGHPUT,
-}
+_UTILITIES = {**_DATA, **_MOVING, **_RANK_ZERO, **_WARNINGS, **_ENUMS, **_THROUGHPUT}
 
 
 def _some(whole: Mapping[str, str], names: str) -> dict[str, str]:
@@ -323,12 +317,7 @@ _PYTORCH: _Layout = {
     **_package(
         "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
     ),
-    "pytorch.core.mixins": _names(
-        {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
-    ),
-    "pytorch.core.mixins.hparams_mixin": _names(
-        {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
-    ),
+    **_package("pytorch.core.mixins", _MIXINS, {"hparams_mixin": "HyperparametersMixin"}),
     "pytorch.core.optimizer": _names(
         {"stratagem.lite.optimizer": "LightningOptimizer=LiteOptimizer"}
     ),
