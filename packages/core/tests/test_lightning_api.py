@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from stratagem.callbacks import Callback, ModelCheckpoint
 from stratagem.data.pytree import map_tensors
-from stratagem.errors import ConfigurationError, MissingPackageError
+from stratagem.errors import CheckpointMismatchError, ConfigurationError, MissingPackageError
 from stratagem.lightning.api.accelerators import CPUAccelerator
 from stratagem.lightning.api.cloud_io import get_filesystem
 from stratagem.lightning.api.data import has_len
@@ -745,6 +745,28 @@ def test_a_fit_writes_the_file_that_scripts_pass_on_where_there_are_no_hyperpara
     BoringModel.load_from_checkpoint(
         trainer.checkpoint_callbacks[0].best_model_path, hparams_file=file
     )
+
+
+def test_weights_of_another_model_are_a_runtime_error_with_torchs_words(tmp_path: Path) -> None:
+    class Wider(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(1, 1)
+
+    for saved, loaded, words in (
+        (BoringModel(), Wider, "Missing"),
+        (Wider(), BoringModel, "Unexpected"),
+    ):
+        torch.save({"state_dict": saved.state_dict()}, tmp_path / "other.ckpt")
+        with pytest.raises(
+            RuntimeError,
+            match=rf'another model.*{words} key\(s\) in state_dict: "head.weight", "head.bias"',
+        ) as raised:
+            loaded.load_from_checkpoint(tmp_path / "other.ckpt")
+        assert isinstance(raised.value, CheckpointMismatchError)
+        again = pickle.loads(pickle.dumps(raised.value))
+        assert (again.missing, again.unexpected) == (raised.value.missing, raised.value.unexpected)
+        loaded.load_from_checkpoint(tmp_path / "other.ckpt", strict=False)
 
 
 def test_hyperparameters_are_written_and_read_as_yaml(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ import importlib
 import random
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from stratagem import rng
-from stratagem.lightning.api import data, seed
+from stratagem.lightning.api import data, parsing, seed
+from stratagem.lightning.api.loggers import CSVLogger
 from stratagem.lightning.api.warnings import PossibleUserWarning
 
 _VARIABLES = (
@@ -84,3 +86,26 @@ def test_an_object_that_moves_itself_and_returns_nothing_is_kept() -> None:
     batch = Batch()
     assert data.move_data_to_device(batch, "cpu") is batch
     assert batch.device == torch.device("cpu")
+
+
+def test_rows_without_a_step_are_counted(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    for step in (None, None, 7, None):
+        logger.log_metrics({"loss": 0.5}, step)
+    logger.save()
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().split()
+    assert [row.partition(",")[0] for row in rows] == ["step", "0", "1", "7", "8"]
+
+
+def test_signatures_are_read() -> None:
+    class Net:
+        def __init__(this, width: int, *sizes: int, **options: Any) -> None: ...
+
+    def hook(batch: Any, batch_idx: int) -> None: ...
+
+    assert parsing.parse_class_init_keys(Net) == ("this", "sizes", "options")
+    takes = parsing.is_param_in_hook_signature
+    assert takes(hook, "batch_idx", explicit=True)
+    assert not takes(hook, "dataloader_idx")
+    assert takes(hook, "dataloader_idx", min_args=2)
+    assert not takes(hook, "dataloader_idx", min_args=3)

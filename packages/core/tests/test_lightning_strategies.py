@@ -47,6 +47,7 @@ def test_a_strategy_knows_its_device_and_its_ranks_before_the_launch() -> None:
     assert trainer.strategy.root_device == torch.device("cpu")
     one = Lite(accelerator="cpu", strategy="single_device").strategy
     assert one.all_reduce(torch.ones(2)).tolist() == [1, 1]
+    assert one.reduce(torch.ones(2), reduce_op="sum").tolist() == [1, 1]
     assert one.all_gather(torch.ones(2)).shape == (1, 2)
     decisions = [(True, True), (False, True), (False, False)]
     assert [one.reduce_boolean_decision(*each) for each in decisions] == [True, False, False]

@@ -292,7 +292,7 @@ def test_print_log_and_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     lite.log_dict({"loss": 0.25, "acc": np.float32(0.75)}, step=2)
     with pytest.raises(ConfigurationError, match=r"'loss': expected a number.*shape \(2,\)"):
         lite.log("loss", torch.ones(2))
-    with pytest.raises(ConfigurationError, match="'loss': expected a number.*received 'low'"):
+    with pytest.raises(ConfigurationError, match=r"'loss': expected a number.*received 'low'"):
         lite.log("loss", "low")
     logger.save()
     lines = (Path(logger.log_dir) / "metrics.csv").read_text().split()

@@ -139,6 +139,11 @@ class Ranks:
         return reduced
 
     @final
+    def reduce(self, tensor: Tensor, group: None = None, reduce_op: ReduceOp = "mean") -> Tensor:
+        """Return `all_reduce(tensor, reduce_op)`: users' spelling of it; `group` is all ranks."""
+        return self.all_reduce(tensor, reduce_op)
+
+    @final
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return what the ranks decide together, on every rank.
 

@@ -40,7 +40,7 @@ _THERE = {
 _OF_RANKS = frozenset(
     (
         *("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero"),
-        *("broadcast", "all_reduce", "all_gather", "reduce_boolean_decision"),
+        *("broadcast", "all_reduce", "all_gather", "reduce", "reduce_boolean_decision"),
     )
 )
 """What users of the 2.x line ask a strategy for; a subclass may call something of its own so."""
@@ -103,8 +103,8 @@ class Strategy(Stepping, ABC):
             `setup_environment`.
         device: this rank's `torch.device`; after `setup_environment`. `root_device` is the same,
             and known after `bind`. `world_size`, `global_rank`, `local_rank`, `node_rank`,
-            `is_global_zero`, `broadcast`, `all_reduce`, `all_gather` and `reduce_boolean_decision`
-            are those of `ranks`.
+            `is_global_zero`, `broadcast`, `all_reduce`, `all_gather`, `reduce` and
+            `reduce_boolean_decision` are those of `ranks`.
         requested: the components that were asked for in `__init__`, by name.
 
     Raises:

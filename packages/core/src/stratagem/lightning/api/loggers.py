@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ _NAME = "lightning_logs"
 
 
 class CSVLogger(loggers.CSVLogger):
-    """A CSVLogger of the folder `lightning_logs`.
+    """A CSVLogger of the folder `lightning_logs`; rows without a step are counted.
 
     Args:
         save_dir, name, version, **options: of `stratagem.loggers.CSVLogger`.
@@ -30,9 +30,21 @@ class CSVLogger(loggers.CSVLogger):
         **options: Any,
     ) -> None:
         super().__init__(save_dir, name, version, **options)
+        self._next_step = 0
 
     hparams_file = "hparams.yaml"
     NAME_HPARAMS_FILE = hparams_file
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append a row.
+
+        Args:
+            metrics: its values.
+            step: None: the one after that of the row before; 0 at first.
+        """
+        step = self._next_step if step is None else step
+        self._next_step = step + 1
+        super().log_metrics(metrics, step)
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Choose the folder, and write a file of no hyperparameters until there are some."""

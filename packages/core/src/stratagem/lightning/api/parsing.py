@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from argparse import Namespace
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from types import FrameType
 from typing import Any
 
@@ -82,3 +82,42 @@ def _required(model: Any, name: str) -> list[Any]:
     raise AttributeError(
         f"neither {type(model).__name__}, its hparams nor its DataModule has {name!r}"
     )
+
+
+def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+    """Return the names of an `__init__`'s self, `*args` and `**kwargs`; None where it has none.
+
+    Example:
+        >>> class Net:
+        ...     def __init__(self, width, *sizes): ...
+        >>> parse_class_init_keys(Net)
+        ('self', 'sizes', None)
+    """
+    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+    names = {parameter.kind: parameter.name for parameter in parameters}
+    kinds = inspect.Parameter
+    return parameters[0].name, names.get(kinds.VAR_POSITIONAL), names.get(kinds.VAR_KEYWORD)
+
+
+def is_param_in_hook_signature(
+    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+) -> bool:
+    """Whether a hook takes an argument.
+
+    Args:
+        hook_fx: the hook.
+        param: the argument's name.
+        explicit: only by this name; False: also where it takes any, by `*args`.
+        min_args: also where it takes as many arguments as this.
+
+    Example:
+        >>> def training_step(batch, *more): ...
+        >>> [is_param_in_hook_signature(training_step, "batch_idx", each) for each in (True, False)]
+        [False, True]
+    """
+    parameters = inspect.signature(hook_fx).parameters
+    if param in parameters:
+        return True
+    takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+    enough = min_args is not None and len(parameters) >= min_args
+    return enough or (takes_any and not explicit)
