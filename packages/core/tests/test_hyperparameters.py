@@ -108,6 +108,11 @@ def test_loggers_are_given_the_hyperparameters_of_model_and_data(tmp_path: Path)
     model.hparams.rate = 0.1
     quiet(tmp_path, logger=logger).fit(model, datamodule=Rows({"size": 4}))
     assert logger.given == {"rate": 0.5, "size": 4}
+    logger.given = None
+    quiet(tmp_path, logger=logger, enable_autolog_hparams=False).fit(
+        model, datamodule=Rows({"size": 4})
+    )
+    assert logger.given is None
     with pytest.raises(UserCodeError, match=r"both have the hyperparameter\(s\) size, with diff"):
         quiet(tmp_path).fit(Configured({"size": 3}), datamodule=Rows({"size": 4}))
 

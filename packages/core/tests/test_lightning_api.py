@@ -17,8 +17,12 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from stratagem.callbacks import Callback, ModelCheckpoint
 from stratagem.data.pytree import map_tensors
-from stratagem.errors import ConfigurationError, MissingPackageError
-from stratagem.lightning.api.accelerators import CPUAccelerator
+from stratagem.errors import CheckpointMismatchError, ConfigurationError, MissingPackageError
+from stratagem.lightning.api.accelerators import (
+    Accelerator,
+    AcceleratorRegistry,
+    CPUAccelerator,
+)
 from stratagem.lightning.api.cloud_io import get_filesystem
 from stratagem.lightning.api.data import has_len
 from stratagem.lightning.api.datamodule import LightningDataModule
@@ -747,6 +751,28 @@ def test_a_fit_writes_the_file_that_scripts_pass_on_where_there_are_no_hyperpara
     )
 
 
+def test_weights_of_another_model_are_a_runtime_error_with_torchs_words(tmp_path: Path) -> None:
+    class Wider(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(1, 1)
+
+    for saved, loaded, words in (
+        (BoringModel(), Wider, "Missing"),
+        (Wider(), BoringModel, "Unexpected"),
+    ):
+        torch.save({"state_dict": saved.state_dict()}, tmp_path / "other.ckpt")
+        with pytest.raises(
+            RuntimeError,
+            match=rf'another model.*{words} key\(s\) in state_dict: "head.weight", "head.bias"',
+        ) as raised:
+            loaded.load_from_checkpoint(tmp_path / "other.ckpt")
+        assert isinstance(raised.value, CheckpointMismatchError)
+        again = pickle.loads(pickle.dumps(raised.value))
+        assert (again.missing, again.unexpected) == (raised.value.missing, raised.value.unexpected)
+        loaded.load_from_checkpoint(tmp_path / "other.ckpt", strict=False)
+
+
 def test_hyperparameters_are_written_and_read_as_yaml(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
 
@@ -825,3 +851,72 @@ def test_names_that_libraries_on_the_index_use() -> None:
     Trainer(**options).fit(model)
     Trainer(**options, limit_val_batches=0).fit(model)
     assert told == [True, False]
+
+
+def test_evaluations_take_their_arguments_in_lightnings_order(tmp_path: Path) -> None:
+    class Data(LightningDataModule):
+        def test_dataloader(self) -> Any:
+            return [torch.ones(2, 32)] * 3
+
+        val_dataloader = test_dataloader
+
+    class Seen(BoringModel):
+        batches = 0
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.batches += 1
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.batches += 1
+
+        test_dataloader = val_dataloader = None  # type: ignore[assignment]
+
+    model = Seen()
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    trainer.test(model, None, None, False, Data())
+    trainer.validate(model, None, None, False, Data())
+    assert model.batches == 6
+
+
+def test_an_accelerator_that_is_written_for_lightning_trains(tmp_path: Path) -> None:
+    class Own(Accelerator):
+        name = "own"
+
+        def setup_device(self, device: torch.device) -> None: ...
+
+        @staticmethod
+        def parse_devices(devices: Any) -> Any:
+            return devices
+
+        @staticmethod
+        def get_parallel_devices(devices: Any) -> list[torch.device]:
+            return [torch.device("cpu", 0) for _ in devices]
+
+        @staticmethod
+        def auto_device_count() -> int:
+            return 1
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        def get_device_stats(self, device: Any) -> dict[str, Any]:
+            return {"seen_bytes": 7}
+
+    AcceleratorRegistry.register("own", Own, description="an own one")
+    try:
+        assert "own" in AcceleratorRegistry.available_accelerators()
+        assert isinstance(AcceleratorRegistry.get("own"), Own)
+        trainer = Trainer(accelerator="own", logger=False, max_steps=2, default_root_dir=tmp_path)
+        trainer.fit(BoringModel())
+        assert (trainer.accelerator.name, trainer.global_step) == ("own", 2)
+        assert isinstance(trainer.accelerator, Own)
+        assert trainer.accelerator.device_stats(torch.device("cpu")) == {"seen_bytes": 7}
+        assert trainer.accelerator.process_group_backend == "gloo"
+        with pytest.raises(ConfigurationError, match="own"):
+            AcceleratorRegistry.register("own", Own)
+    finally:
+        AcceleratorRegistry.remove("own")
+    assert "own" not in AcceleratorRegistry
+    assert Trainer(accelerator="auto", logger=False).accelerator.name == "cpu"
+    assert isinstance(Trainer(accelerator="cpu", logger=False).accelerator, Accelerator)

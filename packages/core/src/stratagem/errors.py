@@ -26,7 +26,7 @@ Every message says what was expected, what was received, and what to do next.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 __all__ = [
@@ -120,7 +120,20 @@ class CheckpointSaveError(CheckpointError, OSError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The checkpoint belongs to another model or optimizer."""
+    """The checkpoint belongs to another model or optimizer.
+
+    Args:
+        message: what differs, and what to do.
+        missing: the model's weights that the checkpoint lacks, where those are the problem.
+        unexpected: the checkpoint's weights that the model lacks, where those are.
+    """
+
+    def __init__(
+        self, message: str, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
 
 
 @contextmanager
@@ -129,7 +142,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except CheckpointMismatchError as error:
-        raise CheckpointMismatchError(f"{os.fspath(path)!r}: {error}") from error
+        raise CheckpointMismatchError(
+            f"{os.fspath(path)!r}: {error}", error.missing, error.unexpected
+        ) from error
 
 
 class CheckpointContentError(CheckpointError):

@@ -86,9 +86,10 @@ _STRATEGIES = _names(
 _FABRIC_STRATEGIES = {**_STRATEGIES, **_names({f"{_API}.strategies": "SingleDeviceStrategy"})}
 _ACCELERATORS = _names(
     {
-        "stratagem.accelerators": "Accelerator XLAAccelerator",
+        "stratagem.accelerators": "XLAAccelerator",
         f"{_API}.cuda": "CUDAAccelerator",
-        f"{_API}.accelerators": "CPUAccelerator find_usable_cuda_devices",
+        f"{_API}.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator "
+        "find_usable_cuda_devices",
     }
 )
 _PRECISION = _names(
@@ -164,7 +165,8 @@ _TYPES = _names(
     {
         f"{_API}.types": "EVAL_DATALOADERS LRSchedulerConfig LRSchedulerConfigType "
         "LRSchedulerPLType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerConfig "
-        "OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS"
+        "OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS "
+        "_EVALUATE_OUTPUT=EVALUATE_OUTPUT _PREDICT_OUTPUT=PREDICT_OUTPUT"
     }
 )
 _BORING = _names(
@@ -179,20 +181,14 @@ _LSTM = _names({f"{_API}.demos.lstm": "LightningLSTM SequenceSampler SimpleLSTM"
 _MODULES = _names(
     {f"{_API}.module": "LightningModule", f"{_API}.datamodule": "LightningDataModule"}
 )
+_MIXINS = _names({"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"})
 _TRAINER = _names({f"{_API}.trainer": "Trainer"})
 _TUNER = _names({"stratagem.tuner": "Tuner"})
 _FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})
 _CALLBACK = {"Callback": _CALLBACKS["Callback"]}
 _SEED_EVERYTHING = {"seed_everything": _SEED["seed_everything"]}
 _VERSION = {"__version__": f"{_API}.version:LIGHTNING_VERSION"}
-_UTILITIES = {
-    **_DATA,
-    **_MOVING,
-    **_RANK_ZERO,
-    **_WARNINGS,
-    **_ENUMS,
-    **_THROUGHPUT,
-}
+_UTILITIES = {**_DATA, **_MOVING, **_RANK_ZERO, **_WARNINGS, **_ENUMS, **_THROUGHPUT}
 
 
 def _some(whole: Mapping[str, str], names: str) -> dict[str, str]:
@@ -321,12 +317,7 @@ _PYTORCH: _Layout = {
     **_package(
         "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
     ),
-    "pytorch.core.mixins": _names(
-        {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
-    ),
-    "pytorch.core.mixins.hparams_mixin": _names(
-        {"stratagem.state.hyperparameters": "HyperparametersMixin=HyperParametersMixin"}
-    ),
+    **_package("pytorch.core.mixins", _MIXINS, {"hparams_mixin": "HyperparametersMixin"}),
     "pytorch.core.optimizer": _names(
         {"stratagem.lite.optimizer": "LightningOptimizer=LiteOptimizer"}
     ),

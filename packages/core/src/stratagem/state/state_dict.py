@@ -254,7 +254,9 @@ def check_weights(
             "the checkpoint belongs to another model: "
             + "; ".join(problems)
             + ". Build the model that it was saved from, or load with strict=False to skip names "
-            "that do not match"
+            "that do not match",
+            missing if strict else (),
+            unexpected if strict else (),
         )
 
 

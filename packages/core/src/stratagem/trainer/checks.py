@@ -146,7 +146,7 @@ def hand_over_hyperparameters(run: Run) -> None:
         return
     for holder in holders:
         _warn_of_unsavable(holder)
-    if merged:
+    if merged and run.trainer.enable_autolog_hparams:
         for logger in run.trainer.loggers:
             logger.log_hyperparams(merged)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.data.combined_loader import CombinedLoader
 from stratagem.data.sharding import in_order
+from stratagem.rng import rng_state, set_rng_state
 from stratagem.trainer.loaders import EvaluationLoader, evaluation_loaders, source_of
 from stratagem.trainer.resume.rank_state import RankState
 from stratagem.trainer.train_loader import TrainLoader
@@ -20,10 +21,14 @@ def open_fit_data(run: Run) -> TrainLoader:
     Raises:
         UserCodeError: one cannot be used.
     """
-    # In the order in which they are read first: methods that draw random numbers then draw those
-    # that they draw in the library that our users come from. A resumed run keeps to it as well.
-    if run.trainer.num_sanity_val_steps != 0:
+    rng_of = (run.strategy.accelerator, run.strategy.device)
+    # In the order in which they are read first, and training draws the same random numbers with a
+    # sanity check and without it: so do methods that draw some, as in the library that our users
+    # come from. A fit that is resumed keeps to it, though it checks nothing.
+    if run.progress.epoch == 0 and run.trainer.num_sanity_val_steps != 0:
+        random = rng_state(*rng_of)
         _open_validation(run)
+        set_rng_state(random, *rng_of)
         loader = _open_training(run)
     else:
         loader = _open_training(run)
@@ -33,7 +38,7 @@ def open_fit_data(run: Run) -> TrainLoader:
         run.progress,
         loader,
         [one.loader for one in run.validation.loaders],
-        rng_of=(run.strategy.accelerator, run.strategy.device),
+        rng_of=rng_of,
     )
     return loader
 

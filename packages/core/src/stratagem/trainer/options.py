@@ -44,6 +44,7 @@ class OptionAttributes:
     default_root_dir: paths.Location
     overfit_batches: Limit
     reload_dataloaders_every_n_epochs: int
+    enable_autolog_hparams: bool
     barebones: bool
 
 
@@ -82,6 +83,7 @@ class TrainerOptions:
     default_root_dir: paths.Location
     overfit_batches: Limit
     reload_dataloaders_every_n_epochs: int
+    enable_autolog_hparams: bool
     barebones: bool
 
     @classmethod
@@ -209,7 +211,7 @@ _WHOLE = {
 """Options that are whole numbers, and the least that each may be."""
 _AS_THEY_ARE = (
     *("barebones", "benchmark", "detect_anomaly", "inference_mode"),
-    *("check_val_every_n_epoch", "use_distributed_sampler"),
+    *("check_val_every_n_epoch", "use_distributed_sampler", "enable_autolog_hparams"),
 )
 
 

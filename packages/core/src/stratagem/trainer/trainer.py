@@ -91,6 +91,8 @@ class Trainer(TrainerAttributes):
         async_save: write checkpoints while training goes on; needs memory of the host for a copy.
         enable_progress_bar: add a ProgressBar if there is none.
         enable_model_summary: add a ModelSummary if there is none: a table of the layers, on stderr.
+        enable_autolog_hparams: give loggers the hyperparameters of the model and the DataModule
+            when a run begins.
         overfit_batches: train on so many batches (int) or such a fraction of them (float), always
             the same and in order, and validate on as many; 0.0: on all.
         reload_dataloaders_every_n_epochs: ask for the loaders anew after so many epochs; 0: never.
@@ -159,6 +161,7 @@ class Trainer(TrainerAttributes):
         async_save: bool = False,
         enable_progress_bar: bool = True,
         enable_model_summary: bool = False,
+        enable_autolog_hparams: bool = True,
         overfit_batches: int | float = 0.0,
         reload_dataloaders_every_n_epochs: int = 0,
         profiler: Profiler | str | None = None,

@@ -27,11 +27,18 @@ class EarlyStoppingReason(IntEnum):
 class EarlyStopping(callbacks.EarlyStopping):
     """Stratagem's, with its reason as an `EarlyStoppingReason`.
 
+    Args:
+        *args, **options: of `stratagem.callbacks.EarlyStopping`.
+        log_rank_zero_only: only rank 0 says anything, also with False.
+
     Example:
         >>> from stratagem.lightning.api.callbacks import EarlyStopping
         >>> EarlyStopping("val_loss").stopping_reason.name
         'NOT_STOPPED'
     """
+
+    def __init__(self, *args: Any, log_rank_zero_only: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
 
     @property
     def stopping_reason(self) -> EarlyStoppingReason:

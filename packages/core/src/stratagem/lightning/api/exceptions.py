@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from stratagem.errors import StratagemError
+from stratagem.errors import CheckpointMismatchError, StratagemError
 
 MisconfigurationException = StratagemError
 """Every error that Stratagem raises on purpose: what Lightning calls a misconfiguration is here a
 ConfigurationError or a UserCodeError, which have this in common."""
+
+
+class StateDictError(CheckpointMismatchError, RuntimeError):
+    """Weights are another model's: what torch's `load_state_dict` says of it by a RuntimeError.
+
+    Example:
+        >>> print(StateDictError.of(CheckpointMismatchError("it lacks a", missing=["a"])))
+        it lacks a. Missing key(s) in state_dict: "a"
+    """
+
+    @classmethod
+    def of(cls, error: CheckpointMismatchError) -> StateDictError:
+        """Return one with the same names, and torch's words for them."""
+        text = str(error)
+        for what, names in (("Missing", error.missing), ("Unexpected", error.unexpected)):
+            if names:
+                listed = ", ".join(f'"{name}"' for name in names)
+                text += f". {what} key(s) in state_dict: {listed}"
+        return cls(text, error.missing, error.unexpected)
 
 
 class SIGTERMException(SystemExit):

@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stratagem.errors import CheckpointMismatchError
 from stratagem.launch.rank_zero import rank_zero_warn
 from stratagem.lightning.api.data import first_of_one
+from stratagem.lightning.api.exceptions import StateDictError
 from stratagem.lightning.api.saving import of_file
 from stratagem.module import Module
 
@@ -124,11 +126,17 @@ class LightningModule(Module):
             hparams_file: a YAML file whose values go before those of the checkpoint.
             strict: as there.
             weights_only: not needed here: nothing in a checkpoint is ever executed.
+
+        Raises:
+            StateDictError: the weights are another model's; a RuntimeError too.
         """
-        return super().load_from_checkpoint(
-            checkpoint_path,
-            map_location=map_location,
-            strict=strict,
-            **of_file(hparams_file),
-            **kwargs,
-        )
+        try:
+            return super().load_from_checkpoint(
+                checkpoint_path,
+                map_location=map_location,
+                strict=strict,
+                **of_file(hparams_file),
+                **kwargs,
+            )
+        except CheckpointMismatchError as error:
+            raise StateDictError.of(error) from error

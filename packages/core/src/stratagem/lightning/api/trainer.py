@@ -129,32 +129,32 @@ class Trainer(trainer.Trainer):
         path = self._last_if_there(ckpt_path, "fit")
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
 
-    def validate(
+    def validate(  # type: ignore[override]  # in Lightning's order
         self,
         model: Any = None,
         dataloaders: Any = None,
-        datamodule: Any = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
+        datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run validation; as `stratagem.Trainer.validate`, but for a model that is not given.
 
         Args:
             model: None: the one that was fitted, with its best weights where some were saved.
-            dataloaders, datamodule, ckpt_path, verbose: as there.
+            dataloaders, ckpt_path, verbose, datamodule: as there.
             weights_only: not needed here: nothing in a checkpoint is ever executed.
         """
         path = self._best_if_left_out(model, ckpt_path, "validate")
         return self._logged(super().validate(model, dataloaders, datamodule, path, verbose))
 
-    def test(
+    def test(  # type: ignore[override]  # in Lightning's order
         self,
         model: Any = None,
         dataloaders: Any = None,
-        datamodule: Any = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
+        datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run testing. Arguments as in `validate`."""
