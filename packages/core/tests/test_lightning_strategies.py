@@ -17,6 +17,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.lightning.api import precision as precisions
 from stratagem.lightning.api.accelerators import CPUAccelerator
 from stratagem.lightning.api.checkpoint_io import AsyncCheckpointIO
+from stratagem.lightning.api.cuda import CUDAAccelerator
 from stratagem.lightning.api.fabric import Fabric
 from stratagem.lightning.api.fsdp import FSDPStrategy
 from stratagem.lightning.api.precision import DoublePrecision
@@ -247,8 +248,7 @@ def test_a_format_is_written_in_the_background_by_lightnings_argument(tmp_path: 
 
 
 def test_the_gpus_are_counted_without_an_object() -> None:
-    cuda = pytest.importorskip("stratagem.lightning.api.cuda")
-    kind = cuda.CUDAAccelerator
+    kind = CUDAAccelerator
     assert kind.get_parallel_devices([3, 1]) == [torch.device("cuda", 3), torch.device("cuda", 1)]
     assert kind.parse_devices("1, 3") == [1, 3]
     assert kind.parse_devices(2) == [0, 1]
