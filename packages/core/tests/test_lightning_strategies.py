@@ -45,6 +45,17 @@ def test_the_device_of_a_strategy_is_the_plans() -> None:
 def test_a_strategy_knows_its_device_and_its_ranks_before_the_launch() -> None:
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
     assert trainer.strategy.root_device == torch.device("cpu")
+
+    class Elsewhere(OwnSingleDevice):
+        def setup_environment(self) -> None:
+            super().setup_environment()
+            self.device = torch.device("meta")
+
+    lite = Lite(strategy=Elsewhere("cpu"))
+    assert lite.strategy.root_device == torch.device("cpu")
+    lite.launch()
+    assert lite.strategy.root_device == torch.device("meta")
+
     one = Lite(accelerator="cpu", strategy="single_device").strategy
     assert one.all_reduce(torch.ones(2)).tolist() == [1, 1]
     assert one.reduce(torch.ones(2), reduce_op="sum").tolist() == [1, 1]

@@ -172,6 +172,14 @@ def test_a_config_that_was_saved_makes_the_same_run() -> None:
     assert again.config_dump == cli.config_dump
 
 
+def test_a_config_has_the_arguments_of_tensorboards_writer() -> None:
+    pytest.importorskip("tensorboard", reason="`nox -s loggers` runs this: it is not installed")
+    words = ["--trainer.logger=stratagem.loggers.TensorBoardLogger", "--trainer.logger.save_dir=tb"]
+    (logger,) = made(*words, "--trainer.logger.flush_secs=7").trainer.loggers
+    assert logger.experiment.flush_secs == 7
+    logger.finalize("success")
+
+
 def test_print_config_and_help_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         made("--print_config")
@@ -368,7 +376,8 @@ def test_lightnings_classes_may_stand_by_their_names_alone(
         """
     )
     config = yaml.safe_load(Path("run.yaml").read_text())
-    for arguments in (["--config=run.yaml"], config):
+    Path("trainer.yaml").write_text(yaml.safe_dump(config["trainer"]))
+    for arguments in (["--config=run.yaml"], config, ["--trainer=trainer.yaml"]):
         trainer = LightningCLI(Line, run=False, args=arguments, trainer_defaults=DEFAULTS).trainer
         assert isinstance(trainer.logger, CSVLogger)
         assert trainer.logger.name == "of_a_file"

@@ -171,7 +171,8 @@ class Strategy(Stepping, ABC):
         if name in _OF_RANKS:
             return getattr(self.ranks, name)
         if name == "root_device":
-            return self._own_device() if "components" in self.__dict__ else self.device
+            is_bound_only = "components" in self.__dict__ and "device" not in self.__dict__
+            return self._own_device() if is_bound_only else self.device
         kind = type(self).__name__
         if name == "requested":
             raise ConfigurationError(

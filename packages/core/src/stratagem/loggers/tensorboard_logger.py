@@ -101,8 +101,10 @@ class TensorBoardLogger(SDKLogger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder.make()
-        options = {"purge_step": self.resumed_at, **self._writer_options}
-        return SummaryWriter(self.log_dir, **options)
+        # Handed on as they came, so that jsonargparse finds the arguments that a config may have.
+        if "purge_step" in self._writer_options:
+            return SummaryWriter(self.log_dir, **self._writer_options)
+        return SummaryWriter(self.log_dir, purge_step=self.resumed_at, **self._writer_options)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Take the values of a step; those of a dict become one chart of several lines."""

@@ -55,20 +55,27 @@ def _placed_name(value: str, argument: str) -> str:
     return f"{place}.{value}" if there else value
 
 
-def _placed(config: Any, argument: str = "") -> Any:
-    """Return a config with the places of classes that stand by their names alone.
+def _placed(config: Any) -> Any:
+    """Return a config with the places of a Trainer's classes that stand by their names alone.
 
     Args:
-        config: all of it, or what stands under a key.
-        argument: the key.
+        config: all of it, that of a subcommand, or that of a Trainer.
     """
-    if isinstance(config, Mapping):
-        arguments = {str(key): str(key) for key in config}
-        arguments.update(class_path=argument, init_args="")
-        return {key: _placed(value, arguments[str(key)]) for key, value in config.items()}
-    if isinstance(config, list):
-        return [_placed(one, argument) for one in config]
-    return _placed_name(config, argument) if isinstance(config, str) else config
+    if not isinstance(config, Mapping):
+        return config
+    placed = {}
+    for key, value in config.items():
+        within = key == "trainer" or key in TrainerCLI.subcommands()
+        placed[key] = _placed(value) if within else _placed_value(value, key)
+    return placed
+
+
+def _placed_value(value: Any, argument: str) -> Any:
+    if isinstance(value, list):
+        return [_placed_value(one, argument) for one in value]
+    if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
+        return {**value, "class_path": _placed_name(value["class_path"], argument)}
+    return _placed_name(value, argument) if isinstance(value, str) else value
 
 
 def _load(text: str) -> Any:

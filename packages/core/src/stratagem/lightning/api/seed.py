@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import sys
@@ -13,10 +14,15 @@ import torch
 
 from stratagem import rng
 from stratagem.errors import ConfigurationError
-from stratagem.launch.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from stratagem.launch.rank_zero import rank_zero_only, rank_zero_warn
 
 SEED_VARIABLE = "PL_GLOBAL_SEED"
 WORKERS_VARIABLE = "PL_SEED_WORKERS"
+
+# By the name whose level scripts raise, so that nothing is said.
+_log = logging.getLogger("lightning.fabric.utilities.seed")
+if not logging.getLogger("lightning.fabric").level:
+    logging.getLogger("lightning.fabric").setLevel(logging.INFO)
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
@@ -25,7 +31,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Args:
         seed: None: what PL_GLOBAL_SEED says, or what STRATAGEM_SEED says, or 0.
         workers: seed the workers of data loaders too, each rank's differently.
-        verbose: log the seed on rank 0, and warn where none was given.
+        verbose: log the seed on rank 0, to stderr where the program has set up no logging, and
+            warn where none was given.
 
     Raises:
         ConfigurationError: the seed is out of range, or the variable holds none.
@@ -37,11 +44,19 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     if seed is None and verbose and rng.SEED_VARIABLE not in os.environ:
         rank_zero_warn(f"No seed found: it is 0 now. Pass one, or set {SEED_VARIABLE}")
     seed = rng.seed_everything(seed, workers=workers)
-    if verbose:
-        rank_zero_info("seed set to %s", seed)
+    if verbose and _log.isEnabledFor(logging.INFO):
+        _say(seed)
     os.environ[SEED_VARIABLE] = str(seed)
     os.environ[WORKERS_VARIABLE] = str(int(workers))
     return seed
+
+
+@rank_zero_only
+def _say(seed: int) -> None:
+    if _log.hasHandlers():
+        _log.info("seed set to %s", seed)
+    else:
+        print(f"seed set to {seed}", file=sys.stderr)
 
 
 def reset_seed() -> None:
