@@ -33,7 +33,7 @@ from stratagem.callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.loggers import CSVLogger
 
 
@@ -681,3 +681,25 @@ def test_a_method_that_a_subclass_has_left_out_is_named(
     with pytest.raises(NotImplementedError) as caught:
         getattr(callback, method)(*[None] * count)
     assert str(caught.value) == f"{type(callback).__name__} has to define {method}()"
+
+
+def test_a_callback_logs_as_its_module_does() -> None:
+    class Logs(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.log("one", 1.0, on_step=False, on_epoch=True)
+
+        def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            self.log_dict({"two": 2.0, "three": 3.0}, logger=False)
+
+    class AModule(nn.Module, Logs):
+        """A callback may be a module."""
+
+        def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+            self.log("four", 4.0)
+
+    run = trainer(Logs(), AModule(), max_epochs=1)
+    run.fit(Net(), loader())
+    values = {name: float(run.callback_metrics[name]) for name in ("one", "two", "four")}
+    assert values == {"one": 1.0, "two": 2.0, "four": 4.0}
+    with pytest.raises(UserCodeError, match=r"Logs.log\('late', ...\) works in a callback's hooks"):
+        Logs().log("late", 1.0)

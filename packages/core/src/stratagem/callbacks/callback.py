@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from stratagem.errors import UserCodeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -10,6 +14,9 @@ if TYPE_CHECKING:
 
     from stratagem.module import Module
     from stratagem.trainer import Trainer
+
+LOGGED: ContextVar[Module] = ContextVar("LOGGED")
+"""The Module of the run that is under way, which logs for callbacks."""
 
 
 class Callback:
@@ -47,6 +54,28 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """Log a value in the hooks in which the Module may.
+
+        Args:
+            name, value, **options: of `Module.log`.
+
+        Raises:
+            UserCodeError: as there; or no run is under way.
+        """
+        module = LOGGED.get(None)
+        if module is None:
+            raise UserCodeError(
+                f"{type(self).__name__}.log({name!r}, ...) works in a callback's hooks, while a "
+                "Trainer runs"
+            )
+        module.log(name, value, **options)
+
+    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
+        """Log several values, with the options of `log`."""
+        for name, value in values.items():
+            self.log(name, value, **options)
 
     def take_over(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned in rank 0's process, after a run that this one began.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Hook = Callable[..., Any]
 
 # No hooks: methods and properties that are read in their own places.
-_OTHERS = {"state_dict", "load_state_dict", "state_key", "monitors"}
+_OTHERS = {"state_dict", "load_state_dict", "take_over", "state_key", "monitors", "log", "log_dict"}
 HOOKS = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in _OTHERS)
 
 

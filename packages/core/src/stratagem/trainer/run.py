@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stratagem.callbacks.callback import LOGGED
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.lite.optimizer import wrap_optimizer
 from stratagem.lite.prepare import prepare
@@ -156,6 +157,7 @@ class Run:
             benchmark=trainer.benchmark,
         )
         self.profiling.begin(self)
+        before = LOGGED.set(module)
         try:
             run_loggers.begin(self)
             self.job.prepare_data(ranks)
@@ -179,6 +181,7 @@ class Run:
             raise
         finally:
             restore_determinism()
+            LOGGED.reset(before)
             # It holds the graph of the last loss, and so what hooks of an engine hold.
             self.step = None
             # What was logged before an error is what explains it.
