@@ -781,6 +781,27 @@ def test_a_metric_that_computes_several_values_is_refused_with_what_to_do() -> N
     )
 
 
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric OfRare was called before")
+def test_a_metric_that_has_nothing_to_compute_logs_nothing() -> None:
+    class OfRare(MeanMetric):
+        def compute(self) -> Any:
+            return super().compute() if self.update_called else None
+
+    class LogsRare(Logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rare = OfRare()
+
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch:
+                self.rare.update(2.0)
+            self.log("rare", self.rare)
+
+    memory = Memory()
+    trainer_with(memory, max_epochs=2).fit(LogsRare(), numbers())
+    assert memory.of("rare") == {5: 2.0}
+
+
 def test_a_logger_needs_no_folder(tmp_path: Path) -> None:
     class Sends(Logger):
         sent: list[Any]
