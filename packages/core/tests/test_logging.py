@@ -115,6 +115,18 @@ def test_what_goes_to_the_loggers_is_listed_though_no_epoch_reduces_it() -> None
     assert trainer.logged_metrics == {"index": 2.0}
 
 
+def test_a_logger_that_is_given_few_steps_is_told_of_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hint = (
+        "stratagem: loggers are given the values of every 17th step (log_every_n_steps), and an "
+        "epoch has 3 training batches: pass a smaller number to see more of them\n"
+    )
+    for logger, every in ((Memory(), 3), (False, 17), (Memory(), 17), (Memory(), 17)):
+        trainer_with(logger, log_every_n_steps=every).fit(Logs(), numbers())
+    assert capsys.readouterr().err.count(hint) == 1
+
+
 def test_a_value_that_goes_nowhere_is_refused() -> None:
     nowhere = Logs(lambda m, batch, i: m.log("mean", batch.mean(), on_step=False))
     with pytest.raises(UserCodeError) as raised:
