@@ -115,6 +115,18 @@ def test_what_goes_to_the_loggers_is_listed_though_no_epoch_reduces_it() -> None
     assert trainer.logged_metrics == {"index": 2.0}
 
 
+def test_a_logger_that_is_given_few_steps_is_told_of_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hint = (
+        "stratagem: loggers are given the values of every 17th step (log_every_n_steps), and an "
+        "epoch has 3 training batches: pass a smaller number to see more of them\n"
+    )
+    for logger, every in ((Memory(), 3), (False, 17), (Memory(), 17), (Memory(), 17)):
+        trainer_with(logger, log_every_n_steps=every).fit(Logs(), numbers())
+    assert capsys.readouterr().err.count(hint) == 1
+
+
 def test_a_value_that_goes_nowhere_is_refused() -> None:
     nowhere = Logs(lambda m, batch, i: m.log("mean", batch.mean(), on_step=False))
     with pytest.raises(UserCodeError) as raised:
@@ -779,6 +791,27 @@ def test_a_metric_that_computes_several_values_is_refused_with_what_to_do() -> N
         "element, received <class 'dict'>: log its parts, as in self.log_dict(metric.compute()) in "
         "on_train_epoch_end or on_validation_epoch_end"
     )
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric OfRare was called before")
+def test_a_metric_that_has_nothing_to_compute_logs_nothing() -> None:
+    class OfRare(MeanMetric):
+        def compute(self) -> Any:
+            return super().compute() if self.update_called else None
+
+    class LogsRare(Logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rare = OfRare()
+
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch:
+                self.rare.update(2.0)
+            self.log("rare", self.rare)
+
+    memory = Memory()
+    trainer_with(memory, max_epochs=2).fit(LogsRare(), numbers())
+    assert memory.of("rare") == {5: 2.0}
 
 
 def test_a_logger_needs_no_folder(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from stratagem.trainer.progress import Progress, RunState
 if TYPE_CHECKING:
     from stratagem.trainer.job import Job
     from stratagem.trainer.run import Run
+    from stratagem.trainer.trainer import Trainer
 
 # Methods of the library that our users come from, which are not called here, and what to do.
 _UNCALLED = {
@@ -199,6 +200,26 @@ def give_hints(strategy: Strategy) -> None:
     if not strategy.ranks.is_global_zero:
         return
     for hint in strategy.accelerator.hints(strategy.device, strategy.precision.dtype):
+        if hint not in _hints_given:
+            _hints_given.add(hint)
+            print(f"stratagem: {hint}", file=sys.stderr, flush=True)
+
+
+def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
+    """Say on rank 0 that loggers are given values of few steps, or of none; once in a process.
+
+    Args:
+        trainer: whose fit begins.
+        batches: of this rank in an epoch; infinity: not known.
+    """
+    every = trainer.log_every_n_steps
+    if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
+        return
+    if every > batches > 0:
+        hint = (
+            f"loggers are given the values of every {every}th step (log_every_n_steps), and an "
+            f"epoch has {batches:.0f} training batches: pass a smaller number to see more of them"
+        )
         if hint not in _hints_given:
             _hints_given.add(hint)
             print(f"stratagem: {hint}", file=sys.stderr, flush=True)

@@ -152,9 +152,9 @@ class Metrics:
         for entry in entries:
             if entry.metric is None:
                 continue
-            if entry.on_epoch:
+            if entry.on_epoch and (value := _computed(entry)) is not None:
                 shown = Summary("mean", 0.0, 0.0, entry.epoch_name, entry.logger, entry.prog_bar)
-                self._keep(entry.name, _computed(entry), shown)
+                self._keep(entry.name, value, shown)
             # Also one that is logged at steps only: what it holds is of this epoch.
             self._metrics.append(entry.metric)
         for index, by_name in self._of_loader.items():
@@ -265,10 +265,10 @@ def _read(name: str, value: Tensor) -> Any:
     )
 
 
-def _computed(entry: EpochValue) -> Tensor:
-    """Return what a metric object computes of the epoch."""
+def _computed(entry: EpochValue) -> Tensor | None:
+    """Return what a metric object computes of the epoch; None: it has seen nothing to compute."""
     value = entry.metric.compute()
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if value is None or (isinstance(value, Tensor) and value.numel() == 1):
         return value
     found = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
     raise UserCodeError(

@@ -206,6 +206,7 @@ class Run:
         path = self.resumed_from = self.resumed_from or self._find(self.asked)
         loader = open_fit_data(self)
         strategy.take_batch_size(loader.batch_size)
+        checks.hint_at_log_interval(trainer, loader.batches)
         prepared = self._prepare_to_train()
         if path is not None:
             self._restore(prepared, read_checkpoint(self.launched.checkpoint_writer, path), path)

@@ -179,8 +179,7 @@ class Trainer(TrainerAttributes):
         self.loggers = make_loggers(given["logger"], self.default_root_dir, quick=quick)
         self._profiler = make_profiler(given["profiler"])
         self.callbacks = make_callbacks(given, quick=quick)
-        self._state = RunState()
-        self._progress = Progress()
+        self._state, self._progress = RunState(), Progress()
         self._latest = LatestValues()
 
     # -- what runs where
