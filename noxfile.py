@@ -106,6 +106,16 @@ LOGGERS = [
     "comet_ml==3.58.8",
     "neptune==1.14.0.post2",
 ]
+# What stands on Lightning, as `benchmarks/libraries.py` calls it; each chooses its own torch.
+LIBRARIES = [
+    "neuralforecast==3.3.0",
+    "gluonts[torch]==0.17.0",
+    "scvi-tools==1.4.2",
+    "pytorch-tabular==1.2.0",
+    "chemprop==2.3.1",
+    "u8darts[torch]==0.41.0",
+    "anomalib==2.7.0",
+]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 # Whose tests of public behaviour are run through stratagem.lightning, and what they need.
 PEER_TESTS = "2.6.5"
@@ -306,6 +316,16 @@ def third_parties(session: nox.Session, plugin: str) -> None:
     session.install("--no-build-isolation", "--no-deps", "-e", f"./{folder}")
     session.chdir(folder)  # whose own settings of pytest hold: their warnings are not ours
     session.run("pytest", "tests", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("library", LIBRARIES)
+def libraries(session: nox.Session, library: str) -> None:
+    """A library that stands on Lightning, with it and with `stratagem.lightning`; not in CI."""
+    session.install(library)
+    session.install(*BUILD_TOOLS)
+    session.install("--no-build-isolation", "-e", "./packages/core")
+    session.run("python", "benchmarks/libraries.py", library.partition("==")[0])
 
 
 @nox.session

@@ -1,0 +1,233 @@
+"""Trains models of libraries that stand on Lightning, with it and with `stratagem.lightning`.
+
+They are installed as they come from the index, and neither they nor what is below has a line for
+Stratagem. Numbers may differ by 1e-5 of the largest (the mean of an epoch in float64 or float32)::
+
+    nox -s "libraries(library='scvi-tools')"
+    python benchmarks/libraries.py scvi-tools
+
+chemprop's, darts' and pytorch-forecasting's checkpoints hold objects, which Stratagem refuses to
+store: here their models train, and are not saved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MARK = "numbers: "
+ON_CPU: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False}
+
+
+def tell(*values: Any) -> None:
+    """Print numbers that are to be the same."""
+    import numpy as np
+
+    flat = [np.asarray(value, dtype=float).reshape(-1) for value in values]
+    print(f"{MARK}{json.dumps(np.concatenate(flat).tolist())}")
+
+
+def neuralforecast() -> None:
+    """Two models: validation by steps with early stopping; saved and loaded; cross-validation."""
+    from neuralforecast import NeuralForecast
+    from neuralforecast.models import NBEATS, NHITS
+    from neuralforecast.utils import AirPassengersDF
+
+    options = {"h": 12, "input_size": 24, "max_steps": 20, **ON_CPU}
+    stops = NBEATS(val_check_steps=5, early_stop_patience_steps=2, **options)
+    forecast = NeuralForecast(models=[NHITS(**options), stops], freq="M")
+    forecast.fit(df=AirPassengersDF, val_size=12)
+    own = forecast.predict().iloc[:, 2:].to_numpy()
+    forecast.save("saved", overwrite=True)
+    loaded = NeuralForecast.load("saved").predict(df=AirPassengersDF).iloc[:, 2:].to_numpy()
+    tell(own, abs(own - loaded).max())
+    windows = forecast.cross_validation(df=AirPassengersDF, n_windows=2, val_size=12)
+    tell(windows.iloc[:, 3:].to_numpy())
+
+
+def gluonts() -> None:
+    """A network that is chosen by its validation."""
+    import numpy as np
+    import pandas as pd
+    import torch
+    from gluonts.dataset.pandas import PandasDataset
+    from gluonts.torch import SimpleFeedForwardEstimator
+
+    np.random.seed(0)
+    torch.manual_seed(0)
+    days = pd.date_range("2020-01-01", periods=300, freq="D")
+    frame = pd.DataFrame({"target": np.sin(np.arange(300) / 7).astype("float32")}, index=days)
+    data = PandasDataset(frame, target="target", freq="D", dtype=np.float32)
+    estimator = SimpleFeedForwardEstimator(
+        prediction_length=12, num_batches_per_epoch=10, trainer_kwargs={"max_epochs": 2, **ON_CPU}
+    )
+    predictor = estimator.train(data, validation_data=data)
+    weights = predictor.prediction_net.state_dict().values()
+    tell(sum(float(w.double().abs().sum()) for w in weights if w.is_floating_point()))
+
+
+def scvi_tools() -> None:
+    """A variational model with early stopping and the library's own logger; saved and loaded."""
+    import scvi
+
+    scvi.settings.seed = 0
+    cells = scvi.data.synthetic_iid(batch_size=100, n_genes=50)
+    scvi.model.SCVI.setup_anndata(cells, batch_key="batch")
+    model = scvi.model.SCVI(cells, n_latent=5)
+    model.train(max_epochs=4, early_stopping=True, check_val_every_n_epoch=1, **ON_CPU)
+    model.save("saved", overwrite=True)
+    loaded = scvi.model.SCVI.load("saved", cells)
+    own = model.get_latent_representation()
+    tell(own[:5], abs(loaded.get_latent_representation() - own).max())
+    tell(*(values.to_numpy() for name, values in sorted(model.history.items())))
+
+
+def pytorch_tabular() -> None:
+    """A classifier with the library's checkpoints and metrics; saved and loaded."""
+    import numpy as np
+    import pandas as pd
+    from pytorch_tabular import TabularModel
+    from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
+    from pytorch_tabular.models import CategoryEmbeddingModelConfig
+
+    random = np.random.RandomState(0)
+    names = [f"f{i}" for i in range(8)]
+    frame = pd.DataFrame(random.randn(400, 8), columns=names)
+    frame["kind"] = random.choice(list("abc"), 400)
+    frame["target"] = (frame.f0 + frame.f1 > 0).astype(int)
+    model = TabularModel(
+        data_config=DataConfig(target=["target"], continuous_cols=names, categorical_cols=["kind"]),
+        model_config=CategoryEmbeddingModelConfig(task="classification", layers="16-8"),
+        optimizer_config=OptimizerConfig(),
+        trainer_config=TrainerConfig(
+            batch_size=64, max_epochs=4, accelerator="cpu", progress_bar="none", load_best=False
+        ),
+        verbose=False,
+    )
+    model.fit(train=frame[:320], validation=frame[320:])
+    model.save_model("saved")
+    loaded = TabularModel.load_model("saved")
+    for one in (model, loaded):
+        tell(one.predict(frame[320:])["target_1_probability"].to_numpy()[:5])
+    tell(*model.evaluate(frame[320:], verbose=False)[0].values())
+
+
+def chemprop() -> None:
+    """A message-passing network: fitted, tested, predicted with."""
+    import numpy as np
+    import torch
+    from chemprop import data, models, nn
+    from lightning import pytorch as pl
+
+    pl.seed_everything(0)
+    smiles = ["C" * k + end for k in range(1, 12) for end in ("O", "N", "Cl", "C(=O)O")]
+    values = np.array([[len(one) * 0.3 + ("O" in one)] for one in smiles])
+    points = [data.MoleculeDatapoint.from_smi(s, y) for s, y in zip(smiles, values, strict=True)]
+    train = data.MoleculeDataset(points[:36])
+    scaler = train.normalize_targets()
+    loader = data.build_dataloader(train, num_workers=0)
+    held_back = data.MoleculeDataset(points[36:])
+    other = data.build_dataloader(held_back, num_workers=0, shuffle=False)
+    unscale = nn.UnscaleTransform.from_standard_scaler(scaler)
+    head = nn.RegressionFFN(input_dim=32, output_transform=unscale)
+    model = models.MPNN(nn.BondMessagePassing(d_h=32), nn.MeanAggregation(), head)
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, max_epochs=5, **ON_CPU)
+    trainer.fit(model, loader)
+    tested = trainer.test(model, other)[0].values()
+    tell(*tested, torch.cat(trainer.predict(model, other)).numpy())
+
+
+def darts() -> None:
+    """Two models of series, one with a callback of the user's."""
+    import numpy as np
+    from darts.models import NBEATSModel, RNNModel
+    from darts.utils.timeseries_generation import sine_timeseries
+    from pytorch_lightning.callbacks import EarlyStopping
+
+    series = sine_timeseries(length=150, value_frequency=0.05).astype(np.float32)
+    options: dict[str, Any] = {"random_state": 0, "pl_trainer_kwargs": dict(ON_CPU), "n_epochs": 3}
+    small = {"num_stacks": 2, "num_blocks": 1, "layer_widths": 16}
+    model = NBEATSModel(24, 12, **small, **options)
+    model.fit(series[:120], val_series=series[90:])
+    stopping = EarlyStopping(monitor="val_loss", patience=2, min_delta=0.01, mode="min")
+    options["pl_trainer_kwargs"]["callbacks"] = [stopping]
+    other = RNNModel(24, model="LSTM", hidden_dim=8, training_length=30, **options)
+    other.fit(series[:120], val_series=series[90:])
+    tell(model.predict(3).values(), other.predict(3).values())
+
+
+def anomalib() -> None:
+    """A model of image patches, whose metrics are callbacks that log."""
+    import numpy as np
+    from anomalib.data import Folder
+    from anomalib.engine import Engine
+    from anomalib.models import Padim
+    from PIL import Image
+
+    random = np.random.RandomState(0)
+    for kind, count in (("good", 12), ("bad", 4)):
+        Path("images", kind).mkdir(parents=True)
+        for number in range(count):
+            pixels = (random.rand(64, 64, 3) * 40 + 100).astype("uint8")
+            pixels[20:40, 20:40] += 60 * (kind == "bad")
+            Image.fromarray(pixels).save(Path("images", kind, f"{number}.png"))
+    sizes = {"train_batch_size": 4, "eval_batch_size": 4, "num_workers": 0, "seed": 0}
+    data = Folder(name="x", root="images", normal_dir="good", abnormal_dir="bad", **sizes)
+    small = {"backbone": "resnet18", "layers": ["layer1"], "n_features": 10}
+    model = Padim(pre_trained=False, **small)
+    engine = Engine(max_epochs=1, devices=1, default_root_dir="out", **ON_CPU)
+    engine.fit(model=model, datamodule=data)
+    tell(*engine.test(model=model, datamodule=data)[0].values())
+
+
+LIBRARIES: dict[str, Callable[[], None]] = {
+    "neuralforecast": neuralforecast,
+    "gluonts[torch]": gluonts,
+    "scvi-tools": scvi_tools,
+    "pytorch-tabular": pytorch_tabular,
+    "chemprop": chemprop,
+    "u8darts[torch]": darts,
+    "anomalib": anomalib,
+}
+"""By the names that they are installed by."""
+
+
+def numbers_of(*command: str) -> list[float]:
+    """Run this file in an empty folder, and return the numbers that it tells."""
+    here = str(Path(__file__).resolve())
+    with tempfile.TemporaryDirectory() as folder:
+        program = [sys.executable, *command, here, *sys.argv[1:]]
+        done = subprocess.run(
+            program, cwd=folder, env={**os.environ, "RUN": "1"}, text=True, stdout=subprocess.PIPE
+        )
+    if done.returncode:
+        sys.exit(f"{' '.join(program)} failed\n{done.stdout}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    return [number for line in lines for number in json.loads(line.removeprefix(MARK))]
+
+
+def main() -> None:
+    """Run a library's models, or compare two runs of them."""
+    library = LIBRARIES[sys.argv[1]]
+    if os.environ.get("RUN"):
+        warnings.filterwarnings("ignore")
+        library()
+        return
+    theirs, ours = numbers_of(), numbers_of("-m", "stratagem", "run", "--as-lightning")
+    largest = max(map(abs, theirs))
+    same = [math.isclose(a, b, abs_tol=1e-5 * largest) for a, b in zip(theirs, ours, strict=True)]
+    if not all(same):
+        sys.exit(f"{sys.argv[1]}: numbers differ\nLightning: {theirs}\nStratagem: {ours}")
+    print(f"{sys.argv[1]}: {len(ours)} numbers are the same")
+
+
+if __name__ == "__main__":
+    main()
