@@ -159,11 +159,11 @@ MISTAKES = {
         "",
         "Contradicts.capabilities has owns_clipping=True, but the class overrides none of",
     ),
-    "contradicts_step": (
-        "averaging_classes:Contradicts",
+    "steps_like_others": (
+        "averaging_classes:StepsLikeOthers",
         "owns_step=True",
         "",
-        "Contradicts.capabilities has owns_step=True, but the class overrides none of",
+        "StepsLikeOthers.capabilities has owns_step=True, but the class overrides none of",
     ),
     "leaves_to_ddp": (
         "averaging_classes:LeavesToDDP",
@@ -245,6 +245,9 @@ WRONG_CLASSES = """
 
     class Contradicts(Differs):
         capabilities = Capabilities(owns_clipping=True)
+
+    class StepsLikeOthers(Differs):
+        capabilities = Capabilities(owns_step=True)
 
     class LeavesToDDP(DDPStrategy):
         capabilities = replace(DDPStrategy.capabilities, owns_clipping=True)

@@ -1302,8 +1302,9 @@ def test_a_datamodule_is_prepared_set_up_used_and_taken_down() -> None:
     assert calls == [
         "prepare_data",
         "setup fit",
-        "train_dataloader",
+        # In the order in which they are read: the sanity check comes first.
         "val_dataloader",
+        "train_dataloader",
         "teardown fit",
     ]
     assert module_data.trainer is trainer
