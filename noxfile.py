@@ -115,6 +115,8 @@ LIBRARIES = [
     "chemprop==2.3.1",
     "u8darts[torch]==0.41.0",
     "anomalib==2.7.0",
+    "torch_geometric==2.8.1",
+    "lightly==1.6.0",
 ]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
 # Whose tests of public behaviour are run through stratagem.lightning, and what they need.
@@ -322,7 +324,7 @@ def third_parties(session: nox.Session, plugin: str) -> None:
 @nox.parametrize("library", LIBRARIES)
 def libraries(session: nox.Session, library: str) -> None:
     """A library that stands on Lightning, with it and with `stratagem.lightning`; not in CI."""
-    session.install(library)
+    session.install(library, "lightning")
     session.install(*BUILD_TOOLS)
     session.install("--no-build-isolation", "-e", "./packages/core")
     session.run("python", "benchmarks/libraries.py", library.partition("==")[0])

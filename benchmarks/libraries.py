@@ -188,6 +188,102 @@ def anomalib() -> None:
     tell(*engine.test(model=model, datamodule=data)[0].values())
 
 
+def torch_geometric() -> None:
+    """A network of graphs, by the library's DataModule, tested with its best checkpoint."""
+    import lightning.pytorch as pl
+    import torch
+    from torch.nn.functional import mse_loss
+    from torch_geometric.data import Data
+    from torch_geometric.data.lightning import LightningDataset
+    from torch_geometric.nn import GCNConv, global_mean_pool
+
+    pl.seed_everything(0)
+
+    def graph(nodes: int) -> Any:
+        features = torch.randn(nodes, 4)
+        edges = torch.randint(0, nodes, (2, 3 * nodes))
+        return Data(x=features, edge_index=edges, y=features.mean().view(1))
+
+    class Net(pl.LightningModule):  # type: ignore[misc]  # not annotated
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = GCNConv(4, 16)
+            self.head = torch.nn.Linear(16, 1)
+
+        def forward(self, graphs: Any) -> Any:
+            hidden = self.conv(graphs.x, graphs.edge_index).relu()
+            return mse_loss(self.head(global_mean_pool(hidden, graphs.batch)).view(-1), graphs.y)
+
+        def training_step(self, graphs: Any, batch_idx: int) -> Any:
+            return self(graphs)
+
+        def validation_step(self, graphs: Any, batch_idx: int) -> None:
+            self.log("val", self(graphs), batch_size=graphs.num_graphs, prog_bar=True)
+
+        def test_step(self, graphs: Any, batch_idx: int) -> None:
+            self.log("test", self(graphs), batch_size=graphs.num_graphs)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    graphs = [graph(6 + i % 4) for i in range(60)]
+    data = LightningDataset(graphs[:40], graphs[40:50], graphs[50:], batch_size=8)
+    saver = pl.callbacks.ModelCheckpoint(monitor="val")
+    trainer = pl.Trainer(devices=1, max_epochs=3, callbacks=[saver], **ON_CPU)
+    trainer.fit(Net(), data)
+    tell(*trainer.test(ckpt_path="best", datamodule=data)[0].values(), saver.best_model_score)
+
+
+def lightly() -> None:
+    """Contrastive training with the library's callback, which reads what was logged."""
+    import numpy as np
+    import pytorch_lightning as pl
+    import torch
+    from lightly.loss import NTXentLoss
+    from lightly.models.modules import SimCLRProjectionHead
+    from lightly.utils.benchmarking import MetricCallback, OnlineLinearClassifier
+    from torch import nn
+
+    pl.seed_everything(0)
+
+    class SimCLR(pl.LightningModule):  # type: ignore[misc]  # not annotated
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU())
+            self.head = SimCLRProjectionHead(8, 16, 8)
+            self.criterion = NTXentLoss()
+            self.classifier = OnlineLinearClassifier(feature_dim=8, num_classes=10)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            one, other, label = batch
+            features = self.backbone(one)
+            loss = self.criterion(self.head(features), self.head(self.backbone(other)))
+            others, values = self.classifier.training_step((features.detach(), label), batch_idx)
+            self.log("train_loss", loss)
+            self.log_dict(values, sync_dist=True, batch_size=len(label))
+            return loss + others
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            features = self.backbone(batch[0])
+            loss, values = self.classifier.validation_step((features, batch[2]), batch_idx)
+            self.log_dict(values, prog_bar=True, sync_dist=True, batch_size=len(batch[2]))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.06)
+
+    images = torch.rand(2, 40, 3, 4, 4)
+    data = torch.utils.data.TensorDataset(*images, torch.arange(40) % 10)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    metrics, rates = MetricCallback(), pl.callbacks.LearningRateMonitor()
+    trainer = pl.Trainer(
+        devices=1, max_epochs=2, callbacks=[metrics, rates], log_every_n_steps=1, **ON_CPU
+    )
+    trainer.fit(SimCLR(), loader, torch.utils.data.DataLoader(data, batch_size=8))
+    for values in (metrics.train_metrics, metrics.val_metrics):
+        tell(*(np.array(values[name]) for name in sorted(values)))
+
+
 LIBRARIES: dict[str, Callable[[], None]] = {
     "neuralforecast": neuralforecast,
     "gluonts[torch]": gluonts,
@@ -196,6 +292,8 @@ LIBRARIES: dict[str, Callable[[], None]] = {
     "chemprop": chemprop,
     "u8darts[torch]": darts,
     "anomalib": anomalib,
+    "torch_geometric": torch_geometric,
+    "lightly": lightly,
 }
 """By the names that they are installed by."""
 
