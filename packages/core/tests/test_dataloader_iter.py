@@ -134,6 +134,19 @@ def test_a_run_goes_on_behind_the_batches_that_were_read(tmp_path: Path) -> None
         assert torch.equal(one, other)
 
 
+def test_a_step_that_takes_no_batch_is_an_error() -> None:
+    class TakesNone(Pairs):
+        def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+            return self.layer(torch.ones(2, 1)).square().sum()  # type: ignore[no-any-return]
+
+        def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
+            """Nothing."""
+
+    for run in (quiet(limit_val_batches=0).fit, quiet().validate):
+        with pytest.raises(UserCodeError, match="took no batch from dataloader_iter, so that it"):
+            run(TakesNone(), numbers(4))
+
+
 def test_by_hand_a_step_may_keep_a_batch_for_the_next() -> None:
     class Ahead(Pairs):
         automatic_optimization = False

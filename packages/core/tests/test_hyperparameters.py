@@ -55,6 +55,9 @@ class Rows(DataModule):
         self.seen += 1
         return DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), self.hparams.size)
 
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), self.hparams.size)
+
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
 
@@ -107,6 +110,15 @@ def test_loggers_are_given_the_hyperparameters_of_model_and_data(tmp_path: Path)
     model = Configured({"rate": 0.5})
     model.hparams.rate = 0.1
     quiet(tmp_path, logger=logger).fit(model, datamodule=Rows({"size": 4}))
+    assert logger.given == {"rate": 0.5, "size": 4}
+    logger.given = None
+
+    class Validated(Configured):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            """Nothing."""
+
+    again = Validated({"rate": 0.5})
+    quiet(tmp_path, logger=logger).validate(again, datamodule=Rows({"size": 4}), verbose=False)
     assert logger.given == {"rate": 0.5, "size": 4}
     logger.given = None
     quiet(tmp_path, logger=logger, enable_autolog_hparams=False).fit(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import os
 import pickle
 from argparse import Namespace
@@ -54,6 +56,7 @@ from stratagem.lightning.api.saving import (
 )
 from stratagem.lightning.api.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from stratagem.lightning.api.trainer import Trainer
+from stratagem.loggers.parameters import write_hyperparameters
 from stratagem.strategies import SingleDeviceStrategy
 
 
@@ -915,8 +918,44 @@ def test_an_accelerator_that_is_written_for_lightning_trains(tmp_path: Path) -> 
         assert trainer.accelerator.process_group_backend == "gloo"
         with pytest.raises(ConfigurationError, match="own"):
             AcceleratorRegistry.register("own", Own)
+
+        class Counted(Own):
+            @staticmethod
+            def name() -> str:  # type: ignore[override]
+                return "counted"
+
+            @staticmethod
+            def get_parallel_devices(devices: Any) -> list[torch.device]:
+                return [torch.device("cpu")] * devices
+
+        trainer = Trainer(accelerator=Counted(), logger=False, default_root_dir=tmp_path)
+        trainer.fit(BoringModel(), [torch.ones(2, 32)])
+        assert trainer.accelerator.name == "counted"
     finally:
         AcceleratorRegistry.remove("own")
     assert "own" not in AcceleratorRegistry
     assert Trainer(accelerator="auto", logger=False).accelerator.name == "cpu"
     assert isinstance(Trainer(accelerator="cpu", logger=False).accelerator, Accelerator)
+
+
+def test_numbers_of_a_file_of_hyperparameters_are_read_as_numbers(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="`nox -s loggers` runs this: PyYAML is not installed")
+    given: dict[str, Any] = {
+        "rate": 1e-05,
+        "far": 1e20,
+        "most": float("inf"),
+        "least": -float("inf"),
+    }
+    given = {**given, "text": "1e-05 Infinity", "part": 2.5e-3, "nested": {"small": [-3e-9]}}
+    write_hyperparameters(tmp_path / "hparams.yaml", given)
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == given
+    write_hyperparameters(tmp_path / "hparams.json", given)
+    assert json.loads((tmp_path / "hparams.json").read_text()) == given
+
+
+def test_early_stopping_shows_its_best_value_as_a_tensor() -> None:
+    from stratagem.lightning.api.callbacks import EarlyStopping
+
+    stopping = EarlyStopping("loss")
+    stopping.load_state_dict({**stopping.state_dict(), "best_score": 0.1})
+    assert stopping.best_score.item() == stopping.state_dict()["best_score"] == 0.1

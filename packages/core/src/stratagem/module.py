@@ -67,7 +67,8 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     """The Trainer runs backward and steps the optimizer; False: `training_step` does."""
     needs_optimizer: bool = True
     """Refuse None from `configure_optimizers`, where a `return` may be forgotten; False: fit calls
-    `training_step` without a backward then, and takes no steps."""
+    `training_step` without a backward then, and takes no steps: nothing is logged or saved by
+    them."""
     # No annotations, which torch.jit.script would read.
     strict_loading = True  # type: bool | None
     """Refuse a checkpoint that lacks names of this model's, or has others; False: leave those out,

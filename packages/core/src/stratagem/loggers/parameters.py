@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,13 +62,26 @@ def as_plain(value: Any) -> Any:
 
 
 def write_hyperparameters(file: Path, params: Any) -> None:
-    """Write hyperparameters as JSON, which is YAML too.
+    """Write hyperparameters as JSON; in a file that ends in .yaml, with YAML 1.1's numbers.
 
     Args:
         file: to write.
         params: as `as_mapping` takes them.
     """
-    file.write_text(json.dumps(as_plain(as_mapping(params)), indent=2) + "\n")
+    text = json.dumps(as_plain(as_mapping(params)), indent=2)
+    if file.suffix == ".yaml":
+        text = _NOT_YAML.sub(_of_yaml, text)
+    file.write_text(text + "\n")
+
+
+_NOT_YAML = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+(?=e)|(?<=-)Infinity|Infinity|NaN')
+"""A text, which is left alone; the digits of 1e-05, which YAML 1.1 takes for a text; no number."""
+_WORDS = {"Infinity": ".inf", "NaN": ".nan"}
+
+
+def _of_yaml(found: re.Match[str]) -> str:
+    text = found[0]
+    return text if text.startswith('"') else _WORDS.get(text, f"{text}.0")
 
 
 def _number(value: Any) -> bool | int | float | None:

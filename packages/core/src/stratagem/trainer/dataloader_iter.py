@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.trainer.hooked_step import needs_closure, step_hooks_of
 from stratagem.trainer.step import EndOfEpoch, Step
 from stratagem.trainer.strategy_check import takes_own_steps
@@ -58,7 +58,24 @@ class DataLoaderIter(Iterator[tuple[Any, int, int]]):
     def turns(self) -> Iterator[tuple[Any, int, int]]:
         """Yield what was read last, as long as there is more."""
         while not self.done:
+            before = self.fetched
             yield self.last
+            self.check_read(before)
+
+    def check_read(self, before: int) -> None:
+        """Check that a step has read a batch.
+
+        Args:
+            before: how many were read before it.
+
+        Raises:
+            UserCodeError: it has not, so that there would always be more.
+        """
+        if self.fetched == before and not self.done:
+            raise UserCodeError(
+                "a step took no batch from dataloader_iter, so that it would be called for ever: "
+                "call next(dataloader_iter) in each"
+            )
 
     def __next__(self) -> tuple[Any, int, int]:
         if self.done:
@@ -134,6 +151,7 @@ class ReadingStep(Step):
             loss = super().loss(part, converted=True)
         except StopIteration:
             raise EndOfData from None
+        part.check_read(before)
         self._micro_batches = part.fetched - before
         self._batch, self.batch_idx, _ = part.last
         return loss

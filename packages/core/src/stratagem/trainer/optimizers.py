@@ -70,7 +70,8 @@ def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if returned is None and not module.needs_optimizer:
         rank_zero_warn(
             f"{who} returned None: this fit will run with no optimizer, so that training_step is "
-            "called without a backward, and no step is taken or counted"
+            "called without a backward, and no step is taken or counted: values of steps are not "
+            "logged, and no checkpoint is saved"
         )
         return [], []
     if isinstance(returned, Optimizer):

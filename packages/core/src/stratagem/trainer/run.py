@@ -254,6 +254,7 @@ class Run:
         method = "val_dataloader" if what == "validation" else "test_dataloader"
         source = source_of(method, self.job, self.job.loaders, needed=True)
         loaders = open_evaluation_data(self, source, what)
+        checks.hand_over_hyperparameters(self)
         epoch = evaluation.evaluate(self, self._prepare_to_evaluate(), loaders, what)
         values = {name: float(value) for name, value in epoch.values.items()}
         return values, results.by_loader(values, epoch.loaders, len(loaders))

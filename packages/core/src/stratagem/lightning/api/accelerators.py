@@ -39,6 +39,15 @@ class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):
 
     is_instance = of_class(accelerators.Accelerator)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let a method `name` be the attribute that Stratagem reads."""
+        super().__init_subclass__(**options)
+        given = vars(cls).get("name")
+        if isinstance(given, staticmethod):
+            cls.name = given()
+        elif callable(given):
+            cls.name = property(given)  # type: ignore[assignment]
+
     @staticmethod
     @abstractmethod
     def parse_devices(devices: Any) -> Any:
@@ -75,7 +84,10 @@ class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):
 
     def device(self, index: int) -> torch.device:
         """Return the device with this index."""
-        return self.get_parallel_devices(self.parse_devices([index]))[0]
+        try:
+            return self.get_parallel_devices(self.parse_devices([index]))[0]
+        except TypeError:  # they are counted, as the processor's are
+            return self.get_parallel_devices(self.parse_devices(index + 1))[index]
 
     def device_stats(self, device: torch.device) -> dict[str, Any]:
         """Return what is in use."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from stratagem import callbacks
 from stratagem.lightning.api.progress import ProgressBar
 
@@ -41,6 +43,15 @@ class EarlyStopping(callbacks.EarlyStopping):
         super().__init__(*args, **options)
 
     @property
+    def best_score(self) -> Any:
+        """The best value so far, of shape ()."""
+        return torch.tensor(self._best_score, dtype=torch.float64)
+
+    @best_score.setter
+    def best_score(self, score: Any) -> None:
+        self._best_score = float(score)
+
+    @property
     def stopping_reason(self) -> EarlyStoppingReason:
         """What has ended training; `stopping_reason_message` says it in words."""
         return EarlyStoppingReason[(self.stopped_by or "not_stopped").upper()]
@@ -52,7 +63,7 @@ class EarlyStopping(callbacks.EarlyStopping):
     def state_dict(self) -> dict[str, Any]:
         """Return the reason too."""
         reason = {"stopped_by": self.stopped_by, "message": self.stopping_reason_message}
-        return {**super().state_dict(), "reason": reason}
+        return {**super().state_dict(), "best_score": self._best_score, "reason": reason}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it back."""
