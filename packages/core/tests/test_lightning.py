@@ -140,6 +140,8 @@ def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
         ("from lightning.pytorch.callbacks.timer import Unheard", "callbacks.timer.Unheard'"),
         ("import lightning.pytorch.loops.fit_loop", "use Trainer's attributes, and stratagem.Lite"),
         ("from lightning.pytorch.loggers import LitLogger", "use CSVLogger"),
+        ("from lightning.pytorch import Trainr", "Trainr'; did you mean 'Trainer'?"),
+        ("from lightning.pytorch.callbacks import ModelCheckpiont", "mean 'ModelCheckpoint'?"),
         ("import lightning.fabric._graveyard", "is private to Lightning"),
         ("from lightning.pytorch.trainer import _x", "is private to Lightning"),
     ],
