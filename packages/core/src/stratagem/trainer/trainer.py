@@ -43,10 +43,10 @@ from stratagem.trainer.metrics import LatestValues
 from stratagem.trainer.options import TrainerOptions
 from stratagem.trainer.progress import Progress, RunState
 from stratagem.trainer.results import print_values
-from stratagem.trainer.run import Run
 
 if TYPE_CHECKING:
     from stratagem.profilers import Profiler
+    from stratagem.trainer.run import Run
 
 
 class Trainer(TrainerAttributes):
@@ -377,6 +377,9 @@ class Trainer(TrainerAttributes):
             # A callback that waits for a value waits for one of this fit.
             self._latest = LatestValues()
         self._tuned = None
+        # A quarter of what importing the Trainer would take, and only runs need it.
+        from stratagem.trainer.run import Run
+
         self._run = Run(
             self, launched, job, progress=self._progress, latest=self._latest, before=self._run
         )
