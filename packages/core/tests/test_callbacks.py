@@ -385,7 +385,7 @@ def test_learning_rates_are_those_of_the_next_step(tmp_path: Path) -> None:
             return torch.optim.ASGD(self.parameters())
 
     monitor = LearningRateMonitor(log_momentum=True)
-    with pytest.warns(RuntimeWarning, match="do not have momentum, and 0.0 is logged .*: ASGD"):
+    with pytest.warns(RuntimeWarning, match="logs 0.0 for ASGD, which takes no momentum"):
         trainer(monitor, logger=logger, max_epochs=1).fit(Plain(), loader())
     assert monitor.last_momentum_values == {"lr-ASGD-momentum": 0.0}
 

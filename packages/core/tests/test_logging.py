@@ -132,9 +132,8 @@ def test_a_value_that_goes_nowhere_is_refused() -> None:
     with pytest.raises(UserCodeError) as raised:
         trainer_with().fit(nowhere, numbers())
     assert str(raised.value) == (
-        "self.log('mean', on_step=False, on_epoch=None) is not useful here: the value goes "
-        "nowhere. In training_step on_epoch is False unless it is given, elsewhere on_step: pass "
-        "True for one of them"
+        "self.log('mean', on_step=False, on_epoch=None): the value goes nowhere. In training_step "
+        "on_epoch is False unless it is given, elsewhere on_step: pass True for one of them"
     )
 
 

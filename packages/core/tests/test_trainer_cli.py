@@ -386,7 +386,7 @@ def test_lightnings_classes_may_stand_by_their_names_alone(
         assert isinstance(trainer.profiler, SimpleProfiler)
 
     monkeypatch.setattr(sys, "argv", ["train.py", "--model.rate=1"])
-    with pytest.warns(UserWarning, match="args parameter is given.*not read: --model.rate=1"):
+    with pytest.warns(UserWarning, match="place of the command line.*not read: --model.rate=1"):
         LightningCLI(Line, run=False, args=[])
 
 

@@ -68,7 +68,7 @@ class Callback:
         if module is None:
             raise UserCodeError(
                 f"{type(self).__name__}.log({name!r}, ...) works in a callback's hooks, while a "
-                "Trainer runs"
+                "Trainer runs: log there, or by a logger's own log_metrics"
             )
         module.log(name, value, **options)
 

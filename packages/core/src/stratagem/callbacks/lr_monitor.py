@@ -165,7 +165,7 @@ def _warn_of_none(trainer: Trainer) -> None:
     ]
     if without:
         rank_zero_warn(
-            "LearningRateMonitor(log_momentum=True): these optimizers do not have momentum, and "
-            f"0.0 is logged for it: {', '.join(without)}",
+            f"LearningRateMonitor(log_momentum=True) logs 0.0 for {', '.join(without)}, which "
+            "takes no momentum: leave log_momentum out, or take another optimizer",
             category=RuntimeWarning,
         )

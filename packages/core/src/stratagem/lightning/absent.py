@@ -44,8 +44,8 @@ stratagem.lightning serves public names only"
     parts = place.split(".")
     places = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     instead = next((INSTEAD[known] for known in places if known in INSTEAD), "")
+    if instead:
+        return f"Stratagem has no {shown}; use {instead}"
     near = get_close_matches(name, LAYOUT.get(".".join(parts[:-1]), ()), n=1, cutoff=0.8)
-    if near and not instead:
-        return f"Stratagem has no {shown}; did you mean {near[0]!r}?"
-    advice = f"use {instead}" if instead else "docs/from-lightning.md says what differs"
+    advice = f"did you mean {near[0]!r}?" if near else "docs/from-lightning.md says what differs"
     return f"Stratagem has no {shown}; {advice}"

@@ -228,9 +228,9 @@ class Metrics:
         on_epoch = not self.in_step if options.on_epoch is None else options.on_epoch
         if not on_step and not on_epoch:
             raise UserCodeError(
-                f"self.log({name!r}, on_step={options.on_step}, on_epoch={options.on_epoch}) is "
-                "not useful here: the value goes nowhere. In training_step on_epoch is False "
-                "unless it is given, elsewhere on_step: pass True for one of them"
+                f"self.log({name!r}, on_step={options.on_step}, on_epoch={options.on_epoch}): "
+                "the value goes nowhere. In training_step on_epoch is False unless it is given, "
+                "elsewhere on_step: pass True for one of them"
             )
         entry = EpochValue(
             name,

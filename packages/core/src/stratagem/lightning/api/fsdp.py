@@ -61,9 +61,9 @@ class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
                 )
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
             raise ConfigurationError(
-                "FSDPStrategy cannot set both `activation_checkpointing` "
-                f"({activation_checkpointing!r}) and activation_checkpointing_policy "
-                f"({activation_checkpointing_policy!r}), two names of one argument: leave one out"
+                f"FSDPStrategy(activation_checkpointing={activation_checkpointing!r}, "
+                f"activation_checkpointing_policy={activation_checkpointing_policy!r}): "
+                "two names of one argument: leave one out"
             )
         super().__init__(
             mixed_precision=mixed_precision,

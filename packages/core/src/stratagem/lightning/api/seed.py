@@ -42,7 +42,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
             raise ConfigurationError(f"expected a number in {SEED_VARIABLE}, received {text!r}")
         seed = int(text)
     if seed is None and verbose and rng.SEED_VARIABLE not in os.environ:
-        rank_zero_warn(f"No seed found: it is 0 now. Pass one, or set {SEED_VARIABLE}")
+        rank_zero_warn(
+            f"seed_everything() received no seed and takes 0: pass one, or set {SEED_VARIABLE}"
+        )
     seed = rng.seed_everything(seed, workers=workers)
     if verbose and _log.isEnabledFor(logging.INFO):
         _say(seed)

@@ -198,7 +198,7 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
         for name in state if strict else ():
             if name not in checkpoint:
                 raise KeyError(
-                    f"{path}: the state to fill contains a key {name!r} that does not exist there; "
+                    f"{path} holds no {name!r}, which is to be filled from it; "
                     "pass strict=False to leave it as it is"
                 )
         rest = dict(state)

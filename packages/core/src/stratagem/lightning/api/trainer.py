@@ -309,7 +309,7 @@ def _say_what_one_means(options: Mapping[str, Any]) -> None:
             continue
         means = "1 batch of an epoch is" if isinstance(given, int) else "100% of the batches are"
         other = "1.0 takes all of them" if isinstance(given, int) else "1 takes a single one"
-        rank_zero_info(f"`Trainer({name}={given})` was configured so {means} taken; {other}")
+        rank_zero_info(f"{name}={given}: {means} taken; {other}")
 
 
 _LIMITED = ("train", "val", "test", "predict")
