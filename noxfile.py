@@ -22,6 +22,10 @@ PACKAGES = [
     "packages/backend-deepspeed",
     "packages/backend-xla",
     "packages/backend-hpu-ipu",
+    "packages/extras",
+    "packages/lightning",
+    "packages/testing",
+    "packages/stratagem",
 ]
 # What builds a package of ours; installed once, so that no build fetches it again.
 BUILD_TOOLS = ["build==1.6.1", "editables==0.6", "hatchling==1.33.0"]
@@ -119,7 +123,7 @@ LIBRARIES = [
     "lightly==1.6.0",
 ]
 PEERS = ["lightning==2.6.6", "accelerate==1.15.0"]
-# Whose tests of public behaviour are run through stratagem.lightning, and what they need.
+# Whose tests of public behaviour are run through stratagem_lightning, and what they need.
 PEER_TESTS = "2.6.5"
 PEER_TOOLS = ["pytest-timeout", "lightning-utilities", "pandas", "cloudpickle", "psutil"]
 
@@ -323,7 +327,7 @@ def third_parties(session: nox.Session, plugin: str) -> None:
 @nox.session
 @nox.parametrize("library", LIBRARIES)
 def libraries(session: nox.Session, library: str) -> None:
-    """A library that stands on Lightning, with it and with `stratagem.lightning`; not in CI."""
+    """A library that stands on Lightning, with it and with `stratagem_lightning`; not in CI."""
     session.install(library, "lightning")
     session.install(*BUILD_TOOLS)
     session.install("--no-build-isolation", "-e", "./packages/core")
@@ -353,7 +357,7 @@ def loggers(session: nox.Session) -> None:
 
 @nox.session
 def peer_tests(session: nox.Session) -> None:
-    """Lightning's tests of public behaviour through stratagem.lightning: a table; not in CI."""
+    """Lightning's tests of public behaviour through stratagem_lightning: a table; not in CI."""
     work = Path(session.posargs[0] if session.posargs else session.create_tmp()).resolve()
     source, theirs = work / "src", str(work / "peer" / "bin" / "python")
     if not source.exists():

@@ -1,4 +1,4 @@
-"""Trains models of libraries that stand on Lightning, with it and with `stratagem.lightning`.
+"""Trains models of libraries that stand on Lightning, with it and with `stratagem_lightning`.
 
 They are installed as they come from the index, and neither they nor what is below has a line for
 Stratagem. Numbers may differ by 1e-5 of the largest (the mean of an epoch in float64 or float32)::

@@ -27,7 +27,7 @@ LABEL = os.environ.get("PEER_TESTS_LABEL", "peer")
 _running = False
 
 if LABEL != "peer":
-    importlib.import_module("stratagem.lightning")
+    importlib.import_module("stratagem_lightning")
 
 
 class MissingNameError(AttributeError):

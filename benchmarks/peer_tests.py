@@ -1,4 +1,4 @@
-"""Runs the tests of PyTorch Lightning's public behaviour through `stratagem.lightning`.
+"""Runs the tests of PyTorch Lightning's public behaviour through `stratagem_lightning`.
 
 The tests are read from a checkout of that library, outside this tree; nothing of it is kept here.
 `peer_selection.py` chooses them by a mechanical rule; of a parametrization at most four cases are

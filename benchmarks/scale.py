@@ -29,15 +29,15 @@ import torch
 import torch.distributed as dist
 
 from stratagem.accelerators import CPUAccelerator
-from stratagem.distributed import status_exchange
+from stratagem.distributed.diagnosis import status_exchange
+from stratagem.distributed.diagnosis.rank_status import RankStatuses
 from stratagem.distributed.process_group import ProcessGroupRanks
-from stratagem.distributed.rank_status import RankStatuses
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.environments import PlainEnvironment
 from stratagem.launch.open_files import allow_connections
-from stratagem.module import LogOptions
-from stratagem.trainer.metrics import LatestValues, Metrics
-from stratagem.trainer.rows import Rows
+from stratagem.module.module import LogOptions
+from stratagem.trainer.metrics.log_buffer import Rows
+from stratagem.trainer.metrics.metrics import LatestValues, Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

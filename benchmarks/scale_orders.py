@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from stratagem.data.resumable import Resumable
+from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import shard_loader
 
 BATCH_SIZE = 32

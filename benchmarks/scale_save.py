@@ -23,11 +23,11 @@ from torch import Tensor
 
 from stratagem.checkpoint import DirectoryCheckpointIO, Shards
 from stratagem.distributed.process_group import _padded, _unpadded
-from stratagem.native.checkpoint.directory import _Save
-from stratagem.native.checkpoint.exchange import StoreExchange
-from stratagem.native.checkpoint.layout import encode_layout
-from stratagem.native.checkpoint.save_plan import GlobalPlan, Held
-from stratagem.native.checkpoint.shard_writer import file_of
+from stratagem.native.checkpoint.sharded.directory import _Save
+from stratagem.native.checkpoint.sharded.exchange import StoreExchange
+from stratagem.native.checkpoint.sharded.layout import encode_layout
+from stratagem.native.checkpoint.sharded.save_plan import GlobalPlan, Held
+from stratagem.native.checkpoint.sharded.shard_writer import file_of
 from stratagem.rng import rng_state
 from stratagem.state import plain_data
 from stratagem.state.rank_states import RankStates, gather_states

@@ -252,7 +252,7 @@ import stratagem
 names = stratagem.StrategyRegistry.available_strategies()
 from stratagem.discovery.registry import get_registry
 from stratagem.plan.plan import RunRequest
-from stratagem.plan.resolve import resolve
+from stratagem.plan.resolution import resolve
 plan = resolve(RunRequest(strategy="single_device", accelerator="cpu"), get_registry())
 print(json.dumps({
     "names": names,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.cli.private_imports import private_imports_of
+from stratagem_testing.author.private_imports import private_imports_of
 
 PLUGINS = sorted(Path(__file__).parents[1].glob("examples/plugins/*/pyproject.toml"))
 

@@ -26,7 +26,7 @@ PROGRAMS = {
     "resolve": (
         "from stratagem.discovery.registry import get_registry\n"
         "from stratagem.plan.plan import RunRequest\n"
-        "from stratagem.plan.resolve import resolve\n"
+        "from stratagem.plan.resolution import resolve\n"
         "resolve(RunRequest(strategy='ddp', accelerator='cpu', devices=2), get_registry())"
     ),
 }

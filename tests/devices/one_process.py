@@ -19,7 +19,7 @@ from stratagem.loggers import CSVLogger
 from stratagem.precision import MixedPrecision
 from stratagem.rng import rng_state, set_rng_state
 from stratagem.strategies import DDPStrategy
-from stratagem.trainer import rows
+from stratagem.trainer.metrics import log_buffer as rows
 
 folder = Path(sys.argv[1])
 out: dict[str, Any] = {}

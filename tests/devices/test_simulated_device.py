@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from stratagem.testing.components.check import checks_of
-from stratagem.testing.components.component import Component
-from stratagem.testing.components.server import Server
+from stratagem_testing.components.check import checks_of
+from stratagem_testing.components.component import Component
+from stratagem_testing.components.server import Server
 
 HERE = Path(__file__).parent
 

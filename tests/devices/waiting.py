@@ -15,7 +15,8 @@ from device_models import Net, fit, loader
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import DeviceStatsMonitor, EarlyStopping, ModelCheckpoint
 from stratagem.loggers import CSVLogger
-from stratagem.trainer import interruption, rows
+from stratagem.trainer.loops import interruption
+from stratagem.trainer.metrics import log_buffer as rows
 
 folder = Path(sys.argv[1])
 rows._SECONDS = 0.0  # values leave for the logger at each step, and not every two seconds

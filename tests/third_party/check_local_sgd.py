@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from stratagem.testing.strategies.session import failures
-from stratagem.testing.strategies.target import Target
+from stratagem_testing.strategies.session import failures
+from stratagem_testing.strategies.target import Target
 
 if __name__ == "__main__":
     target = Target(strategy="local_sgd", devices=2, parts=2, equal=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stratagem.testing import AcceleratorConformance, PrecisionConformance
 from stratagem_cuda.precision import BitsandbytesPrecision, Float8Precision, Float16Mixed
+from stratagem_testing import AcceleratorConformance, PrecisionConformance
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 pytestmark = pytest.mark.conformance
 
 

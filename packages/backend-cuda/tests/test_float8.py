@@ -21,7 +21,7 @@ from stratagem.discovery import Availability
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.plan.plan import RunRequest
-from stratagem.plan.resolve import resolve
+from stratagem.plan.resolution import resolve
 from stratagem_cuda import probe
 from stratagem_cuda.accelerator import CUDAAccelerator
 from stratagem_cuda.precision import Float8Precision

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stratagem.testing import StrategyConformance
+from stratagem_testing import StrategyConformance
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 pytestmark = pytest.mark.conformance
 
 

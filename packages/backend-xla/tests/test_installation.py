@@ -17,7 +17,7 @@ from stratagem.discovery import Availability
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.plan.plan import RunPlan, RunRequest
-from stratagem.plan.resolve import resolve
+from stratagem.plan.resolution import resolve
 from stratagem_xla import installation
 from stratagem_xla.library import import_torch_xla
 from stratagem_xla.plugin import stratagem_doctor

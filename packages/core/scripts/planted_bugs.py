@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from stratagem.testing.components.component import Component
-from stratagem.testing.components.server import Server
-from stratagem.testing.strategies.session import run_checks
+from stratagem_testing.components.component import Component
+from stratagem_testing.components.server import Server
+from stratagem_testing.strategies.session import run_checks
 
 TESTS = Path(__file__).parents[1] / "tests"
 Row = tuple[str, str, str, str]

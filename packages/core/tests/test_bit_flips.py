@@ -19,8 +19,8 @@ from stratagem.checkpoint import CheckpointIO
 from stratagem.checkpoint.checksum import checksum_of_file
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointCorruptError
-from stratagem.state.unpickler import PlainUnpickler
-from stratagem.testing.durability.harness import formats
+from stratagem.state.reading.unpickler import PlainUnpickler
+from stratagem_testing.durability.harness import formats
 
 SAVED_BEFORE = Path(__file__).parent / "data" / "single_file_0.1.0.zip"
 # 9 MB: more than one piece of those in which a file is read.

@@ -25,8 +25,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
-from torch.optim import lr_scheduler as schedulers
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, lr_scheduler as schedulers
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -674,7 +673,7 @@ def test_time_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return super().training_step(batch, batch_idx)
 
     clock_of_runs = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
+    monkeypatch.setattr("stratagem.trainer.loops.interruption.time", clock_of_runs)
     saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=10), save_top_k=-1)
     trainer_in(tmp_path, max_epochs=1, callbacks=saver).fit(Slow(), loader())
     # Ten steps of 3 seconds: 10 seconds have gone by after the fourth, and again after the eighth.

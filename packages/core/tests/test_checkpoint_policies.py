@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Lite, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.callbacks.checkpoint_names import CheckpointNames
+from stratagem.callbacks.checkpoints.names import CheckpointNames
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import (
     CheckpointNotFoundError,
@@ -106,7 +106,7 @@ def test_steps_epochs_and_time_may_be_combined(
             return super().training_step(batch, batch_idx)
 
     clock_of_runs = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
+    monkeypatch.setattr("stratagem.trainer.loops.interruption.time", clock_of_runs)
     saver = each_step(
         tmp_path,
         save_top_k=-1,

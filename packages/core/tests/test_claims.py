@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stratagem import Lite
-from stratagem.callbacks.checkpoint_names import CheckpointNames
+from stratagem.callbacks.checkpoints.names import CheckpointNames
 from stratagem.storage.claims import claim
 from stratagem.storage.owner import Owner
 

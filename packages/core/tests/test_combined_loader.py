@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.callbacks.progress_bar import batches_to_evaluate
+from stratagem.callbacks.progress.bar import batches_to_evaluate
 from stratagem.data import CombinedLoader
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
 

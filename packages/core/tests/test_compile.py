@@ -21,9 +21,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Lite, Module, Trainer
+from stratagem.compile import modules as compiling
+from stratagem.compile.modules import takes_whole_steps
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces import compiling
-from stratagem.interfaces.compiling import takes_whole_steps
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
 SCRIPTS = Path(__file__).parent / "scripts"

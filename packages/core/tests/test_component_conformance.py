@@ -11,7 +11,7 @@ import pytest
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.precision import TruePrecision
 from stratagem.strategies import DDPStrategy
-from stratagem.testing import (
+from stratagem_testing import (
     AcceleratorConformance,
     CheckpointIOConformance,
     ClusterEnvironmentConformance,
@@ -20,9 +20,9 @@ from stratagem.testing import (
     PluginConformance,
     PrecisionConformance,
 )
-from stratagem.testing.places import find, place_of
+from stratagem_testing.places import find, place_of
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 
 
 class TestCPU(AcceleratorConformance):

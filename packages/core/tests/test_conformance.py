@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from stratagem import testing
+import stratagem_testing as testing
 from stratagem.strategies import ModelParallelStrategy
-from stratagem.testing import StrategyConformance
-from stratagem.testing.components.check import MODULES
-from stratagem.testing.guide import BEGIN, END, class_name, tables
+from stratagem_testing import StrategyConformance
+from stratagem_testing.components.check import MODULES
+from stratagem_testing.guide import BEGIN, END, class_name, tables
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 
 
 class TestDDP(StrategyConformance):
@@ -62,7 +62,7 @@ GUIDE = (Path(__file__).parents[3] / "docs" / "testing-a-plugin.md").read_text()
 
 def test_the_guide_says_of_each_check_what_it_means() -> None:
     assert GUIDE.partition(BEGIN)[2].partition(END)[0].strip() == tables().strip(), (
-        "python -m stratagem.testing.guide docs/testing-a-plugin.md"
+        "python -m stratagem_testing.guide docs/testing-a-plugin.md"
     )
 
 

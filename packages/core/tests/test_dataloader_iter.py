@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from stratagem import Module, Trainer
 from stratagem.callbacks import StochasticWeightAveraging
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.trainer import dataloader_iter
-from stratagem.trainer.train_loader import TrainLoader
+from stratagem.trainer.loaders.train_loader import TrainLoader
+from stratagem_lightning import dataloader_iter
 
 
 class Pairs(Module):

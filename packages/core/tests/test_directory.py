@@ -38,7 +38,7 @@ from stratagem.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
 )
-from stratagem.state.unpickler import PlainUnpickler
+from stratagem.state.reading.unpickler import PlainUnpickler
 from stratagem.storage.durable_directory import DurableDirectory
 
 SCRIPT = Path(__file__).parent / "directory_scripts.py"

@@ -10,7 +10,7 @@ import pytest
 from program import CORE, Program
 
 from stratagem import __version__
-from stratagem.cli.distribution import Examination, ExaminedComponent, print_examination
+from stratagem_testing.author.doctor import Examination, ExaminedComponent, print_examination
 
 RANGE = f"{CORE}<0.2,>=0.1"
 
@@ -475,7 +475,7 @@ def test_an_import_that_is_not_public_is_a_warning_and_names_what_is(program: Pr
     program.install("averaging", GOOD, requires=RANGE)
     private = (
         "from stratagem.native.strategies.ddp import DDPStrategy\n"
-        "import stratagem.plan.resolve\n"
+        "import stratagem.plan.resolution\n"
         "from stratagem.launch import Launcher, supervisor\n"
         "from stratagem import errors, discovery\n"
     )
@@ -485,7 +485,7 @@ def test_an_import_that_is_not_public_is_a_warning_and_names_what_is(program: Pr
     assert [c["detail"] for c in found["checks"] if c["name"] == "imports"] == [
         f"averaging_classes.py, line 1: stratagem.native.strategies.ddp DDPStrategy {may}: import "
         "DDPStrategy from stratagem.strategies",
-        f"averaging_classes.py, line 2: stratagem.plan.resolve {may}",
+        f"averaging_classes.py, line 2: stratagem.plan.resolution {may}",
         f"averaging_classes.py, line 3: stratagem.launch supervisor {may}",
     ]
     assert {c["status"] for c in found["checks"] if c["name"] == "imports"} == {"warning"}

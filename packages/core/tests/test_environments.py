@@ -24,7 +24,7 @@ import pytest
 import torch.distributed
 
 from stratagem.discovery.registry import get_registry
-from stratagem.distributed.bounded_store import BoundedStore
+from stratagem.distributed.diagnosis.bounded_store import BoundedStore
 from stratagem.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,
@@ -38,7 +38,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.launch import network
 from stratagem.native.environments import beacon, rendezvous, run_secret, slurm
 from stratagem.plan.plan import RunPlan, RunRequest
-from stratagem.plan.resolve import resolve
+from stratagem.plan.resolution import resolve
 
 # A batch script on the first of two nodes, whose job has two tasks on each.
 BATCH_SCRIPT = {

@@ -20,10 +20,10 @@ def modules_in(path: Iterable[str], package: str) -> Iterator[str]:
     for found in pkgutil.iter_modules(path, f"{package}."):
         # Importing the one runs the program; the other changes what `import lightning` means, and
         # has its examples run in a process of its own (test_lightning.py).
-        if found.name.endswith("__main__") or found.name == "stratagem.lightning":
+        if found.name.endswith("__main__") or found.name == "stratagem_lightning":
             continue
         # It needs jsonargparse, of the extra [cli].
-        if found.name == "stratagem.trainer.cli" and find_spec("jsonargparse") is None:
+        if found.name == "stratagem_extras.cli" and find_spec("jsonargparse") is None:
             continue
         yield found.name
         if found.ispkg:

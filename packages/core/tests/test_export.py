@@ -72,7 +72,7 @@ def test_an_export_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(UserCodeError, match=r"method='guess'.: expected 'script' or 'trace'"):
         Net().to_torchscript(method="guess")  # type: ignore[arg-type]
-    monkeypatch.setattr("stratagem.state.export.find_spec", lambda name: None)
+    monkeypatch.setattr("stratagem_extras.export.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError) as refused:
         Net().to_onnx("model.onnx", torch.ones(1, 3))
     assert str(refused.value) == (
@@ -85,7 +85,7 @@ def test_what_is_written_as_onnx_is_the_model_in_evaluation_mode(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # The exporter itself needs packages that the other tests do without.
-    monkeypatch.setattr("stratagem.state.export.find_spec", lambda name: name)
+    monkeypatch.setattr("stratagem_extras.export.find_spec", lambda name: name)
     seen: list[Any] = []
 
     def export(model: nn.Module, inputs: Any, file: Any, **options: Any) -> str:

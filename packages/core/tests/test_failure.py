@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from stratagem.distributed.rank_status import is_communication_error
+from stratagem.distributed.diagnosis.rank_status import is_communication_error
 from stratagem.errors import CommunicationError, DivergenceError
-from stratagem.trainer.divergence import DivergenceCheck
-from stratagem.trainer.interruption import Interruption
+from stratagem.trainer.loops.divergence import DivergenceCheck
+from stratagem.trainer.loops.interruption import Interruption
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -195,7 +195,7 @@ def test_ranks_ask_one_another_less_often_the_shorter_their_steps_are(
 ) -> None:
     now = 0.0
     clock_of_runs = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
+    monkeypatch.setattr("stratagem.trainer.loops.interruption.time", clock_of_runs)
     ranks = TwoRanks([])
     interruption = Interruption(ranks, Environment(), None)  # type: ignore[arg-type]
     for _ in range(2000):
@@ -324,7 +324,7 @@ def test_parameters_that_differ_in_value_or_place_are_seen(
 
 
 def _hashes_of(module: nn.Module) -> torch.Tensor:
-    from stratagem.trainer.divergence import _hash
+    from stratagem.trainer.loops.divergence import _hash
 
     return torch.stack([_hash(parameter) for parameter in module.parameters()])
 

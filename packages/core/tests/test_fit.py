@@ -401,7 +401,7 @@ def test_max_time_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().training_step(batch, batch_idx)
 
     clock_of_runs = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
+    monkeypatch.setattr("stratagem.trainer.loops.interruption.time", clock_of_runs)
     trainer = quiet(max_time=9)
     trainer.fit(Slow(), loader())
     assert trainer.global_step == 5

@@ -39,8 +39,7 @@ from hostile_archives import (
     seal,
     sign_directory,
 )
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from stratagem import Lite
 from stratagem.checkpoint import Shards, SingleFileCheckpointIO

@@ -157,7 +157,7 @@ def test_an_override_may_call_the_hook_that_it_overrides() -> None:
     hooks = [
         name
         for base in Module.__mro__
-        if base.__module__ == "stratagem.callbacks.module_hooks"
+        if base.__module__ == "stratagem.module.hooks"
         for name, hook in vars(base).items()
         if callable(hook)
         and not name.startswith("_")

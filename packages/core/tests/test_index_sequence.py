@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stratagem.data import index_sequence
 from stratagem.data.index_sequence import IndexSequence, Permutation
-from stratagem.data.resumable import Resumable
+from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import ShardedSampler, set_epoch, shard_loader
 
 

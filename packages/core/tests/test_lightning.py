@@ -20,7 +20,7 @@ from stratagem.cli.run import parse
 from stratagem.errors import ConfigurationError
 
 ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
-OURS = "stratagem.lightning"
+OURS = "stratagem_lightning"
 OF_BACKENDS = (
     "Bitsandbytes",
     "CUDA",
@@ -57,7 +57,7 @@ def _modules_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def lightning(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """`stratagem.lightning`, for one test."""
+    """`stratagem_lightning`, for one test."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     forget()
     yield importlib.import_module(OURS)
@@ -83,7 +83,7 @@ def test_every_name_of_lightnings_is_the_same_object(lightning: ModuleType) -> N
         import lightning.fabric, lightning_fabric
         from lightning.pytorch.callbacks.early_stopping import EarlyStopping
         from pytorch_lightning.callbacks import EarlyStopping as OldEarlyStopping
-        import stratagem.lightning.pytorch.callbacks.early_stopping as ours
+        import stratagem_lightning.pytorch.callbacks.early_stopping as ours
         import lightning.pytorch.callbacks.early_stopping as theirs
         """.replace("\n        ", "\n")
     )
@@ -118,7 +118,7 @@ def test_packages_are_attributes_without_an_import_of_their_own(lightning: Modul
 
 
 def test_every_name_that_is_served_is_there(lightning: ModuleType) -> None:
-    from stratagem.lightning.layout import LAYOUT
+    from stratagem_lightning.layout import LAYOUT
 
     for module, names in LAYOUT.items():
         if module == "pytorch.cli" and find_spec("jsonargparse") is None:
@@ -264,7 +264,7 @@ def test_run_needs_devices_unless_the_script_starts_its_ranks(
     script.touch()
     assert parse(["--as-lightning", str(script)]).devices == 0
     launch = parse(["--as-lightning", str(script), "--lr", "1"])
-    assert launch.command[1:] == ["-m", "stratagem.lightning.script", str(script), "--lr", "1"]
+    assert launch.command[1:] == ["-m", "stratagem_lightning.script", str(script), "--lr", "1"]
     for arguments, said in [
         ([str(script)], "--devices"),
         (["--as-lightning", "--prefix", str(script)], "give --devices as well for"),
@@ -277,14 +277,14 @@ def test_run_needs_devices_unless_the_script_starts_its_ranks(
 def test_the_examples_in_it_run(tmp_path: Path, script_environment: dict[str, str]) -> None:
     code = """
 import doctest, importlib.util, pkgutil, sys
-import stratagem.lightning
-import stratagem.lightning.api as api
+import stratagem_lightning
+import stratagem_lightning.api as api
 
-names = [f"stratagem.lightning.{name}" for name in ("absent", "importing", "layout")]
+names = [f"stratagem_lightning.{name}" for name in ("absent", "importing", "layout")]
 names += [found.name for found in pkgutil.walk_packages(api.__path__, f"{api.__name__}.")]
-names.append("stratagem.lightning")
+names.append("stratagem_lightning")
 if importlib.util.find_spec("jsonargparse") is None:  # of the extra [cli]
-    names.remove("stratagem.lightning.api.cli")
+    names.remove("stratagem_lightning.api.cli")
 results = [doctest.testmod(importlib.import_module(name)) for name in names]
 print(sum(result.attempted for result in results))
 sys.exit(sum(result.failed for result in results))

@@ -19,27 +19,25 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 from stratagem.callbacks import Callback, ModelCheckpoint
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, MissingPackageError
-from stratagem.lightning.api.accelerators import (
-    Accelerator,
-    AcceleratorRegistry,
-    CPUAccelerator,
-)
-from stratagem.lightning.api.cloud_io import get_filesystem
-from stratagem.lightning.api.data import has_len
-from stratagem.lightning.api.datamodule import LightningDataModule
-from stratagem.lightning.api.demos.boring_classes import BoringModel, ManualOptimBoringModel
-from stratagem.lightning.api.environments import (
+from stratagem.loggers.parameters import write_hyperparameters
+from stratagem.strategies import SingleDeviceStrategy
+from stratagem_lightning.api.accelerators import Accelerator, AcceleratorRegistry, CPUAccelerator
+from stratagem_lightning.api.cloud_io import get_filesystem
+from stratagem_lightning.api.data import has_len
+from stratagem_lightning.api.datamodule import LightningDataModule
+from stratagem_lightning.api.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from stratagem_lightning.api.environments import (
     KubeflowEnvironment,
     LightningEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from stratagem.lightning.api.fabric import Fabric
-from stratagem.lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
-from stratagem.lightning.api.models import from_compiled, grad_norm
-from stratagem.lightning.api.module import LightningModule
-from stratagem.lightning.api.parsing import lightning_setattr
-from stratagem.lightning.api.precision import (
+from stratagem_lightning.api.fabric import Fabric
+from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
+from stratagem_lightning.api.models import from_compiled, grad_norm
+from stratagem_lightning.api.module import LightningModule
+from stratagem_lightning.api.parsing import lightning_setattr
+from stratagem_lightning.api.precision import (
     DeepSpeedPrecision,
     DoublePrecision,
     FSDPPrecision,
@@ -47,16 +45,10 @@ from stratagem.lightning.api.precision import (
     MixedPrecision,
     Precision,
 )
-from stratagem.lightning.api.samplers import DistributedSamplerWrapper, UnrepeatedDistributedSampler
-from stratagem.lightning.api.saving import (
-    load_hparams_from_yaml,
-    of_file,
-    save_hparams_to_yaml,
-)
-from stratagem.lightning.api.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
-from stratagem.lightning.api.trainer import Trainer
-from stratagem.loggers.parameters import write_hyperparameters
-from stratagem.strategies import SingleDeviceStrategy
+from stratagem_lightning.api.samplers import DistributedSamplerWrapper, UnrepeatedDistributedSampler
+from stratagem_lightning.api.saving import load_hparams_from_yaml, of_file, save_hparams_to_yaml
+from stratagem_lightning.api.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from stratagem_lightning.api.trainer import Trainer
 
 
 def loader(samples: int) -> DataLoader[Any]:
@@ -619,7 +611,7 @@ def test_a_command_line_reads_the_arguments_that_the_trainer_hands_on() -> None:
 
 
 def test_a_file_of_torch_save_is_mapped_and_executes_nothing(tmp_path: Path) -> None:
-    from stratagem.lightning.api.loading import lazy_load
+    from stratagem_lightning.api.loading import lazy_load
 
     torch.save({"weight": torch.arange(4.0)}, tmp_path / "model.pth")
     assert torch.equal(lazy_load(tmp_path / "model.pth")["weight"], torch.arange(4.0))
@@ -631,7 +623,7 @@ def test_a_file_of_torch_save_is_mapped_and_executes_nothing(tmp_path: Path) -> 
 
 
 def test_layers_on_the_meta_device_get_memory_and_first_values() -> None:
-    from stratagem.lightning.api.loading import materialize_meta_tensors
+    from stratagem_lightning.api.loading import materialize_meta_tensors
 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -661,7 +653,7 @@ def test_the_logger_is_tensorboards_or_a_table_where_that_is_not_installed(
     found = Trainer(accelerator="cpu", default_root_dir=tmp_path).logger
     assert isinstance(found, TensorBoardLogger)
     assert Path(found.log_dir) == tmp_path / "lightning_logs" / "version_0"
-    monkeypatch.setattr("stratagem.loggers.sdk_logger.require_package", absent)
+    monkeypatch.setattr("stratagem_extras.loggers.sdk_logger.require_package", absent)
     table = Trainer(accelerator="cpu", logger=True, default_root_dir=tmp_path).logger
     assert isinstance(table, CSVLogger)
     assert Path(table.root_dir) == tmp_path / "lightning_logs"
@@ -829,8 +821,8 @@ def test_a_model_that_a_library_has_taken_its_trainer_from_goes_on() -> None:
 
 def test_names_that_libraries_on_the_index_use() -> None:
     """pytorch-forecasting's types and get_init_args; GluonTS asks whether a fit validates."""
-    from stratagem.lightning.api import types
-    from stratagem.lightning.api.parsing import get_init_args
+    from stratagem_lightning.api import types
+    from stratagem_lightning.api.parsing import get_init_args
 
     assert (str in get_args(types.PATH), torch.device in get_args(types.DEVICE)) == (True, True)
     told = []
@@ -951,7 +943,7 @@ def test_numbers_of_a_file_of_hyperparameters_are_read_as_numbers(tmp_path: Path
 
 
 def test_early_stopping_shows_its_best_value_as_a_tensor() -> None:
-    from stratagem.lightning.api.callbacks import EarlyStopping
+    from stratagem_lightning.api.callbacks import EarlyStopping
 
     stopping = EarlyStopping("loss")
     stopping.load_state_dict({**stopping.state_dict(), "best_score": 0.1})

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from stratagem import Module, Trainer
 from stratagem.callbacks import EarlyStopping
 from stratagem.checkpoint import LightningCheckpointIO, SingleFileCheckpointIO
-from stratagem.checkpoint.lightning_format import from_lightning, to_lightning
 from stratagem.cli.app import core_app
 from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError
+from stratagem_lightning_plugin.checkpoint_format import from_lightning, to_lightning
 
 THEIRS = Path(__file__).parent / "data" / "lightning_2.6.6.ckpt"
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu"}

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from stratagem import rng
-from stratagem.lightning.api import data, parsing, seed
-from stratagem.lightning.api.loggers import CSVLogger
-from stratagem.lightning.api.warnings import PossibleUserWarning
+from stratagem_lightning.api import data, parsing, seed
+from stratagem_lightning.api.loggers import CSVLogger
+from stratagem_lightning.api.warnings import PossibleUserWarning
 
 _VARIABLES = (
     *(rng.SEED_VARIABLE, rng.WORKERS_VARIABLE),
@@ -66,7 +66,7 @@ def test_workers_of_all_ranks_draw_differently(no_seed: None) -> None:
 def test_possible_user_warnings_are_turned_off_by_the_environment(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("stratagem.lightning.fabric")
+    module = importlib.import_module("stratagem_lightning.fabric")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         importlib.reload(module)

@@ -14,17 +14,19 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from stratagem import Lite, StrategyRegistry, Trainer
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import ConfigurationError
-from stratagem.lightning.api import precision as precisions
-from stratagem.lightning.api.accelerators import CPUAccelerator
-from stratagem.lightning.api.checkpoint_io import AsyncCheckpointIO
-from stratagem.lightning.api.cuda import CUDAAccelerator
-from stratagem.lightning.api.fabric import Fabric
-from stratagem.lightning.api.fsdp import FSDPStrategy
-from stratagem.lightning.api.precision import DoublePrecision
-from stratagem.lightning.api.strategies import SingleDeviceStrategy
-from stratagem.strategies import DDPStrategy
-from stratagem.strategies import FSDPStrategy as OwnFSDP
-from stratagem.strategies import SingleDeviceStrategy as OwnSingleDevice
+from stratagem.strategies import (
+    DDPStrategy,
+    FSDPStrategy as OwnFSDP,
+    SingleDeviceStrategy as OwnSingleDevice,
+)
+from stratagem_lightning.api import precision as precisions
+from stratagem_lightning.api.accelerators import CPUAccelerator
+from stratagem_lightning.api.checkpoint_io import AsyncCheckpointIO
+from stratagem_lightning.api.cuda import CUDAAccelerator
+from stratagem_lightning.api.fabric import Fabric
+from stratagem_lightning.api.fsdp import FSDPStrategy
+from stratagem_lightning.api.precision import DoublePrecision
+from stratagem_lightning.api.strategies import SingleDeviceStrategy
 
 # -- the device of one
 

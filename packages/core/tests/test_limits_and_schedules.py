@@ -260,7 +260,7 @@ def test_validation_comes_after_a_time(time: Any, monkeypatch: pytest.MonkeyPatc
             clock[0] += 25
 
     clock_of_runs = SimpleNamespace(monotonic=lambda: clock[0])
-    monkeypatch.setattr("stratagem.trainer.interruption.time", clock_of_runs)
+    monkeypatch.setattr("stratagem.trainer.loops.interruption.time", clock_of_runs)
     model, trainer = Takes(), quiet(val_check_interval=time)
     assert trainer.val_check_interval == timedelta(seconds=30)
     trainer.fit(model, loader(), loader())

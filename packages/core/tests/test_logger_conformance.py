@@ -22,9 +22,9 @@ from stratagem.loggers import (
     NeptuneLogger,
     TensorBoardLogger,
 )
-from stratagem.testing import LoggerConformance
+from stratagem_testing import LoggerConformance
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 pytestmark = pytest.mark.conformance
 
 SESSION = "its SDK is not installed here; `nox -s loggers` runs this"

@@ -28,8 +28,8 @@ from stratagem.discovery.installed import require_package
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError, MissingPackageError, UnknownNameError
 from stratagem.loggers import CSVLogger, Logger, TensorBoardLogger
-from stratagem.loggers.sdk_logger import DummyExperiment, SDKLogger
-from stratagem.loggers.uploads import Upload, Uploads
+from stratagem_extras.loggers.sdk_logger import DummyExperiment, SDKLogger
+from stratagem_extras.loggers.uploads import Upload, Uploads
 
 SESSION = "its SDK is not installed here; `nox -s loggers` runs this"
 
@@ -336,10 +336,10 @@ import sys
 from stratagem import Trainer
 from stratagem.loggers import Logger
 Trainer(accelerator="cpu", logger=False)
-import stratagem.loggers.wandb_logger, stratagem.loggers.mlflow_logger
-import stratagem.loggers.comet_logger, stratagem.loggers.tensorboard_logger
-import stratagem.loggers.neptune_logger
-import stratagem.cli, stratagem.cli.training
+import stratagem_extras.loggers.wandb_logger, stratagem_extras.loggers.mlflow_logger
+import stratagem_extras.loggers.comet_logger, stratagem_extras.loggers.tensorboard_logger
+import stratagem_extras.loggers.neptune_logger
+import stratagem.cli, stratagem_extras.cli.commands
 print({"jsonargparse", "tensorboard", "mlflow", "wandb", "comet_ml", "neptune"} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

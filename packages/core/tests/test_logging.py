@@ -27,8 +27,8 @@ from stratagem import Callback, Module, Trainer
 from stratagem.accelerators import CPUAccelerator
 from stratagem.errors import UserCodeError
 from stratagem.loggers import CSVLogger, Logger
-from stratagem.module import LogOptions
-from stratagem.trainer.epoch_value import EpochValue
+from stratagem.module.module import LogOptions
+from stratagem.trainer.metrics.accumulator import EpochValue
 
 
 class Memory(Logger):
@@ -557,7 +557,7 @@ def test_rows_of_a_validation_that_fails_are_written(tmp_path: Path) -> None:
 
 def test_rows_reach_the_loggers_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("stratagem.trainer.rows.monotonic", lambda: now)
+    monkeypatch.setattr("stratagem.trainer.metrics.log_buffer.monotonic", lambda: now)
     memory, there = Memory(), []
 
     def log(module: Logs, batch: Tensor, index: int) -> None:

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stratagem.distributed import status_exchange
+from stratagem.distributed.diagnosis import status_exchange
+from stratagem.distributed.diagnosis.rank_status import RankStatuses
+from stratagem.distributed.diagnosis.status_exchange import RankStatus, StatusExchange, Survey
 from stratagem.distributed.process_group import ProcessGroupRanks
-from stratagem.distributed.rank_status import RankStatuses
-from stratagem.distributed.status_exchange import RankStatus, StatusExchange, Survey
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.environments import PlainEnvironment
 from stratagem.interfaces.ranks import Ranks
 from stratagem.launch import open_files
-from stratagem.trainer.epoch_value import Summary, over_ranks
+from stratagem.trainer.metrics.accumulator import Summary, over_ranks
 
 MANY = 4096
 

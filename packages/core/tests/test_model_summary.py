@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Module, Trainer
 from stratagem.callbacks import ModelSummary
-from stratagem.callbacks.model_summary import full_numel, summarize
+from stratagem.callbacks.progress.model_summary import full_numel, summarize
 from stratagem.errors import ConfigurationError
 
 

@@ -13,7 +13,7 @@ import pytest
 from program import Program
 
 from stratagem import __version__
-from stratagem.cli.new_backend import run
+from stratagem_testing.author.new_backend import run
 
 MOST_LINES = 60
 """Of the strategy, the plugin module and the tests together, docstrings included."""
@@ -80,12 +80,12 @@ def test_it_names_only_what_is_public(here: Path) -> None:
     run(["ring_average"])
     import stratagem.discovery
     import stratagem.strategies
-    import stratagem.testing
+    import stratagem_testing
 
     public = {
         "stratagem.discovery": set(stratagem.discovery.__all__),
         "stratagem.strategies": set(dir(stratagem.strategies)),
-        "stratagem.testing": set(stratagem.testing.__all__),
+        "stratagem_testing": set(stratagem_testing.__all__),
     }
     for path in here.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from stratagem.testing.strategies.session import Item, Outcome, Reference, run_checks
-from stratagem.testing.strategies.target import Target
+from stratagem_testing.strategies.session import Item, Outcome, Reference, run_checks
+from stratagem_testing.strategies.target import Target
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 pytestmark = pytest.mark.slow
 
 FILE = Path(__file__).with_name("planted_strategies.py")

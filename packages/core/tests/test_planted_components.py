@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.testing import (
+from stratagem_testing import (
     ClusterEnvironmentConformance,
     LauncherConformance,
     PrecisionConformance,
 )
-from stratagem.testing.components.component import Component
-from stratagem.testing.components.server import Server
+from stratagem_testing.components.component import Component
+from stratagem_testing.components.server import Server
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 
 FILE = Path(__file__).with_name("planted_components.py")
 RANKS = [
@@ -165,7 +165,7 @@ from stratagem.discovery import LauncherSpec, StrategySpec, hookimpl
 
 @hookimpl
 def stratagem_components():
-    target = "stratagem.native.strategies.single_device:SingleDeviceStrategy"
+    target = "stratagem.native.single_device:SingleDeviceStrategy"
     return [StrategySpec(name="mine", target=target, api_version=1, summary="Mine")]
 """
 REQUIRES = "stratagem-core>=0.1,<0.2"

@@ -236,7 +236,7 @@ def test_no_profiler_no_tuner_and_no_callback_is_imported_that_is_not_used() -> 
         "import sys\n"
         "from stratagem import Lite, Trainer\n"
         "Trainer(accelerator='cpu', devices=1)\n"
-        "print([n for n in sys.modules if n.startswith(('stratagem.profilers', 'stratagem.tuner'))"
+        "print([n for n in sys.modules if n.startswith(('stratagem.profilers', 'stratagem_extras'))"
         " or n.startswith('stratagem.callbacks.')])"
     )
     done = subprocess.run(

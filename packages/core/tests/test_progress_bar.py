@@ -240,9 +240,9 @@ def test_it_names_what_it_goes_on_from_and_the_best_checkpoint(
 def test_in_a_notebook_one_line_is_written_again_and_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.callbacks.progress_display.is_interactive", lambda: True)
+    monkeypatch.setattr("stratagem.callbacks.progress.display.is_interactive", lambda: True)
     steps = iter(range(100))
-    monkeypatch.setattr("stratagem.callbacks.progress_bar.monotonic", lambda: float(next(steps)))
+    monkeypatch.setattr("stratagem.callbacks.progress.bar.monotonic", lambda: float(next(steps)))
     model = Logs(validate=lambda m, batch, i: None)
     trainer_with(num_sanity_val_steps=0).fit(model, numbers(), numbers())
     out, err = capsys.readouterr()
@@ -257,7 +257,7 @@ def test_in_a_notebook_one_line_is_written_again_and_again(
 def test_work_is_offered_to_cores_that_are_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.callbacks.run_report.available_cores", lambda: 8)
+    monkeypatch.setattr("stratagem.callbacks.progress.report.available_cores", lambda: 8)
     trainer_with().fit(Logs(), numbers())
     assert "DataLoader(num_workers=...) reads them meanwhile (about 8 cores" in (
         capsys.readouterr().err

@@ -22,19 +22,19 @@ from stratagem.discovery import (
     StrategySpec,
     hookimpl,
 )
-from stratagem.discovery.checks import check_spec
 from stratagem.discovery.entry_points import PluginEntry
 from stratagem.discovery.registry import Registry
 from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
 from stratagem.plan.components import probe_accelerator
 from stratagem.plan.plan import RunPlan, RunRequest
-from stratagem.plan.resolve import resolve
+from stratagem.plan.resolution import resolve
 from stratagem.strategies import (
     DataParallelStrategy,
     DDPStrategy,
     GradientClip,
     StepOptions,
 )
+from stratagem_testing.author.spec_checks import check_spec
 
 PARALLEL = Capabilities(
     launchers=("script",), one_process=False, many_devices=True, multi_node=True

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stratagem.data.resumable import Resumable
+from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import set_epoch, shard_loader
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from stratagem.checkpoint import DirectoryCheckpointIO, Shards
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
-from stratagem.native.checkpoint import save_plan
-from stratagem.native.checkpoint.exchange import StoreExchange
-from stratagem.native.checkpoint.layout import encode_layout
-from stratagem.native.checkpoint.save_plan import GlobalPlan, Held
-from stratagem.native.checkpoint.shard_writer import file_of
+from stratagem.native.checkpoint.sharded import save_plan
+from stratagem.native.checkpoint.sharded.exchange import StoreExchange
+from stratagem.native.checkpoint.sharded.layout import encode_layout
+from stratagem.native.checkpoint.sharded.save_plan import GlobalPlan, Held
+from stratagem.native.checkpoint.sharded.shard_writer import file_of
 from stratagem.strategies import Ranks
 
 Checkpoint = dict[str, Any]

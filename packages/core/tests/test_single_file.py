@@ -31,7 +31,7 @@ from stratagem.errors import (
     CheckpointError,
     CheckpointSaveError,
 )
-from stratagem.state.unpickler import PlainUnpickler
+from stratagem.state.reading.unpickler import PlainUnpickler
 from stratagem.storage.durable_file import DurableFile
 from stratagem.storage.owner import Owner, _started
 

@@ -74,8 +74,8 @@ def folder(
 
 
 def test_urls_stay_as_they_are_and_what_is_local_is_a_path() -> None:
-    assert paths.at("s3://bucket/run/") == "s3://bucket/run"
-    assert paths.at("file:///data/run") == Path("/data/run")
+    assert paths.to_location("s3://bucket/run/") == "s3://bucket/run"
+    assert paths.to_location("file:///data/run") == Path("/data/run")
     assert paths.join("s3://bucket/run", "a.ckpt") == "s3://bucket/run/a.ckpt"
     assert paths.parent("s3://bucket/run/a.ckpt") == "s3://bucket/run"
     assert paths.name_of("s3://bucket/run/a.ckpt") == "a.ckpt"
@@ -86,7 +86,7 @@ def test_urls_stay_as_they_are_and_what_is_local_is_a_path() -> None:
 
 def test_a_url_that_went_through_pathlib_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        paths.at(Path("s3://bucket/run"))
+        paths.to_location(Path("s3://bucket/run"))
     assert str(caught.value) == (
         f"received {Path('s3://bucket/run')!r}, a URL of which pathlib has taken a slash: pass it "
         "as a str"

@@ -14,8 +14,8 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from stratagem import Callback, Module, Trainer
-from stratagem.data.epoch_order import has_exact_length
-from stratagem.trainer.train_loader import MicroBatches
+from stratagem.data.resume.resumable_sampler import has_exact_length
+from stratagem.trainer.loaders.train_loader import MicroBatches
 
 
 class Counted(Dataset[Tensor]):

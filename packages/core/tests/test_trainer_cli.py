@@ -30,7 +30,7 @@ from stratagem.cli import (  # noqa: E402  # after the look for jsonargparse
     SaveConfigCallback,
     TrainerCLI,
 )
-from stratagem.trainer.cli import parser as parsing  # noqa: E402
+from stratagem_extras.cli import parser as parsing  # noqa: E402
 
 
 class Line(Module):
@@ -280,14 +280,14 @@ def test_what_saves_nothing_or_is_nothing_is_refused() -> None:
 def test_without_jsonargparse_the_command_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stratagem.cli import training
+    from stratagem_extras.cli import commands as training
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert training.run("fit", ["config.yaml"]) == 2
     assert "pip install 'stratagem-core[cli]'" in capsys.readouterr().err
-    monkeypatch.delitem(sys.modules, "stratagem.trainer.cli")
+    monkeypatch.delitem(sys.modules, "stratagem_extras.cli")
     with pytest.raises(MissingPackageError, match="TrainerCLI needs the package 'jsonargparse'"):
-        importlib.import_module("stratagem.trainer.cli")
+        importlib.import_module("stratagem_extras.cli")
 
 
 MODEL = """
@@ -337,9 +337,9 @@ def test_a_config_may_be_of_namespaces_and_describe_callbacks_that_are_always_th
 def test_lightnings_classes_may_stand_by_their_names_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from stratagem.lightning.api.cli import LightningCLI
-    from stratagem.lightning.api.loggers import CSVLogger
     from stratagem.profilers import SimpleProfiler
+    from stratagem_lightning.api.cli import LightningCLI
+    from stratagem_lightning.api.loggers import CSVLogger
 
     monkeypatch.setattr(sys, "argv", ["train.py"])
 

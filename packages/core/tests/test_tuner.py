@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import DataModule, Module, Trainer, Tuner
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.tuner import BatchSizeFinder, LearningRateFinder
+from stratagem_extras.tuner import BatchSizeFinder, LearningRateFinder
 
 
 class Net(Module):

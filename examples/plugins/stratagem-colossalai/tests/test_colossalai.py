@@ -9,10 +9,10 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 
 from stratagem.errors import ConfigurationError
-from stratagem.testing import StrategyConformance
 from stratagem_colossalai.strategy import ColossalAIStrategy
+from stratagem_testing import StrategyConformance
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 
 
 class TestColossalAI(StrategyConformance):

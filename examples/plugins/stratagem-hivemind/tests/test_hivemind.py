@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from stratagem.testing import StrategyConformance
 from stratagem_hivemind.strategy import HivemindStrategy
+from stratagem_testing import StrategyConformance
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 
 
 def alone() -> HivemindStrategy:

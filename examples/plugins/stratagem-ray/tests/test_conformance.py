@@ -8,14 +8,14 @@ import pytest
 
 from stratagem.launch import free_port, rank_environment
 from stratagem.strategies import DDPStrategy
-from stratagem.testing import (
+from stratagem_ray import RayLauncher
+from stratagem_testing import (
     ClusterEnvironmentConformance,
     LauncherConformance,
     StrategyConformance,
 )
-from stratagem_ray import RayLauncher
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from torchft.coordination import LighthouseServer
 
-from stratagem.testing import StrategyConformance
+from stratagem_testing import StrategyConformance
 
-pytest_plugins = ["stratagem.testing.plugin"]
+pytest_plugins = ["stratagem_testing.plugin"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from stratagem.accelerators import DeviceAccelerator
+from stratagem.accelerators import DeviceAccelerator, DeviceMemory
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem_cuda import nvml
 
 _FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")

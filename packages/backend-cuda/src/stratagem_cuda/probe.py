@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.discovery import Availability
-from stratagem.discovery.installed import TorchBuild, torch_build
+from stratagem.discovery import Availability, TorchBuild, torch_build
 
 
 @dataclass(frozen=True)

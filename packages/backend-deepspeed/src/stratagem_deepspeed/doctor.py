@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratagem.discovery import Check
-from stratagem.discovery.installed import torch_build
+from stratagem.discovery import Check, torch_build
 from stratagem.errors import ConfigurationError
 from stratagem_deepspeed import ops
 from stratagem_deepspeed.library import installed_version

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stratagem.data.pytree import map_tensors
+from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError
 from stratagem_deepspeed.config import stage_of
 

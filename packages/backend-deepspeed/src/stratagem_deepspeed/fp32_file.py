@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from stratagem import storage
 from stratagem.checkpoint import DirectoryCheckpointIO, SingleFileCheckpointIO
-from stratagem.storage import paths
 
 _TO_RESUME = ("optimizer_states", "lr_schedulers")
 
@@ -40,7 +40,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         >>> torch.load(f"{folder}/fp32.ckpt", weights_only=True)
         {'state_dict': {'weight': tensor([1., 1.])}}
     """
-    paths.check_is_new(output_file)
+    storage.check_is_new(output_file)
     checkpoint = DirectoryCheckpointIO().load_checkpoint(checkpoint_dir)
     for key in _TO_RESUME:
         checkpoint.pop(key, None)

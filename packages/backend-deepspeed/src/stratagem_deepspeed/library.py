@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stratagem.discovery.installed import version_of
+from stratagem.discovery import version_of
 from stratagem.errors import ConfigurationError
 
 OLDEST = (0, 19, 8)

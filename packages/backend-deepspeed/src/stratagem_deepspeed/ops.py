@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stratagem.discovery.installed import torch_build
+from stratagem.discovery import torch_build
 from stratagem_deepspeed.library import installed_version
 
 _INCLUDED = ("/usr/local/include", "/usr/include", f"{sys.prefix}/include")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.precision import EnginePrecision, Precision
-from stratagem.plan.step_options import StepOptions
+from stratagem.precision import EnginePrecision, Precision
+from stratagem.strategies import StepOptions
 from stratagem_deepspeed import op_builds, ops
 from stratagem_deepspeed.config import offload_device
 from stratagem_deepspeed.optimizers import wants_cpu_adam, wants_fused_adam

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stratagem.checkpoint import LazyTensor, Shards
+from stratagem.checkpoint import LazyTensor, Shards, read_whole
 from stratagem.errors import CheckpointMismatchError, ConfigurationError
-from stratagem.interfaces.strategy import Strategy
-from stratagem.state.shards import read_whole
-from stratagem.state.state_dict import check_weights, load_named_state, matching_groups, named_state
+from stratagem.state import check_weights, load_named_state, matching_groups, named_state
+from stratagem.strategies import Strategy
 from stratagem_deepspeed.config import stage_of
 from stratagem_deepspeed.engine import EngineModule
 

@@ -14,17 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.distributed.activation_checkpointing import (
-    CheckpointChoice,
-    apply_activation_checkpointing,
-    check_choice,
-)
-from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_memory
-from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.components import Components
-from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
-from stratagem.plan.step_options import GradientClip
+from stratagem.strategies import (
+    CheckpointChoice,
+    Components,
+    GradientClip,
+    Optimizers,
+    ParallelStrategy,
+    PreparedModel,
+    apply_activation_checkpointing,
+    ask_for_huge_pages,
+    check_choice,
+    make_optimizers,
+    return_freed_memory,
+)
 from stratagem_deepspeed.config import (
     Facts,
     engine_config,

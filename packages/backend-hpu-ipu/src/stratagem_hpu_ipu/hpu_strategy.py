@@ -10,14 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.pytree import map_tensors
+from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.components import Components
-from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
-from stratagem.interfaces.ranks import Ranks
-from stratagem.interfaces.step_module import StepModule
-from stratagem.interfaces.strategy import Strategy
-from stratagem.strategies import DDPStrategy, ProcessGroupRanks, SingleDeviceStrategy
+from stratagem.strategies import (
+    Components,
+    DDPStrategy,
+    Optimizers,
+    PreparedModel,
+    ProcessGroupRanks,
+    Ranks,
+    SingleDeviceStrategy,
+    StepModule,
+    Strategy,
+)
 from stratagem_hpu_ipu.hpu_library import load_sdk
 from stratagem_hpu_ipu.hpu_plugin import HPU_PARALLEL, HPU_SINGLE
 

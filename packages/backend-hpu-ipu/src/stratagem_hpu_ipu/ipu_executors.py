@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.step_module import StepModule
+from stratagem.strategies import StepModule
 from stratagem_hpu_ipu.ipu_program import COMPILED_IN, Program
 
 

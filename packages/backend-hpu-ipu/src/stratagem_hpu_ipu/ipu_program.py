@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.data.pytree import map_tensors
+from stratagem.data import map_tensors
 from stratagem.errors import UserCodeError
 
 

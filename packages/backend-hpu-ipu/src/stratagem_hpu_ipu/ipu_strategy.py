@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.components import Components
-from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
-from stratagem.interfaces.strategy import Strategy
-from stratagem.interfaces.train_step import TrainStep
-from stratagem.state.state_dict import load_named_state
+from stratagem.state import load_named_state
+from stratagem.strategies import (
+    Components,
+    Optimizers,
+    PreparedModel,
+    Strategy,
+    TrainStep,
+    make_optimizers,
+)
 from stratagem_hpu_ipu.ipu_executors import Device, IPUModule
 from stratagem_hpu_ipu.ipu_plugin import IPU
 from stratagem_hpu_ipu.ipu_probe import is_emulated

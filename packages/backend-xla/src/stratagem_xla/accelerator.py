@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.data.pytree import map_tensors
+from stratagem.accelerators import Accelerator
+from stratagem.data import map_tensors
 from stratagem.discovery import Availability
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import Accelerator
 from stratagem.rng import seed_devices_by
 from stratagem_xla.installation import availability
 from stratagem_xla.library import import_torch_xla

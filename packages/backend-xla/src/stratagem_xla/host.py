@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.data.pytree import map_tensors
+from stratagem.data import map_tensors
 from stratagem_xla.library import import_torch_xla
 
 

@@ -6,9 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from stratagem.discovery import Availability, Check
-from stratagem.discovery.entry_points import read_text
-from stratagem.discovery.installed import version_of
+from stratagem.discovery import Availability, Check, read_text, version_of
 from stratagem.errors import ConfigurationError
 
 SUPPORTED = "2.9"

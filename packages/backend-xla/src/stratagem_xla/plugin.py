@@ -16,7 +16,7 @@ from stratagem.discovery import (
 )
 
 if TYPE_CHECKING:
-    from stratagem.plan.plan import RunPlan, RunRequest
+    from stratagem.launch import RunPlan, RunRequest
 
 TPU = "tpu"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")

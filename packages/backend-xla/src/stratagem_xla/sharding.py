@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from stratagem.data.pytree import map_tensors
+from stratagem.data import map_tensors
 from stratagem.errors import ConfigurationError
 from stratagem_xla.library import import_torch_xla
 

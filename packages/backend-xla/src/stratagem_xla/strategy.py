@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
-from stratagem.interfaces.strategy import Strategy
-from stratagem.interfaces.train_step import TrainStep
+from stratagem.strategies import Optimizers, PreparedModel, Strategy, TrainStep
 from stratagem_xla.host import on_host, put_on_device
 from stratagem_xla.library import check_no_spmd, import_torch_xla, start_spmd
 from stratagem_xla.plugin import SINGLE, SPMD

@@ -5,36 +5,41 @@ Importing this loads neither torch nor a backend: each public name is imported w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stratagem._lazy import lazy_names
 
 __version__ = "0.1.0"
-"""The version, which is one for the five distributions."""
+"""The version, which is the same for all distributions of Stratagem."""
 
 if TYPE_CHECKING:
     from stratagem.callbacks import Callback as Callback
-    from stratagem.datamodule import DataModule as DataModule
     from stratagem.discovery.strategy_registry import StrategyRegistry as StrategyRegistry
     from stratagem.lite.lite import Lite as Lite
-    from stratagem.module import Module as Module
+    from stratagem.module import DataModule as DataModule, Module as Module
     from stratagem.rng import seed_everything as seed_everything
     from stratagem.trainer import Trainer as Trainer
-    from stratagem.tuner import Tuner as Tuner
+
+    def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "Callback": "stratagem.callbacks",
-            "DataModule": "stratagem.datamodule",
-            "Lite": "stratagem.lite.lite",
-            "Module": "stratagem.module",
-            "StrategyRegistry": "stratagem.discovery.strategy_registry",
-            "Trainer": "stratagem.trainer",
-            "Tuner": "stratagem.tuner",
-            "seed_everything": "stratagem.rng",
-        },
-    )
+    _HOMES = {
+        "Callback": "stratagem.callbacks",
+        "DataModule": "stratagem.module",
+        "Lite": "stratagem.lite.lite",
+        "Module": "stratagem.module",
+        "StrategyRegistry": "stratagem.discovery.strategy_registry",
+        "Trainer": "stratagem.trainer",
+        "seed_everything": "stratagem.rng",
+    }
+    _find = lazy_names(__name__, _HOMES)[0]
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return _find(name)
+        # A name that an installed distribution adds, such as Tuner.
+        from stratagem.discovery.exports import exporter
+
+        return exporter(__name__, None, _HOMES)[0](name)
 
 
 __all__ = [
@@ -44,7 +49,6 @@ __all__ = [
     "Module",
     "StrategyRegistry",
     "Trainer",
-    "Tuner",
     "__version__",
     "seed_everything",
 ]

@@ -1,4 +1,4 @@
-"""Names that a package imports when they are first asked for (PEP 562), so that it stays cheap."""
+"""Names that a package imports when they are first used (PEP 562), to stay cheap to import."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package that serves names of other modules.
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the `__getattr__`, `__dir__` and `__all__` of a package that serves names lazily.
 
     Args:
         package: its name.
-        homes: each name with the module that has it; a leading dot means one of the package's own.
+        homes: the module that defines each name.
     """
+    names = sorted(homes)
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(homes[name], package), name)
-        setattr(sys.modules[package], name, value)  # found without this the next time
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)  # found without this function the next time
         return value
 
-    return find
+    return find, lambda: list(names), names

@@ -8,8 +8,10 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.discovery.specs import Availability as Availability
-    from stratagem.interfaces.accelerator import Accelerator as Accelerator
-    from stratagem.interfaces.accelerator import DeviceMemory as DeviceMemory
+    from stratagem.interfaces.accelerator import (
+        Accelerator as Accelerator,
+        DeviceMemory as DeviceMemory,
+    )
     from stratagem.native.accelerators.cpu import CPUAccelerator as CPUAccelerator
     from stratagem.native.accelerators.device import DeviceAccelerator as DeviceAccelerator
 else:

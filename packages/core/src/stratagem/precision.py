@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.precision import EnginePrecision as EnginePrecision
-    from stratagem.interfaces.precision import Precision as Precision
+    from stratagem.interfaces.precision import (
+        EnginePrecision as EnginePrecision,
+        Precision as Precision,
+        default_dtype as default_dtype,
+    )
     from stratagem.native.precision.mixed import MixedPrecision as MixedPrecision
     from stratagem.native.precision.true import TruePrecision as TruePrecision
 else:
@@ -18,5 +21,6 @@ else:
         {
             "EnginePrecision": "stratagem.interfaces.precision",
             "Precision": "stratagem.interfaces.precision",
+            "default_dtype": "stratagem.interfaces.precision",
         },
     )

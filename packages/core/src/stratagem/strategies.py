@@ -7,29 +7,44 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
+    from stratagem.compile.modules import adopt_compiled as adopt_compiled, own_module as own_module
     from stratagem.discovery.capabilities import Capabilities as Capabilities
     from stratagem.discovery.strategy_registry import StrategyRegistry as StrategyRegistry
     from stratagem.distributed.activation_checkpointing import (
         CheckpointChoice as CheckpointChoice,
-    )
-    from stratagem.distributed.activation_checkpointing import (
         apply_activation_checkpointing as apply_activation_checkpointing,
+        check_choice as check_choice,
+    )
+    from stratagem.distributed.allocator import (
+        ask_for_huge_pages as ask_for_huge_pages,
+        return_freed_memory as return_freed_memory,
     )
     from stratagem.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
     from stratagem.distributed.process_group import ProcessGroupRanks as ProcessGroupRanks
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from stratagem.interfaces.components import Components as Components
-    from stratagem.interfaces.prepared_model import Optimizers as Optimizers
-    from stratagem.interfaces.prepared_model import PreparedModel as PreparedModel
-    from stratagem.interfaces.prepared_model import make_optimizers as make_optimizers
-    from stratagem.interfaces.ranks import DataShard as DataShard
-    from stratagem.interfaces.ranks import Ranks as Ranks
-    from stratagem.interfaces.ranks import ReduceOp as ReduceOp
+    from stratagem.interfaces.contract_checks import (
+        check_capabilities as check_capabilities,
+        check_overrides as check_overrides,
+    )
+    from stratagem.interfaces.prepared_model import (
+        Optimizers as Optimizers,
+        PreparedModel as PreparedModel,
+        make_optimizers as make_optimizers,
+    )
+    from stratagem.interfaces.ranks import (
+        DataShard as DataShard,
+        Ranks as Ranks,
+        ReduceOp as ReduceOp,
+    )
     from stratagem.interfaces.step_module import StepModule as StepModule
     from stratagem.interfaces.strategy import Strategy as Strategy
     from stratagem.interfaces.train_step import TrainStep as TrainStep
-    from stratagem.native.strategies.communication_hooks import CommHook as CommHook
-    from stratagem.native.strategies.communication_hooks import CommWrapper as CommWrapper
+    from stratagem.native.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+    from stratagem.native.strategies.communication_hooks import (
+        CommHook as CommHook,
+        CommWrapper as CommWrapper,
+    )
     from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
     from stratagem.native.strategies.ddp_sharded import DDPShardedStrategy as DDPShardedStrategy
     from stratagem.native.strategies.dp import DataParallelStrategy as DataParallelStrategy
@@ -37,12 +52,12 @@ if TYPE_CHECKING:
     from stratagem.native.strategies.model_parallel import (
         ModelParallelStrategy as ModelParallelStrategy,
     )
-    from stratagem.native.strategies.single_device import (
-        SingleDeviceStrategy as SingleDeviceStrategy,
-    )
     from stratagem.plan.compilation import Compilation as Compilation
-    from stratagem.plan.step_options import GradientClip as GradientClip
-    from stratagem.plan.step_options import StepOptions as StepOptions
+    from stratagem.plan.step_options import (
+        GradientClip as GradientClip,
+        StepOptions as StepOptions,
+        seconds as seconds,
+    )
 else:
     __getattr__, __dir__ = exporter(
         __name__,
@@ -63,7 +78,7 @@ else:
             "ProcessGroupRanks": "stratagem.distributed.process_group",
             "Ranks": "stratagem.interfaces.ranks",
             "ReduceOp": "stratagem.interfaces.ranks",
-            "SingleDeviceStrategy": "stratagem.native.strategies.single_device",
+            "SingleDeviceStrategy": "stratagem.native.single_device",
             "StepModule": "stratagem.interfaces.step_module",
             "StepOptions": "stratagem.plan.step_options",
             "Strategy": "stratagem.interfaces.strategy",
@@ -71,5 +86,13 @@ else:
             "TrainStep": "stratagem.interfaces.train_step",
             "apply_activation_checkpointing": "stratagem.distributed.activation_checkpointing",
             "make_optimizers": "stratagem.interfaces.prepared_model",
+            "adopt_compiled": "stratagem.compile.modules",
+            "ask_for_huge_pages": "stratagem.distributed.allocator",
+            "check_capabilities": "stratagem.interfaces.contract_checks",
+            "check_choice": "stratagem.distributed.activation_checkpointing",
+            "check_overrides": "stratagem.interfaces.contract_checks",
+            "own_module": "stratagem.compile.modules",
+            "return_freed_memory": "stratagem.distributed.allocator",
+            "seconds": "stratagem.plan.step_options",
         },
     )

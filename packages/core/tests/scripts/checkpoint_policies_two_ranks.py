@@ -12,7 +12,7 @@ from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.strategies import ProcessGroupRanks
-from stratagem.trainer import interruption
+from stratagem.trainer.loops import interruption
 
 
 class Net(Module):

@@ -1,8 +1,8 @@
 # Run by test_durability.py.
 from pathlib import Path
 from stratagem.checkpoint import SingleFileCheckpointIO
-from stratagem.testing.durability.saver import NAME, Model, Subject
-from stratagem.testing.durability.scenarios import Row, Scenarios
+from stratagem_testing.durability.saver import NAME, Model, Subject
+from stratagem_testing.durability.scenarios import Row, Scenarios
 
 scenarios, subject = Scenarios(Path(), {}, 0), Subject("single_file", True, 0.1)
 model, row, folder = Model(0.1), Row(subject, "kill -9"), Path("saved")

@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from stratagem.accelerators import Accelerator
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import Accelerator
 from stratagem.precision import TruePrecision
 from stratagem_cuda.precision.layers import as_names, find_layers, warn_unless_converted
 from stratagem_cuda.precision.requirement import BITSANDBYTES

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stratagem.accelerators import Accelerator
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import Accelerator
 from stratagem.precision import MixedPrecision
 
 

@@ -8,8 +8,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from stratagem.accelerators import Accelerator
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import Accelerator
 from stratagem.precision import MixedPrecision
 from stratagem_cuda.precision.compute_capability import check_current_float8
 from stratagem_cuda.precision.layers import (

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.accelerators import Accelerator
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import Accelerator
-from stratagem.interfaces.precision import default_dtype
-from stratagem.precision import TruePrecision
+from stratagem.precision import TruePrecision, default_dtype
 from stratagem_cuda.precision.compute_capability import (
     check_current_float8,
     why_no_visible_float8,

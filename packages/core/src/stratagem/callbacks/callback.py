@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from stratagem.module import Module
+    from stratagem.module.module import Module
     from stratagem.trainer import Trainer
 
 LOGGED: ContextVar[Module] = ContextVar("LOGGED")

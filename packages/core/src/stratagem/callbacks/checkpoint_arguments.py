@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from stratagem.callbacks.model_checkpoint import ModelCheckpoint
+    from stratagem.callbacks.checkpoints.model_checkpoint import ModelCheckpoint
 
 
 def check_arguments(given: ModelCheckpoint) -> None:

@@ -10,7 +10,7 @@ from stratagem.callbacks.callback import Callback
 from stratagem.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from stratagem.module import Module
+    from stratagem.module.module import Module
     from stratagem.trainer import Trainer
 
 

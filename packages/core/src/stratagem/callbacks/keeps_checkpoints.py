@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
-from stratagem.callbacks.kept_checkpoints import KeptCheckpoints
-from stratagem.callbacks.resumed_checkpoints import ResumedCheckpoints, in_folder, leads_to
+from stratagem.callbacks.checkpoints.resumed import ResumedCheckpoints, in_folder, leads_to
+from stratagem.callbacks.checkpoints.retention import KeptCheckpoints
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
-    from stratagem.module import Module
+    from stratagem.module.module import Module
     from stratagem.trainer import Trainer
 
 
@@ -52,7 +52,7 @@ class KeepsCheckpoints(Callback):
 
     @dirpath.setter
     def dirpath(self, folder: str | Path | paths.Location | None) -> None:
-        self._folder = None if folder is None else paths.given(folder)
+        self._folder = None if folder is None else paths.parse_user_path(folder)
 
     @property
     def best_k_models(self) -> dict[str, float]:

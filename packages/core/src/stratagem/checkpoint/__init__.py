@@ -7,28 +7,35 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
+    from stratagem.checkpoint.catalog import SUFFIX as SUFFIX, find_all as find_all
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from stratagem.native.checkpoint.asynchronous import AsyncCheckpointIO as AsyncCheckpointIO
-    from stratagem.native.checkpoint.consolidate import (
+    from stratagem.native.checkpoint.sharded.consolidate import (
         consolidate_checkpoint as consolidate_checkpoint,
     )
-    from stratagem.native.checkpoint.directory import DirectoryCheckpointIO as DirectoryCheckpointIO
-    from stratagem.native.checkpoint.lightning import (
-        LightningCheckpointIO as LightningCheckpointIO,
+    from stratagem.native.checkpoint.sharded.directory import (
+        DirectoryCheckpointIO as DirectoryCheckpointIO,
     )
     from stratagem.native.checkpoint.single_file import (
         SingleFileCheckpointIO as SingleFileCheckpointIO,
     )
-    from stratagem.state.shards import LazyTensor as LazyTensor
-    from stratagem.state.shards import Shards as Shards
+    from stratagem.state.shards import (
+        LazyTensor as LazyTensor,
+        Shards as Shards,
+        read_whole as read_whole,
+    )
 else:
     __getattr__, __dir__ = exporter(
         __name__,
         "checkpoint_io",
         {
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
-            "consolidate_checkpoint": "stratagem.native.checkpoint.consolidate",
+            "consolidate_checkpoint": "stratagem.native.checkpoint.sharded.consolidate",
             "LazyTensor": "stratagem.state.shards",
             "Shards": "stratagem.state.shards",
+            "SUFFIX": "stratagem.checkpoint.catalog",
+            "SingleFileCheckpointIO": "stratagem.native.checkpoint.single_file",
+            "find_all": "stratagem.checkpoint.catalog",
+            "read_whole": "stratagem.state.shards",
         },
     )

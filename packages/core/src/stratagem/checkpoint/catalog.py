@@ -82,7 +82,7 @@ def first_whole(
     nonfinite = ""
     for path in map(str, candidates):
         try:
-            check(paths.at(path))
+            check(paths.to_location(path))
         except (CheckpointError, OSError) as error:
             passed_over[path] = f"{path!r} was passed over: {error}"
             continue

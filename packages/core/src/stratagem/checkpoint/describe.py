@@ -40,7 +40,7 @@ def describe_checkpoint(path: str | Path, *, verify: bool = False) -> Descriptio
         CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
         OSError: it cannot be read.
     """
-    path = paths.at(path)
+    path = paths.to_location(path)
     if isinstance(path, Path) and path.is_dir():
         directory = read_directory(path)
         if verify:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem import __version__
-from stratagem.checkpoint.lightning_format import from_lightning, is_lightnings
+from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, shown
 from stratagem.storage import paths
 
@@ -35,14 +35,15 @@ _COUNTS = ("epoch", "global_step", "batches", "validated")
 
 
 def check(checkpoint: dict[str, Any], path: paths.Location | str) -> dict[str, Any]:
-    """Return a Trainer's checkpoint, made of Lightning's if it is one; refuse what is none.
+    """Return a Trainer's checkpoint, converted from a form that a plugin knows if necessary.
 
     Raises:
         CheckpointCorruptError: it is of another format version, or an entry is of another kind.
         CheckpointMismatchError: it has no weights.
     """
-    if is_lightnings(checkpoint):
-        checkpoint = from_lightning(checkpoint, str(path))
+    if "format_version" not in checkpoint:
+        read = get_registry().plugins.hook.stratagem_read_checkpoint
+        checkpoint = read(contents=checkpoint, path=str(path)) or checkpoint
     for name, kinds in _KINDS.items():
         _check_kind(path, name, checkpoint.get(name, kinds[0]()), kinds)
     progress = checkpoint.get("progress")

@@ -8,26 +8,35 @@ import io
 import os
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stratagem._lazy import lazy_names
+from stratagem.discovery.exports import exporter
 from stratagem.launch.streams import open_standard_streams
 
 if TYPE_CHECKING:
-    from stratagem.trainer.cli.parser import LRSchedulerCallable as LRSchedulerCallable
-    from stratagem.trainer.cli.parser import OptimizerCallable as OptimizerCallable
-    from stratagem.trainer.cli.parser import TrainerArgumentParser as TrainerArgumentParser
-    from stratagem.trainer.cli.save_config import SaveConfigCallback as SaveConfigCallback
-    from stratagem.trainer.cli.trainer_cli import TrainerCLI as TrainerCLI
+    from stratagem.cli.arguments import parser_of as parser_of
+    from stratagem.cli.doctor import (
+        SLOW_IMPORT as SLOW_IMPORT,
+        listed_component as listed_component,
+        plugins_checks as plugins_checks,
+    )
+    from stratagem.cli.plugins import failed_commands as failed_commands
+    from stratagem.cli.strategies import why_not as why_not
+    from stratagem.cli.tables import print_table as print_table
+
+    def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    __getattr__ = lazy_names(
+    __getattr__, __dir__ = exporter(
         __name__,
+        None,
         {
-            "LRSchedulerCallable": "stratagem.trainer.cli.parser",
-            "OptimizerCallable": "stratagem.trainer.cli.parser",
-            "SaveConfigCallback": "stratagem.trainer.cli.save_config",
-            "TrainerArgumentParser": "stratagem.trainer.cli.parser",
-            "TrainerCLI": "stratagem.trainer.cli.trainer_cli",
+            "SLOW_IMPORT": "stratagem.cli.doctor",
+            "failed_commands": "stratagem.cli.plugins",
+            "listed_component": "stratagem.cli.doctor",
+            "parser_of": "stratagem.cli.arguments",
+            "plugins_checks": "stratagem.cli.doctor",
+            "print_table": "stratagem.cli.tables",
+            "why_not": "stratagem.cli.strategies",
         },
     )
 
@@ -38,7 +47,7 @@ Ranks wait for the first; the others are asked often, by people and by programs.
 
 
 TRAINING = ("fit", "validate", "test", "predict")
-"""Commands that run a Trainer, which `stratagem.cli.training` answers."""
+"""Commands that run a Trainer, which `stratagem_extras.cli.commands` answers."""
 
 
 def module_of(command: str) -> ModuleType:
@@ -54,7 +63,7 @@ def main() -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     command, *arguments = sys.argv[1:] or [""]
     if command in TRAINING:
-        from stratagem.cli import training
+        from stratagem_extras.cli import commands as training
 
         return training.run(command, arguments)
     if command not in AT_ONCE:
@@ -72,17 +81,3 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
-
-
-__all__ = [
-    "LRSchedulerCallable",
-    "OptimizerCallable",
-    "SaveConfigCallback",
-    "TrainerArgumentParser",
-    "TrainerCLI",
-    "main",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

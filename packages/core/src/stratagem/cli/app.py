@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from stratagem import __version__
-from stratagem.cli import AT_ONCE, module_of, training
+from stratagem.cli import AT_ONCE, module_of
 from stratagem.cli.checkpoint import checkpoint_app
 from stratagem.cli.plugins import add_commands
 from stratagem.discovery.registry import get_registry
+from stratagem_extras.cli import commands as training
 
 
 def run_app() -> int:

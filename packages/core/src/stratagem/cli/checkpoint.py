@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from stratagem.checkpoint.describe import Description, describe_checkpoint
-from stratagem.cli.durability import durability
 from stratagem.cli.tables import print_table
 from stratagem.cli.weights import average, convert
 from stratagem.errors import CheckpointError
+from stratagem_testing.durability.command import durability
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PathArgument = Annotated[

@@ -15,15 +15,15 @@ from stratagem.cli.plugins import failed_commands, failed_hook
 from stratagem.cli.system import System, this_system
 from stratagem.cli.tables import aligned, print_table
 from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec, PrecisionSpec
-from stratagem.discovery.checks import check_spec
 from stratagem.discovery.entry_points import CORE, fits
 from stratagem.discovery.hints import names_by_distribution
-from stratagem.discovery.installed import installed_lightning, version_of
+from stratagem.discovery.installed import version_of
 from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import RUN_TIME, Candidate, Registry, get_registry
 from stratagem.errors import UnknownNameError
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
+from stratagem_testing.author.spec_checks import check_spec
 
 SUMMARY = "Show what is installed and what is wrong with it."
 
@@ -138,7 +138,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _examine_one(name: str, *, as_json: bool, verbose: bool) -> int:
     # Not above: what it needs takes longer to import than the rest of doctor.
-    from stratagem.cli import distribution
+    from stratagem_testing.author import doctor as distribution
 
     try:
         examination = distribution.examine_distribution(name, get_registry())
@@ -168,10 +168,6 @@ def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
             CORE: __version__,
             "torch": version_of("torch") or "not installed",
             **{name: version for name, version in distributions.items() if name != CORE},
-            **{
-                name: f"{version} (`stratagem run --as-lightning` uses Stratagem in its place)"
-                for name, version in installed_lightning().items()
-            },
         },
         system=this_system(),
         plugins=tuple(registry.reports),

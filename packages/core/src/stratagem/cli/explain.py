@@ -9,7 +9,7 @@ from stratagem.cli.arguments import parser_of
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import StratagemError
 from stratagem.plan.plan import RunRequest
-from stratagem.plan.resolve import resolve
+from stratagem.plan.resolution import resolve
 
 SUMMARY = "Show what a request would use, and why."
 

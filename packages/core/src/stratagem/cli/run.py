@@ -78,7 +78,7 @@ class Launch:
     @property
     def program(self) -> list[str]:
         """What the interpreter is given to run."""
-        module = ["-m", "stratagem.lightning.script"] if self.as_lightning else []
+        module = ["-m", "stratagem_lightning.script"] if self.as_lightning else []
         return [*module, self.script, *self.script_arguments]
 
     @property

@@ -17,7 +17,7 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
 from stratagem.plan.plan import RunRequest
-from stratagem.plan.resolve import resolve
+from stratagem.plan.resolution import resolve
 
 SUMMARY = "List all strategies and what can be used here."
 

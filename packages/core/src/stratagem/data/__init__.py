@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.data.combined_loader import CombinedLoader as CombinedLoader
-    from stratagem.data.pytree import map_tensors as map_tensors
+    from stratagem.data.pytree import map_tensors as map_tensors, move_to_device as move_to_device
+    from stratagem.data.resume.resumable import generators_of_loader as generators_of_loader
+    from stratagem.data.sharding import UNKNOWN as UNKNOWN, length_of as length_of
 else:
-    _MODULES = {
-        "CombinedLoader": "stratagem.data.combined_loader",
-        "map_tensors": "stratagem.data.pytree",
-    }
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(_MODULES[name]), name)
-
-
-__all__ = ["CombinedLoader", "map_tensors"]
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "CombinedLoader": "stratagem.data.combined_loader",
+            "UNKNOWN": "stratagem.data.sharding",
+            "generators_of_loader": "stratagem.data.resume.resumable",
+            "length_of": "stratagem.data.sharding",
+            "map_tensors": "stratagem.data.pytree",
+            "move_to_device": "stratagem.data.pytree",
+        },
+    )

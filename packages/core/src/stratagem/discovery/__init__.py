@@ -1,26 +1,118 @@
 """Discovery, the light zone: what plugin authors import; neither torch nor an SDK is loaded."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stratagem._lazy import lazy_names
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.hookspecs import Check, hookimpl
 from stratagem.discovery.specs import (
     PLUGIN_API_VERSION,
     AcceleratorSpec,
     Availability,
+    CallbackSpec,
     CheckpointIOSpec,
     ClusterEnvironmentSpec,
     ComponentSpec,
     LauncherSpec,
     LoggerSpec,
+    NameSpec,
     Objection,
     PrecisionSpec,
+    ProfilerSpec,
     StrategySpec,
     Target,
 )
 
+if TYPE_CHECKING:
+    from stratagem.discovery.capabilities import (
+        OWN_BACKWARD as OWN_BACKWARD,
+        OWN_CLIPPING as OWN_CLIPPING,
+        OWN_STEP as OWN_STEP,
+        contradictions as contradictions,
+        difference as difference,
+        one_process_of as one_process_of,
+    )
+    from stratagem.discovery.entry_points import (
+        CORE as CORE,
+        DISABLE_VARIABLE as DISABLE_VARIABLE,
+        GROUP as GROUP,
+        PluginEntry as PluginEntry,
+        core_range as core_range,
+        installed_entries as installed_entries,
+        misplaced_entries as misplaced_entries,
+        normalise as normalise,
+        read_text as read_text,
+        why_not_lasting as why_not_lasting,
+    )
+    from stratagem.discovery.hints import (
+        distribution_of as distribution_of,
+        installation_hint as installation_hint,
+        names_by_distribution as names_by_distribution,
+    )
+    from stratagem.discovery.installed import (
+        TorchBuild as TorchBuild,
+        require_package as require_package,
+        torch_build as torch_build,
+        version_of as version_of,
+    )
+    from stratagem.discovery.loading import PluginReport as PluginReport
+    from stratagem.discovery.registry import (
+        Candidate as Candidate,
+        Registry as Registry,
+        get_registry as get_registry,
+        nearest_of as nearest_of,
+    )
+    from stratagem.discovery.specs import load_target as load_target
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "CORE": "stratagem.discovery.entry_points",
+            "Candidate": "stratagem.discovery.registry",
+            "DISABLE_VARIABLE": "stratagem.discovery.entry_points",
+            "GROUP": "stratagem.discovery.entry_points",
+            "PluginEntry": "stratagem.discovery.entry_points",
+            "PluginReport": "stratagem.discovery.loading",
+            "Registry": "stratagem.discovery.registry",
+            "TorchBuild": "stratagem.discovery.installed",
+            "core_range": "stratagem.discovery.entry_points",
+            "distribution_of": "stratagem.discovery.hints",
+            "get_registry": "stratagem.discovery.registry",
+            "installation_hint": "stratagem.discovery.hints",
+            "installed_entries": "stratagem.discovery.entry_points",
+            "load_target": "stratagem.discovery.specs",
+            "misplaced_entries": "stratagem.discovery.entry_points",
+            "names_by_distribution": "stratagem.discovery.hints",
+            "nearest_of": "stratagem.discovery.registry",
+            "normalise": "stratagem.discovery.entry_points",
+            "read_text": "stratagem.discovery.entry_points",
+            "require_package": "stratagem.discovery.installed",
+            "torch_build": "stratagem.discovery.installed",
+            "version_of": "stratagem.discovery.installed",
+            "why_not_lasting": "stratagem.discovery.entry_points",
+            "OWN_BACKWARD": "stratagem.discovery.capabilities",
+            "OWN_CLIPPING": "stratagem.discovery.capabilities",
+            "OWN_STEP": "stratagem.discovery.capabilities",
+            "contradictions": "stratagem.discovery.capabilities",
+            "difference": "stratagem.discovery.capabilities",
+            "one_process_of": "stratagem.discovery.capabilities",
+        },
+    )[0]
+
 __all__ = [
+    "CORE",
+    "DISABLE_VARIABLE",
+    "GROUP",
+    "OWN_BACKWARD",
+    "OWN_CLIPPING",
+    "OWN_STEP",
     "PLUGIN_API_VERSION",
     "AcceleratorSpec",
     "Availability",
+    "CallbackSpec",
+    "Candidate",
     "Capabilities",
     "Check",
     "CheckpointIOSpec",
@@ -28,9 +120,33 @@ __all__ = [
     "ComponentSpec",
     "LauncherSpec",
     "LoggerSpec",
+    "NameSpec",
     "Objection",
+    "PluginEntry",
+    "PluginReport",
     "PrecisionSpec",
+    "ProfilerSpec",
+    "Registry",
     "StrategySpec",
     "Target",
+    "TorchBuild",
+    "contradictions",
+    "core_range",
+    "difference",
+    "distribution_of",
+    "get_registry",
     "hookimpl",
+    "installation_hint",
+    "installed_entries",
+    "load_target",
+    "misplaced_entries",
+    "names_by_distribution",
+    "nearest_of",
+    "normalise",
+    "one_process_of",
+    "read_text",
+    "require_package",
+    "torch_build",
+    "version_of",
+    "why_not_lasting",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
 from typing import Any, final
 
 from stratagem.errors import PluginError
@@ -123,3 +123,80 @@ def check_fields(described: Any, what: str) -> None:
         value = getattr(described, field.name)
         if holds is not None and not holds(value):
             raise PluginError(f"{what} has {field.name}={value!r}; expected {expected}")
+
+
+OWN_CLIPPING = ("train_step", "finish_step", "optimizer_step", "clip_gradients")
+"""The methods of which an engine that clips overrides one."""
+OWN_STEP = ("train_step", "finish_step", "optimizer_step")
+"""The methods of which an engine that steps overrides one."""
+OWN_BACKWARD = ("train_step", "accumulate_all", "accumulate", "backward")
+"""The methods of which an engine that runs backward overrides one."""
+
+
+def contradictions(
+    name: str, can: Capabilities, *, clips: bool, steps: bool, runs_backward: bool
+) -> Iterator[str]:
+    """Yield what a class says of itself that it leaves to a base class which does not do it.
+
+    Args:
+        name: of the class.
+        can: its capabilities.
+        clips: whether it overrides one of OWN_CLIPPING.
+        steps: whether it overrides one of OWN_STEP.
+        runs_backward: whether it overrides one of OWN_BACKWARD.
+    """
+    if can.owns_clipping and not clips:
+        yield (
+            f"{name}.capabilities has owns_clipping=True, but the class overrides none of "
+            f"{', '.join(OWN_CLIPPING)}, so that nothing of its own clips: leave owns_clipping "
+            "out, or clip in one of them"
+        )
+    if can.owns_step and not steps:
+        yield (
+            f"{name}.capabilities has owns_step=True, but the class overrides none of "
+            f"{', '.join(OWN_STEP)}, so that nothing of its own steps: leave owns_step out, or "
+            "step in one of them"
+        )
+    if not can.manual_backward and not runs_backward:
+        yield (
+            f"{name}.capabilities has manual_backward=False, but the class overrides none "
+            f"of {', '.join(OWN_BACKWARD)}, so that it runs backward as user code does: leave "
+            "manual_backward out, or override one of them"
+        )
+
+
+def one_process_of(name: str) -> str:
+    """Return what is said of a ParallelStrategy whose one process is to drive many devices."""
+    return (
+        f"{name}.capabilities has one_process=True and many_devices=True, but a ParallelStrategy "
+        "has a process for each device: set one_process=False"
+    )
+
+
+def difference(name: str, of_spec: Capabilities, of_class: Capabilities | None) -> str:
+    """Return how the capabilities of a strategy's spec and of its class differ; "": they do not.
+
+    Args:
+        name: of the class.
+        of_spec: those of the spec.
+        of_class: those of the class; None: it has none.
+
+    Example:
+        >>> from stratagem.discovery import difference
+        >>> difference("Mine", Capabilities(), Capabilities(multi_node=True))[:58]
+        "the spec's capabilities and those of Mine differ (multi_no"
+    """
+    if of_class is None:
+        return f"{name} has no capabilities: set them in the class, to the object that its spec has"
+    if of_class == of_spec:
+        return ""
+    theirs = asdict(of_class)
+    differing = [
+        f"{field}={value!r} and {theirs[field]!r}"
+        for field, value in asdict(of_spec).items()
+        if value != theirs[field]
+    ]
+    return (
+        f"the spec's capabilities and those of {name} differ ({'; '.join(differing)}): let both "
+        "hold one object"
+    )

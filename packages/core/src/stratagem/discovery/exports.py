@@ -13,13 +13,13 @@ from stratagem.errors import StratagemError
 
 
 def exporter(
-    module: str, kind: str, bases: Mapping[str, str]
+    module: str, kind: str | None, bases: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of a module that serves one kind of component.
 
     Args:
         module: its name.
-        kind: whose classes it serves, by their own names.
+        kind: the kind of component whose classes it serves, by their own names; None: no kind.
         bases: further names, each with the module that holds it.
     """
 
@@ -32,7 +32,7 @@ def exporter(
             # Which an import then looks for itself.
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         # By target, since several names may mean one class with different arguments.
-        offers = {c.spec.target: c for c in _candidates(kind) if c.spec.class_name == name}
+        offers = {c.spec.target: c for c in _offers(module, kind) if _import_name(c) == name}
         ours = [c for c in offers.values() if c.distribution == CORE]
         if len(offers) > 1 and not ours:
             raise ImportError(
@@ -49,7 +49,7 @@ def exporter(
         )
 
     def names() -> list[str]:
-        return sorted({*bases, *(c.spec.class_name for c in _candidates(kind))})
+        return sorted({*bases, *(_import_name(c) for c in _offers(module, kind))})
 
     return find, names
 
@@ -68,5 +68,13 @@ def _is_there(find: Callable[[str], Any], name: str) -> bool:
     return True
 
 
-def _candidates(kind: str) -> list[Candidate]:
-    return get_registry().candidates(kind)
+def _offers(module: str, kind: str | None) -> list[Candidate]:
+    """Return the components whose classes a module serves, and the names that guests add to it."""
+    registry = get_registry()
+    names = [c for c in registry.candidates("name") if getattr(c.spec, "module", "") == module]
+    return names if kind is None else [*registry.candidates(kind), *names]
+
+
+def _import_name(candidate: Candidate) -> str:
+    spec = candidate.spec
+    return spec.name if spec.kind == "name" else spec.class_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import pluggy
 
@@ -54,6 +54,16 @@ def stratagem_choose_strategy(request: RunRequest, candidates: tuple[str, ...]) 
     Called while a request is resolved, in every process that resolves one. `candidates` are the
     names that fit the chosen accelerator and the number of devices. Return one of them, or None to
     leave the choice to others. The first answer that is not None wins; the plan says whose it was.
+    """
+
+
+@hookspec(firstresult=True)
+def stratagem_read_checkpoint(contents: dict[str, Any], path: str) -> dict[str, Any] | None:
+    """Convert a checkpoint of another library to the form of a Trainer's.
+
+    Called when a Trainer, `load_from_checkpoint` or `stratagem checkpoint convert` has read a
+    checkpoint, with what weights-only loading returned. Return the converted checkpoint, or None
+    if the form is not known. The first answer that is not None wins.
     """
 
 

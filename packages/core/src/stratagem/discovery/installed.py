@@ -54,16 +54,6 @@ class TorchBuild:
     cuda: str | None
 
 
-LIGHTNING = ("lightning", "pytorch-lightning", "lightning-fabric")
-"""The distributions whose import names `stratagem.lightning` takes, in a process that asks."""
-
-
-def installed_lightning() -> dict[str, str]:
-    """Return which distributions of Lightning itself are installed, with their versions."""
-    found = {name: version_of(name) for name in LIGHTNING}
-    return {name: version for name, version in found.items() if version is not None}
-
-
 def version_of(distribution: str, path: Iterable[str] | None = None) -> str | None:
     """Return an installed distribution's version, from its metadata; None: it is not installed.
 

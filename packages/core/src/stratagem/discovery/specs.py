@@ -299,6 +299,39 @@ class LoggerSpec(ComponentSpec):
     kind: ClassVar[str] = "logger"
 
 
+@final
+class CallbackSpec(ComponentSpec):
+    """Describes a callback, for `Trainer(callbacks=["name"])` and `stratagem.callbacks`."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = "callback"
+
+
+@final
+class ProfilerSpec(ComponentSpec):
+    """Describes a profiler, for `Trainer(profiler="name")` and `stratagem.profilers`."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = "profiler"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NameSpec(ComponentSpec):
+    """Describes an import name that a distribution adds to a module of core.
+
+    Example:
+        >>> spec = NameSpec(name="Tuner", module="stratagem", target="my_package:Tuner",
+        ...                 api_version=1)
+        >>> spec.module, spec.name
+        ('stratagem', 'Tuner')
+    """
+
+    kind: ClassVar[str] = "name"
+    module: str
+    """The module that serves the name, such as "stratagem.callbacks"."""
+
+
 def asked_function(spec: ComponentSpec, field: str, *arguments: Any) -> Any:
     """Return what a function that a spec names answers.
 

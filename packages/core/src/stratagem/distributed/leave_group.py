@@ -11,9 +11,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from stratagem.distributed.rank_status import RankStatuses, described
-from stratagem.distributed.stack import COLLECTIVES
-from stratagem.distributed.status_exchange import RankStatus, Survey
+from stratagem.distributed.diagnosis.rank_status import RankStatuses, described
+from stratagem.distributed.diagnosis.stack import COLLECTIVES
+from stratagem.distributed.diagnosis.status_exchange import RankStatus, Survey
 from stratagem.errors import CommunicationError
 from stratagem.launch.rank import record_failure, this_rank
 

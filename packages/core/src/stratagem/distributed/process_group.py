@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stratagem.distributed.diagnosis.rank_status import RankStatuses
 from stratagem.distributed.leave_group import leave_process_group
-from stratagem.distributed.rank_status import RankStatuses
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataShard, Ranks, ReduceOp

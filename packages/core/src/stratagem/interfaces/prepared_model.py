@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.interfaces.compiling import compile_model
+from stratagem.compile.modules import compile_model
 from stratagem.interfaces.step_module import StepModule
 from stratagem.plan.compilation import Compilation
 

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stratagem.compile.modules import check_compilation
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
-from stratagem.interfaces.author_checks import (
+from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.cluster_environment import ClusterEnvironment
+from stratagem.interfaces.components import Components
+from stratagem.interfaces.contract_checks import (
     check_capabilities,
     check_overrides,
     check_passed_on,
     unexpected_arguments,
 )
-from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.interfaces.cluster_environment import ClusterEnvironment
-from stratagem.interfaces.compiling import check_compilation
-from stratagem.interfaces.components import Components
 from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers

@@ -43,53 +43,48 @@ from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.interfaces.launcher import Launcher as Launcher
+    from stratagem.launch.cores import available_cores as available_cores
     from stratagem.launch.environment import rank_environment as rank_environment
     from stratagem.launch.network import free_port as free_port
-    from stratagem.launch.packed import pack as pack
-    from stratagem.launch.packed import rank_failure as rank_failure
-    from stratagem.launch.packed import run_packed as run_packed
+    from stratagem.launch.packed import (
+        pack as pack,
+        rank_failure as rank_failure,
+        run_packed as run_packed,
+    )
+    from stratagem.launch.rank import (
+        LISTEN_FD_VARIABLE as LISTEN_FD_VARIABLE,
+        this_rank as this_rank,
+    )
+    from stratagem.launch.rank_zero import (
+        rank_zero_info as rank_zero_info,
+        rank_zero_only as rank_zero_only,
+        rank_zero_warn as rank_zero_warn,
+    )
     from stratagem.launch.watch import run_as_rank as run_as_rank
-    from stratagem.plan.plan import RunPlan as RunPlan
-    from stratagem.plan.plan import RunRequest as RunRequest
+    from stratagem.plan.plan import RunPlan as RunPlan, RunRequest as RunRequest
     from stratagem.plan.selection import Selection as Selection
-    from stratagem.state.results import pack_result as pack_result
-    from stratagem.state.results import unpack_result as unpack_result
+    from stratagem.state.results import pack_result as pack_result, unpack_result as unpack_result
 else:
-    # When they are used: a rank that imports one module here pays for no other.
-    __getattr__ = lazy_names(
+    __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
+            "LISTEN_FD_VARIABLE": "stratagem.launch.rank",
             "Launcher": "stratagem.interfaces.launcher",
             "RunPlan": "stratagem.plan.plan",
             "RunRequest": "stratagem.plan.plan",
             "Selection": "stratagem.plan.selection",
+            "available_cores": "stratagem.launch.cores",
             "free_port": "stratagem.launch.network",
             "pack": "stratagem.launch.packed",
             "pack_result": "stratagem.state.results",
             "rank_environment": "stratagem.launch.environment",
             "rank_failure": "stratagem.launch.packed",
+            "rank_zero_info": "stratagem.launch.rank_zero",
+            "rank_zero_only": "stratagem.launch.rank_zero",
+            "rank_zero_warn": "stratagem.launch.rank_zero",
             "run_as_rank": "stratagem.launch.watch",
             "run_packed": "stratagem.launch.packed",
+            "this_rank": "stratagem.launch.rank",
             "unpack_result": "stratagem.state.results",
         },
     )
-
-
-__all__ = [
-    "Launcher",
-    "RunPlan",
-    "RunRequest",
-    "Selection",
-    "free_port",
-    "pack",
-    "pack_result",
-    "rank_environment",
-    "rank_failure",
-    "run_as_rank",
-    "run_packed",
-    "unpack_result",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

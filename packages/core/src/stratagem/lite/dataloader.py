@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stratagem.data.resumable import Resumable
+from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import length_of, set_epoch
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.rng import rng_state, set_rng_state

@@ -11,21 +11,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.compile.modules import own_module
 from stratagem.data import sharding
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
-from stratagem.interfaces.compiling import own_module
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
-from stratagem.lite.device_errors import explained_device_errors, raise_explained
-from stratagem.lite.launched import Launched
 from stratagem.lite.module import LiteModule
 from stratagem.lite.observed import Observed
-from stratagem.lite.optimizer import LiteOptimizer, wrap_optimizer
-from stratagem.lite.prepare import (
+from stratagem.lite.state import STRATEGY_STATE, collect, restore
+from stratagem.plan.step_options import GradientClip, StepOptions
+from stratagem.rng import seed_everything
+from stratagem.runtime.device_errors import explained_device_errors, raise_explained
+from stratagem.runtime.optimizer import LiteOptimizer, wrap_optimizer
+from stratagem.runtime.prepare import (
     Compile,
     check_backward,
     check_setup,
@@ -34,10 +36,8 @@ from stratagem.lite.prepare import (
     prepared_of,
     warn_of_lost_epsilon,
 )
-from stratagem.lite.request import Devices, Plugin
-from stratagem.lite.state import STRATEGY_STATE, collect, restore
-from stratagem.plan.step_options import GradientClip, StepOptions
-from stratagem.rng import seed_everything
+from stratagem.runtime.request import Devices, Plugin
+from stratagem.runtime.runtime import Launched
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 
@@ -147,7 +147,11 @@ class Lite(Launched, Observed):
         """
         strategy = self._launched_strategy()
         module = own_module(module)
-        check_setup(self.plan, module, optimizers)
+        if isinstance(module, LiteModule):
+            raise ConfigurationError(
+                "setup() received a model that was set up before; call it once for each model"
+            )
+        check_setup(self.plan, optimizers)
         compilation = compilation_of_setup(self.plan, strategy, compile)
         with explained_device_errors(strategy, module, optimizers):
             prepared = prepare(
@@ -403,7 +407,7 @@ class Lite(Launched, Observed):
                 f"{type(path).__name__} and {type(state).__name__}"
             )
         self._launched_strategy()
-        self.checkpoint_writer.save(collect(self.strategy, state), paths.given(path))
+        self.checkpoint_writer.save(collect(self.strategy, state), paths.parse_user_path(path))
 
     def load(
         self, path: PathLike, state: dict[str, Any] | None = None, *, strict: bool = True
@@ -426,7 +430,7 @@ class Lite(Launched, Observed):
                 wrong with it.
         """
         self._launched_strategy()
-        checkpoint = self.checkpoint_writer.load(paths.given(path))
+        checkpoint = self.checkpoint_writer.load(paths.parse_user_path(path))
         if state is not None:
             restore(self.strategy, checkpoint, state, path=path, strict=strict)
         checkpoint.pop(STRATEGY_STATE, None)

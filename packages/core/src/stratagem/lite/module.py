@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from stratagem.errors import UserCodeError
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy
-from stratagem.lite.device_errors import raise_explained
+from stratagem.runtime.device_errors import raise_explained
 
 
 class LiteModule(nn.Module):

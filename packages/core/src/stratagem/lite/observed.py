@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stratagem.errors import ConfigurationError
-from stratagem.lite.ranked import Ranked
-from stratagem.lite.request import as_list
+from stratagem.runtime.ranked import Ranked
+from stratagem.runtime.request import as_list
 
 
 class Observed(Ranked):

@@ -6,16 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stratagem.distributed.checkpoint_writer import (
-    load_strategy_state,
-    model_state,
-    strategy_state,
-)
 from stratagem.errors import CheckpointMismatchError, naming
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.module import LiteModule
-from stratagem.lite.optimizer import LiteOptimizer
+from stratagem.runtime.checkpoint_writer import load_strategy_state, model_state, strategy_state
+from stratagem.runtime.optimizer import LiteOptimizer
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.shards import read_whole
 

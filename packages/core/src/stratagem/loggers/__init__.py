@@ -1,43 +1,42 @@
-"""Loggers: where logged values go. Each is imported when it is used, and with it its library."""
+"""Loggers of core and of installed distributions; each is imported when it is used."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stratagem._lazy import lazy_names
-from stratagem.loggers.logger import Logger
+from stratagem.discovery.exports import exporter
+from stratagem.loggers.logger import Logger as Logger
 
 if TYPE_CHECKING:
-    from stratagem.loggers.comet_logger import CometLogger
-    from stratagem.loggers.csv_logger import CSVLogger
-    from stratagem.loggers.mlflow_logger import MLFlowLogger
-    from stratagem.loggers.neptune_logger import NeptuneLogger
-    from stratagem.loggers.tensorboard_logger import TensorBoardLogger
-    from stratagem.loggers.wandb_logger import WandbLogger
-else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "CSVLogger": ".csv_logger",
-            "CometLogger": ".comet_logger",
-            "MLFlowLogger": ".mlflow_logger",
-            "NeptuneLogger": ".neptune_logger",
-            "TensorBoardLogger": ".tensorboard_logger",
-            "WandbLogger": ".wandb_logger",
-        },
+    from stratagem.loggers.csv_logger import CSVLogger as CSVLogger
+    from stratagem.loggers.parameters import (
+        as_mapping as as_mapping,
+        as_numbers as as_numbers,
+        as_plain as as_plain,
+        flattened as flattened,
+        write_hyperparameters as write_hyperparameters,
+    )
+    from stratagem.loggers.version_folder import (
+        VersionFolder as VersionFolder,
+        local_folder as local_folder,
+        one_folder as one_folder,
     )
 
-
-__all__ = [
-    "CSVLogger",
-    "CometLogger",
-    "Logger",
-    "MLFlowLogger",
-    "NeptuneLogger",
-    "TensorBoardLogger",
-    "WandbLogger",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __getattr__(name: str) -> Any: ...  # names that installed distributions add
+else:
+    __getattr__, __dir__ = exporter(
+        __name__,
+        "logger",
+        {
+            "CSVLogger": "stratagem.loggers.csv_logger",
+            "Logger": "stratagem.loggers.logger",
+            "VersionFolder": "stratagem.loggers.version_folder",
+            "as_mapping": "stratagem.loggers.parameters",
+            "as_numbers": "stratagem.loggers.parameters",
+            "as_plain": "stratagem.loggers.parameters",
+            "flattened": "stratagem.loggers.parameters",
+            "local_folder": "stratagem.loggers.version_folder",
+            "one_folder": "stratagem.loggers.version_folder",
+            "write_hyperparameters": "stratagem.loggers.parameters",
+        },
+    )

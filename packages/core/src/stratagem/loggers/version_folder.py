@@ -25,7 +25,7 @@ def local_folder(owner: str, folder: str | Path) -> Path:
         >>> local_folder("CSVLogger", "logs").name
         'logs'
     """
-    place = paths.given(folder)
+    place = paths.parse_user_path(folder)
     if isinstance(place, Path):
         return place
     raise ConfigurationError(

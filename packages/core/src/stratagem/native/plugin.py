@@ -108,15 +108,9 @@ def _checkpoint_formats() -> tuple[ComponentSpec, ...]:
         ),
         CheckpointIOSpec(
             name="directory",
-            target="stratagem.native.checkpoint.directory:DirectoryCheckpointIO",
+            target="stratagem.native.checkpoint.sharded.directory:DirectoryCheckpointIO",
             api_version=1,
             summary="A directory that all ranks write together, each its shards (DCP)",
-        ),
-        CheckpointIOSpec(
-            name="lightning",
-            target="stratagem.native.checkpoint.lightning:LightningCheckpointIO",
-            api_version=1,
-            summary="One file in the form that Lightning 2.x loads",
         ),
         CheckpointIOSpec(
             name="async",
@@ -172,15 +166,11 @@ def _launchers() -> tuple[ComponentSpec, ...]:
 
 
 def _loggers() -> tuple[ComponentSpec, ...]:
-    classes = (
-        ("csv", "CSVLogger", "values in a CSV file"),
-        ("tensorboard", "TensorBoardLogger", "files that TensorBoard shows"),
-        ("mlflow", "MLFlowLogger", "an MLflow server, or a local database"),
-        ("wandb", "WandbLogger", "Weights & Biases"),
-        ("comet", "CometLogger", "Comet"),
-        ("neptune", "NeptuneLogger", "a Neptune server"),
-    )
-    return tuple(
-        LoggerSpec(name=name, target=f"stratagem.loggers:{target}", api_version=1, summary=summary)
-        for name, target, summary in classes
+    return (
+        LoggerSpec(
+            name="csv",
+            target="stratagem.loggers.csv_logger:CSVLogger",
+            api_version=1,
+            summary="values in a CSV file",
+        ),
     )

@@ -45,7 +45,7 @@ def strategies() -> tuple[ComponentSpec, ...]:
     return (
         StrategySpec(
             name="single_device",
-            target="stratagem.native.strategies.single_device:SingleDeviceStrategy",
+            target="stratagem.native.single_device:SingleDeviceStrategy",
             api_version=1,
             summary="One process, one device",
             capabilities=SINGLE_DEVICE,

@@ -10,6 +10,7 @@ from functools import WRAPPER_ASSIGNMENTS, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.launch.streams import printable
 
@@ -162,29 +163,24 @@ class PassThroughProfiler(Profiler):
 
 
 def make_profiler(given: str | Profiler | None) -> Profiler | None:
-    """Return the profiler of a Trainer; None: none was asked for.
+    """Return the profiler of a Trainer, or None.
 
     Raises:
-        ConfigurationError: `given` is neither a name that is known nor a Profiler.
+        ConfigurationError: `given` is no Profiler.
+        UnknownNameError: no installed distribution provides a profiler of this name.
 
     Example:
-        >>> type(make_profiler("simple")).__name__
-        'SimpleProfiler'
+        >>> make_profiler(PassThroughProfiler()) is None
+        True
     """
-    from stratagem.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
-
-    named: dict[str, Callable[[], Profiler]] = {
-        "simple": SimpleProfiler,
-        "advanced": AdvancedProfiler,
-        "pytorch": PyTorchProfiler,
-    }
-    if isinstance(given, str) and given.lower() in named:
-        return named[given.lower()]()
+    if isinstance(given, str):
+        profiler: Profiler = get_registry().find("profiler", given).spec.build()
+        return profiler
     if isinstance(given, PassThroughProfiler):
         return None
     if given is None or isinstance(given, Profiler):
         return given
     raise ConfigurationError(
-        f"profiler={given!r}: expected 'simple', 'advanced', 'pytorch', a "
-        "stratagem.profilers.Profiler, or None"
+        f"profiler={given!r}: expected the name of a profiler, a stratagem.profilers.Profiler, or "
+        "None"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import CheckpointContentError, shown
-from stratagem.state.archive import load_archive
+from stratagem.state.reading.archive import load_archive
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
 # An expanded tensor of up to so many bytes does no harm when it is copied.

@@ -83,7 +83,7 @@ def claim(
         True
         >>> first.release()
     """
-    path = paths.at(path)
+    path = paths.to_location(path)
     if isinstance(path, Path):
         return _claim_local(path, may_exist, from_unseen)
     return _claim_remote(path, may_exist)

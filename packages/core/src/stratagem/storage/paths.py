@@ -1,7 +1,7 @@
 """Where files lie: a local path, or a URL that fsspec knows ("s3://bucket/run/last.ckpt").
 
 The only place that asks which of the two a path is. Local paths are `Path`s and URLs are `str`s,
-since `pathlib` makes "s3:/bucket" of "s3://bucket"; `at` makes one of them of what a user gives.
+since `pathlib` makes "s3:/bucket" of "s3://bucket"; `to_location` converts what a user gives.
 fsspec is imported when the first URL comes up; `remote` is what needs it.
 """
 
@@ -43,7 +43,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def at(path: str | os.PathLike[str]) -> Location:
+def to_location(path: str | os.PathLike[str]) -> Location:
     """Return a `Path` for what is local, a `str` for a URL.
 
     Raises:
@@ -61,7 +61,7 @@ def at(path: str | os.PathLike[str]) -> Location:
     return Path(path)
 
 
-def given(path: str | os.PathLike[str]) -> Location:
+def parse_user_path(path: str | os.PathLike[str]) -> Location:
     """Return what `at` does of a path that a user wrote, where "~" is a home folder.
 
     For nothing else: a name that was read may begin with "~" too.
@@ -69,7 +69,7 @@ def given(path: str | os.PathLike[str]) -> Location:
     Raises:
         ConfigurationError: it is a URL that has gone through `pathlib`, or nobody has that home.
     """
-    location = at(path)
+    location = to_location(path)
     # pathlib leaves the "./" of "./~" out, and would expand it.
     if not isinstance(location, Path) or not os.fspath(path).startswith("~"):
         return location
@@ -86,13 +86,13 @@ def given(path: str | os.PathLike[str]) -> Location:
 
 def join(folder: str | os.PathLike[str], name: str) -> Location:
     """Return the path of `name` in a folder."""
-    folder = at(folder)
+    folder = to_location(folder)
     return folder / name if isinstance(folder, Path) else f"{folder}/{name}"
 
 
 def parent(path: str | os.PathLike[str]) -> Location:
     """Return the folder that something lies in."""
-    path = at(path)
+    path = to_location(path)
     return path.parent if isinstance(path, Path) else path.rpartition("/")[0]
 
 
@@ -103,7 +103,7 @@ def name_of(path: str | os.PathLike[str]) -> str:
 
 def absolute(path: str | os.PathLike[str]) -> Location:
     """Return a path that does not depend on the working directory."""
-    path = at(path)
+    path = to_location(path)
     return path.absolute() if isinstance(path, Path) else path
 
 
@@ -154,7 +154,7 @@ class Entry:
 
 def exists(path: str | os.PathLike[str]) -> bool:
     """Return whether something is there; False for a link to what is gone."""
-    path = at(path)
+    path = to_location(path)
     if isinstance(path, Path):
         return path.exists()
     with file_system(path) as (files, there):
@@ -163,7 +163,7 @@ def exists(path: str | os.PathLike[str]) -> bool:
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
     """Return whether a directory is there; on an object store, objects under that name."""
-    path = at(path)
+    path = to_location(path)
     if isinstance(path, Path):
         return path.is_dir()
     with file_system(path) as (files, there):
@@ -172,7 +172,7 @@ def is_directory(path: str | os.PathLike[str]) -> bool:
 
 def target_of(path: str | os.PathLike[str]) -> Location:
     """Return what a symbolic link leads to, and any other path as it is."""
-    path = at(path)
+    path = to_location(path)
     if isinstance(path, Path) and path.is_symlink():
         return path.parent / path.readlink()
     return path
@@ -180,7 +180,7 @@ def target_of(path: str | os.PathLike[str]) -> Location:
 
 def names(folder: str | os.PathLike[str]) -> set[str]:
     """Return the names of all that is in a folder, also hidden ones and links that lead nowhere."""
-    folder = at(folder)
+    folder = to_location(folder)
     if isinstance(folder, Path):
         return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     with file_system(folder) as (files, there):
@@ -192,7 +192,7 @@ def names(folder: str | os.PathLike[str]) -> set[str]:
 
 def entries(folder: str | os.PathLike[str]) -> list[Entry]:
     """Return what is in a folder, but for hidden names; nothing where there is no folder."""
-    folder = at(folder)
+    folder = to_location(folder)
     if not isinstance(folder, Path):
         return _remote_entries(folder)
     found = []
@@ -245,7 +245,7 @@ def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: it cannot be read, or there is no room for the copy in the directory for temporary
             files (TMPDIR).
     """
-    path = at(path)
+    path = to_location(path)
     # Unbuffered: who reads checkpoints does so in large pieces.
     if isinstance(path, Path):
         with local.open_regular(path) as file:
@@ -258,7 +258,7 @@ def open_local(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 @contextmanager
 def open_in_place(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a file to read a small part of it, without fetching the rest."""
-    path = at(path)
+    path = to_location(path)
     if isinstance(path, Path):
         with local.open_regular(path) as file:
             yield file
@@ -271,7 +271,7 @@ def open_in_place(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 def read(path: str | os.PathLike[str]) -> bytes:
     """Return what is in a small file."""
-    path = at(path)
+    path = to_location(path)
     if isinstance(path, Path):
         return path.read_bytes()
     with file_system(path) as (files, there):
@@ -283,7 +283,7 @@ def read(path: str | os.PathLike[str]) -> bytes:
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
     """Put a small file in its place in one step: whole and on the disk, or the old one is there."""
-    path = at(path)
+    path = to_location(path)
     with DurableFile(path) if isinstance(path, Path) else RemoteFile(path) as file:
         file.write(memoryview(data))
         file.commit()
@@ -305,7 +305,7 @@ def remove(path: str | os.PathLike[str]) -> None:
 
     Of a local directory all or nothing is left, also by a kill.
     """
-    path = at(path)
+    path = to_location(path)
     if not isinstance(path, Path):
         with file_system(path) as (files, there):
             if files.exists(there):
@@ -323,7 +323,7 @@ def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> bool:
     Returns:
         False: this file system can do neither, or a directory is at `path`.
     """
-    target, path = at(target), at(path)
+    target, path = to_location(target), to_location(path)
     if isinstance(path, Path):
         return _link_local(Path(target), path)
     with file_system(path) as (files, there):

@@ -9,22 +9,21 @@ import torch
 from torch import Tensor
 
 from stratagem.callbacks import Callback, EarlyStopping, ModelCheckpoint, ProgressBar
-from stratagem.lite.ranked import Ranked
-from stratagem.trainer.fit_loop_view import FitLoop
+from stratagem.runtime.ranked import Ranked
 from stratagem.trainer.options import OptionAttributes, check_limit
 
 if TYPE_CHECKING:
-    from stratagem.datamodule import DataModule
     from stratagem.interfaces.accelerator import Accelerator
     from stratagem.interfaces.strategy import Strategy
     from stratagem.loggers import Logger
-    from stratagem.module import Module
+    from stratagem.module.datamodule import DataModule
+    from stratagem.module.module import Module
     from stratagem.plan.plan import RunPlan
     from stratagem.profilers import Profiler
-    from stratagem.trainer.metrics import LatestValues
-    from stratagem.trainer.optimizers import SchedulerConfig
+    from stratagem.trainer.metrics.metrics import LatestValues
     from stratagem.trainer.progress import Progress, RunState
     from stratagem.trainer.run import Run
+    from stratagem.trainer.step.optimizers import SchedulerConfig
 
 
 class _LimitOf:
@@ -273,11 +272,6 @@ class TrainerAttributes(Ranked, OptionAttributes):
         return min(limit, self.step_options.steps_in(self.max_epochs, int(batches)))
 
     # -- how far training is
-
-    @property
-    def fit_loop(self) -> FitLoop:
-        """The limits of fits, to be set, and their position."""
-        return FitLoop(self)
 
     @property
     def current_epoch(self) -> int:

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from stratagem.callbacks import Callback
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
-from stratagem.module import Module
+from stratagem.module.hyperparameters import HyperParametersMixin, savable
+from stratagem.module.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions
-from stratagem.state.hyperparameters import HyperParametersMixin, savable
 from stratagem.trainer.progress import Progress, RunState
 
 if TYPE_CHECKING:

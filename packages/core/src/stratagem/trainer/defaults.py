@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
-from stratagem.lite.request import as_list
 from stratagem.loggers import Logger
 from stratagem.loggers.adapted import AdaptedLogger
+from stratagem.runtime.request import as_list
 from stratagem.storage import paths
 from stratagem.trainer.checks import check_state_keys
 from stratagem.trainer.options import of_barebones, with_defaults

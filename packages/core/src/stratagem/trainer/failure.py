@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stratagem.launch.rank import this_rank
 from stratagem.launch.streams import printable
-from stratagem.lite.device_errors import explain_device_error
+from stratagem.runtime.device_errors import explain_device_error
 from stratagem.trainer.resume.find import newest_checkpoint
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError
-from stratagem.lite.launched import Launched
 from stratagem.plan.selection import can
+from stratagem.runtime.runtime import Launched
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _find_unwritable(trainer: Trainer, stage: str) -> str:
     for folder, given in _folders(trainer, stage):
         if paths.is_url(folder):
             continue  # its server is asked by the first save
-        is_root = paths.at(folder) == paths.at(trainer.default_root_dir)
+        is_root = paths.to_location(folder) == paths.to_location(trainer.default_root_dir)
         what = "default_root_dir" if is_root else given
         try:
             paths.try_folder(folder)
@@ -68,11 +68,11 @@ def _folders(trainer: Trainer, stage: str) -> Iterator[tuple[paths.Location, str
         return
     for logger in trainer.loggers:
         if logger.save_dir is not None:
-            yield paths.at(logger.save_dir), f"{type(logger).__name__}: save_dir"
+            yield paths.to_location(logger.save_dir), f"{type(logger).__name__}: save_dir"
     for saver in trainer.callbacks if stage == "fit" else ():
         if not isinstance(saver, ModelCheckpoint):
             continue
         if saver.dirpath is not None:
             yield saver.dirpath, f"{type(saver).__name__}: dirpath"
         elif not trainer.loggers:  # otherwise beside the logs
-            yield paths.at(trainer.default_root_dir), "default_root_dir"
+            yield paths.to_location(trainer.default_root_dir), "default_root_dir"

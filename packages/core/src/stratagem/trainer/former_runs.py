@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from stratagem.lite.prepare import release
+from stratagem.runtime.prepare import release
 
 if TYPE_CHECKING:
     from stratagem.trainer.run import Run

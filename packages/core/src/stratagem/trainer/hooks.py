@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stratagem.callbacks.callback import Callback
 
 if TYPE_CHECKING:
-    from stratagem.module import Module
+    from stratagem.module.module import Module
     from stratagem.trainer import Trainer
 
 Hook = Callable[..., Any]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.datamodule import DataModule
+from stratagem.compile.modules import own_module
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.compiling import own_module
+from stratagem.module.datamodule import DataModule
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
-    from stratagem.module import Module
+    from stratagem.module.module import Module
 
 Stage = Literal["fit", "validate", "test", "predict"]
 
@@ -66,7 +66,7 @@ class Job:
         if isinstance(datamodule, (str, Path)) and ckpt_path is None:
             datamodule, ckpt_path = None, datamodule
         if isinstance(ckpt_path, (str, Path)) and ckpt_path not in ("best", "last"):
-            ckpt_path = paths.given(ckpt_path)
+            ckpt_path = paths.parse_user_path(ckpt_path)
         if datamodule is not None and not isinstance(datamodule, DataModule):
             raise ConfigurationError(
                 f"datamodule={datamodule!r}: expected a stratagem.DataModule, received a "

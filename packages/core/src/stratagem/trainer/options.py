@@ -15,7 +15,7 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.plan.compilation import Compilation
 from stratagem.plan.step_options import StepOptions, gradient_clip, seconds
 from stratagem.storage import paths
-from stratagem.trainer.divergence import DEFAULT_INTERVAL
+from stratagem.trainer.loops.divergence import DEFAULT_INTERVAL
 
 Limit = int | float
 
@@ -318,7 +318,7 @@ def check_accumulation(value: int | Mapping[int, int]) -> dict[int, int]:
 def root_folder(given: str | Path | None) -> paths.Location:
     """Return the folder for logs and checkpoints; by default the current one."""
     if given is not None:
-        return paths.given(given)
+        return paths.parse_user_path(given)
     try:
         return Path.cwd()
     except OSError as error:

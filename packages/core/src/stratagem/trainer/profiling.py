@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from stratagem.profilers import Profiler
     from stratagem.trainer.run import Run
-    from stratagem.trainer.step import Step
+    from stratagem.trainer.step.step import Step
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -12,19 +12,20 @@ from torch.optim import Optimizer
 
 from stratagem.callbacks.callback import LOGGED
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.lite.optimizer import wrap_optimizer
-from stratagem.lite.prepare import prepare
+from stratagem.runtime.optimizer import wrap_optimizer
+from stratagem.runtime.prepare import prepare
 from stratagem.storage import paths
-from stratagem.trainer import checks, evaluation, fit_loop, folders, options, results, run_loggers
+from stratagem.trainer import checks, folders, options, results, run_loggers
 from stratagem.trainer.failure import end_failed
 from stratagem.trainer.former_runs import release_others
-from stratagem.trainer.hooked_step import check_closure, check_step_hooks
 from stratagem.trainer.hooks import Hooks
-from stratagem.trainer.interruption import Interruption
-from stratagem.trainer.loaders import EvaluationLoader, source_of
-from stratagem.trainer.metrics import Metrics
-from stratagem.trainer.open_data import close, open_evaluation_data, open_fit_data
-from stratagem.trainer.optimizers import configure, count_steps
+from stratagem.trainer.loaders.loaders import EvaluationLoader, source_of
+from stratagem.trainer.loaders.open import close, open_evaluation_data, open_fit_data
+from stratagem.trainer.loops import evaluation, fit as fit_loop
+from stratagem.trainer.loops.interruption import Interruption
+from stratagem.trainer.loops.validation import Validation
+from stratagem.trainer.metrics.log_buffer import Rows
+from stratagem.trainer.metrics.metrics import Metrics
 from stratagem.trainer.profiling import Profiling
 from stratagem.trainer.resume.checkpoint import (
     Weights,
@@ -35,20 +36,20 @@ from stratagem.trainer.resume.checkpoint import (
     restore_training,
 )
 from stratagem.trainer.resume.find import find_checkpoint
-from stratagem.trainer.rows import Rows
-from stratagem.trainer.schedulers import Schedulers
-from stratagem.trainer.step import Step
-from stratagem.trainer.validation import Validation
+from stratagem.trainer.step.hooked_step import check_closure, check_step_hooks
+from stratagem.trainer.step.optimizers import configure, count_steps
+from stratagem.trainer.step.schedulers import Schedulers
+from stratagem.trainer.step.step import Step
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.lite.launched import Launched
+    from stratagem.runtime.runtime import Launched
     from stratagem.trainer.job import Job
-    from stratagem.trainer.metrics import LatestValues
+    from stratagem.trainer.loaders.train_loader import TrainLoader
+    from stratagem.trainer.metrics.metrics import LatestValues
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.resume.rank_state import RankState
     from stratagem.trainer.resume.restarts import Restarts
-    from stratagem.trainer.train_loader import TrainLoader
     from stratagem.trainer.trainer import Trainer
 
 

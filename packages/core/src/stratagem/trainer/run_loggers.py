@@ -30,7 +30,9 @@ def begin(run: Run) -> None:
     if run.stage != "fit":
         return
     run.restarts = Restarts(
-        run.strategy, paths.at(trainer.default_root_dir), saves=bool(trainer.checkpoint_callbacks)
+        run.strategy,
+        paths.to_location(trainer.default_root_dir),
+        saves=bool(trainer.checkpoint_callbacks),
     )
     run.asked = run.restarts.begin(run.job.ckpt_path)
     run.resumed_from = _find(run)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stratagem.trainer.dataloader_iter import ReadingStep, reads_itself
-from stratagem.trainer.hooked_step import HookedStep, needs_closure, step_hooks_of
-from stratagem.trainer.step import Step
-from stratagem.trainer.strategy_check import takes_own_steps
+from stratagem.trainer.loaders.dataloader_iter import ReadingStep, reads_itself
+from stratagem.trainer.step.contract_check import takes_own_steps
+from stratagem.trainer.step.hooked_step import HookedStep, needs_closure, step_hooks_of
+from stratagem.trainer.step.step import Step
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
@@ -39,7 +39,7 @@ def make_step(run: Run, prepared: PreparedModel) -> Step:
     compilation = run.trainer.step_options.compilation
     if compilation is not None and compilation.whole_step and run.optimizers:
         # It is a Step itself, and only those who ask for it import what makes graphs.
-        from stratagem.trainer.graph_step import GraphStep
+        from stratagem.trainer.step.graph_step import GraphStep
 
         return GraphStep(run, prepared, compilation)
     own = step_hooks_of(run.module)

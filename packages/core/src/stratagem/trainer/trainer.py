@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks import Callback
-from stratagem.datamodule import DataModule
-from stratagem.distributed.checkpoint_writer import CheckpointWriter
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import leave_unprinted
-from stratagem.lite.launched import REQUESTED, Launched
-from stratagem.lite.request import Devices, Plugin, as_list
 from stratagem.loggers import Logger
-from stratagem.module import Module
+from stratagem.module.datamodule import DataModule
+from stratagem.module.module import Module
 from stratagem.plan.plan import RunPlan
+from stratagem.runtime.checkpoint_writer import CheckpointWriter
+from stratagem.runtime.request import Devices, Plugin, as_list
+from stratagem.runtime.runtime import REQUESTED, Launched
 from stratagem.storage import paths
-from stratagem.trainer import elsewhere, folders
+from stratagem.trainer import folders, remote_result as elsewhere
 from stratagem.trainer.attributes import TrainerAttributes
 from stratagem.trainer.checks import (
     check_divergence_detection,
@@ -39,7 +39,7 @@ from stratagem.trainer.defaults import (
     parse_arguments,
 )
 from stratagem.trainer.job import Job
-from stratagem.trainer.metrics import LatestValues
+from stratagem.trainer.metrics.metrics import LatestValues
 from stratagem.trainer.options import TrainerOptions
 from stratagem.trainer.progress import Progress, RunState
 from stratagem.trainer.results import print_values
@@ -403,4 +403,4 @@ class Trainer(TrainerAttributes):
         Raises:
             CheckpointContentError: something in it is not plain data; says what.
         """
-        self.run.save(paths.given(filepath), weights_only=weights_only)
+        self.run.save(paths.parse_user_path(filepath), weights_only=weights_only)

@@ -15,8 +15,8 @@ from stratagem import __version__
 from stratagem.checkpoint.archive import ArchiveWriter, Manifest, Sink, names_of, not_whole
 from stratagem.errors import CheckpointCorruptError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.state.archive import load_archive
 from stratagem.state.plain_data import find_oversized
+from stratagem.state.reading.archive import load_archive
 
 # A manifest has to fit in the archive's comment.
 _LONGEST_TEXT = 200

@@ -68,7 +68,7 @@ class CheckpointReader:
             OSError: it cannot be read.
         """
         self.forget()
-        path = paths.at(path)
+        path = paths.to_location(path)
         if isinstance(path, Path) and path.is_dir():
             _open_directory(path, verify=True, ranks=None, check_parts=True)
             return
@@ -81,7 +81,7 @@ class CheckpointReader:
 
     def open(self, path: str | os.PathLike[str], *, ranks: Ranks | None = None) -> dict[str, Any]:
         """Return a checkpoint; see `open_checkpoint`."""
-        path = paths.at(path)
+        path = paths.to_location(path)
         if isinstance(path, Path) and path.is_dir():
             self.forget()
             return _open_directory(path, verify=self._verify, ranks=ranks)
@@ -151,7 +151,7 @@ def _open_directory(
 ) -> dict[str, Any]:
     # Here for its cost: torch.distributed.checkpoint takes 0.5 s to import, and most checkpoints
     # are files.
-    from stratagem.native.checkpoint.shard_reader import ShardReader
+    from stratagem.native.checkpoint.sharded.shard_reader import ShardReader
 
     directory = read_directory(path)
     if verify:

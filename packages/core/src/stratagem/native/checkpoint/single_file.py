@@ -48,7 +48,7 @@ class SingleFileCheckpointIO(CheckpointIO):
             CheckpointContentError: something in it is not plain data.
             CheckpointSaveError: the file system refused; what was at the path is still there.
         """
-        path = paths.at(path)
+        path = paths.to_location(path)
         check_contents(checkpoint, path)
         if isinstance(path, Path) and path.is_dir():
             raise CheckpointSaveError(f"cannot save {str(path)!r}: it is a directory, give a file")

@@ -14,7 +14,6 @@ from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointMismatchError, CheckpointSaveError, ConfigurationError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.native.checkpoint.lightning import LightningCheckpointIO
 from stratagem.native.checkpoint.safetensors import write_safetensors
 
 _OF_TRAINER = "state_dict"
@@ -66,7 +65,9 @@ def _to_lightning(source: Path, target: Path) -> str:
     _refuse_existing(target)
     checkpoint = check(_read(source), source)
     checkpoint.setdefault("format_version", FORMAT_VERSION)
-    LightningCheckpointIO().save_checkpoint(checkpoint, target)
+    get_registry().find("checkpoint_io", "lightning").spec.build().save_checkpoint(
+        checkpoint, target
+    )
     kept = "all that Lightning resumes from" if "progress" in checkpoint else "weights only"
     return f"{target}: {target.stat().st_size} bytes, {kept}"
 

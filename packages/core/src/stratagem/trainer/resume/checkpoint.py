@@ -32,23 +32,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratagem import __version__
 from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
-from stratagem.distributed.checkpoint_writer import (
+from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
+from stratagem.module.hyperparameters import HyperParametersMixin, savable
+from stratagem.runtime.checkpoint_writer import (
     load_strategy_state,
     model_state,
     nonfinite_weights,
     strategy_state,
 )
-from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
-from stratagem.state.hyperparameters import HyperParametersMixin, savable
 from stratagem.state.plain_data import find_offending_value
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.state_dict import with_names
-from stratagem.trainer.open_data import reopen_for_resume
+from stratagem.trainer.loaders.open import reopen_for_resume
 from stratagem.trainer.resume.rank_state import state_of_rank
 
 if TYPE_CHECKING:
-    from stratagem.distributed.checkpoint_writer import CheckpointWriter
     from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.runtime.checkpoint_writer import CheckpointWriter
     from stratagem.trainer.run import Run
     from stratagem.trainer.trainer import Trainer
 

@@ -11,7 +11,7 @@ from stratagem.errors import CheckpointNotFoundError
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
-    from stratagem.callbacks.model_checkpoint import ModelCheckpoint
+    from stratagem.callbacks.checkpoints.model_checkpoint import ModelCheckpoint
     from stratagem.trainer.trainer import Trainer
 
 
@@ -26,7 +26,7 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
         CheckpointNotFoundError: there is none.
     """
     if asked not in ("best", "last"):
-        return paths.at(asked)
+        return paths.to_location(asked)
     savers = _savers(trainer)
     if not savers:
         raise CheckpointNotFoundError(
@@ -62,7 +62,7 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
             else f"ckpt_path='last': none of the {len(passed_over)} checkpoint(s) in {folders} is "
             "whole"
         )
-    return paths.at(found)
+    return paths.to_location(found)
 
 
 def newest_checkpoint(trainer: Trainer) -> str:
@@ -76,7 +76,7 @@ def newest_checkpoint(trainer: Trainer) -> str:
 
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
-    from stratagem.callbacks.model_checkpoint import ModelCheckpoint
+    from stratagem.callbacks.checkpoints.model_checkpoint import ModelCheckpoint
 
     return [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stratagem.data.resumable import generators_of_loader, has_persistent_workers
+from stratagem.data.resume.resumable import generators_of_loader, has_persistent_workers
 from stratagem.rng import (
     generator_states,
     preserve_rng_state,
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from stratagem.interfaces.accelerator import Accelerator
     from stratagem.interfaces.ranks import Ranks
     from stratagem.state.rank_states import RankStates
+    from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
-    from stratagem.trainer.train_loader import TrainLoader
 
 
 def state_of_rank(run: Run) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Restarts:
         for gone in itertools.takewhile(lambda path: path not in there, checkpoints):
             self._say(f"has saved {gone!r}, which is gone")
         check = self._strategy.checkpoint_io.verify_checkpoint
-        whole, passed_over = first_whole(map(paths.at, there), check)
+        whole, passed_over = first_whole(map(paths.to_location, there), check)
         for text in passed_over:
             self._say(f"has saved what cannot be used: {text}")
         given = "" if asked is None else f"ckpt_path={str(asked)!r}"

@@ -1,0 +1,1 @@
+"""ModelCheckpoint: when to save, which files to keep, and how to name them."""

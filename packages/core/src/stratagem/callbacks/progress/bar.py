@@ -1,0 +1,290 @@
+"""ProgressBar: what a run says of itself: what begins, how far it is, and how it ended."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from stratagem.callbacks.callback import Callback
+from stratagem.callbacks.progress.display import Display, Row, display_here
+from stratagem.callbacks.progress.report import beginning, ending
+from stratagem.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stratagem.module.module import Module
+    from stratagem.trainer import Trainer
+
+
+class ProgressBar(Callback):
+    """Says on rank 0 what begins, how far it is, and how it ended.
+
+    A bar has the epoch, its batches, their speed, the times that have passed and are left, and the
+    values logged with `prog_bar=True`; validation, testing and predicting have their own. A line of
+    each epoch stays. In a notebook the bar is a line of text. Where stdout is no terminal (a pipe,
+    the log of SLURM, of a container or of CI), a line goes to stderr every `line_seconds`, and at
+    the end of an epoch, though not more than one a second. What begins and how it ended is said
+    there too: where it trains, where logs and checkpoints go, why training ended, which checkpoint
+    is the best. `Trainer(enable_progress_bar=False)` silences all of it.
+
+    Values are read, and the device is waited for, only at a refresh, whatever a step takes. A
+    subclass that overrides `get_metrics` shows others; one that overrides `setup` without calling
+    this one's shows nothing but what it shows itself.
+
+    Args:
+        refresh_seconds: time between two refreshes; one costs 0.4 ms.
+        line_seconds: time between two lines where there is no terminal.
+        console: a rich console, to show it elsewhere; None: standard output.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.callbacks import ProgressBar
+        >>> slow = ProgressBar(refresh_seconds=5.0)
+        >>> [bar is slow for bar in Trainer(callbacks=slow, enable_checkpointing=False).callbacks]
+        [True]
+    """
+
+    def __init__(
+        self,
+        *,
+        refresh_seconds: float = 0.1,
+        line_seconds: float = 30.0,
+        console: Console | None = None,
+    ) -> None:
+        self.refresh_seconds = refresh_seconds
+        self.line_seconds = line_seconds
+        self._console = console
+        self._enabled = True
+        self._trainer: Trainer | None = None
+        self._due = float("inf")
+        """When it is shown next."""
+        self._display: Display | None = None
+        self._rows: list[Row] = []
+        """What goes on: an epoch, and validation within it."""
+        self._evaluated_from = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: not the run, nor the stream that shows it."""
+        shown: dict[str, Any] = {
+            "_trainer": None,
+            "_display": None,
+            "_rows": [],
+            "_due": float("inf"),
+        }
+        return {**vars(self), **shown}
+
+    # -- what users call and override
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer whose run it shows.
+
+        Raises:
+            ConfigurationError: there was none yet.
+        """
+        if self._trainer is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.trainer: there is none before a run begins; expected it to "
+                "be read in a hook, after super().setup(...)"
+            )
+        return self._trainer
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it is to be shown."""
+        return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether it is not."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Show it from the next run on."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Do not show it from the next run on."""
+        self._enabled = False
+
+    def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
+        """Return what is shown beside the bar: numbers and strings by name.
+
+        Example:
+            >>> from stratagem.callbacks import ProgressBar
+            >>> class Percent(ProgressBar):
+            ...     def get_metrics(self, trainer, module):
+            ...         shown = super().get_metrics(trainer, module)
+            ...         return {n: f"{v:.0%}" if n == "acc" else v for n, v in shown.items()}
+        """
+        return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print without breaking the bar; what `Module.print` calls on rank 0.
+
+        Args:
+            *values: as for the built-in function.
+            **options: as for the built-in function.
+        """
+        print(*values, **options)
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Find out where to show it, unless it is disabled."""
+        self._trainer, self._display = trainer, None
+        if trainer.is_global_zero and self.is_enabled:
+            self._display = display_here(self.refresh_seconds, self.line_seconds, self._console)
+
+    # -- rows
+
+    def _begin(self, what: str, total: float, done: int = 0) -> None:
+        if self._display is not None:
+            self._rows.append(Row(what, total, done))
+            self._display.begin(self._rows[-1])
+            self._due = monotonic() + self._display.interval
+
+    def _refresh(self, trainer: Trainer) -> None:
+        if self._display is not None:
+            self._read_values(trainer)
+            self._display.refresh(self._rows[-1])
+            self._due = monotonic() + self._display.interval
+
+    def _end(self, *, leave: bool) -> None:
+        if self._display is not None and self._rows:
+            self._display.end(self._rows.pop(), leave=leave)
+
+    def _read_values(self, trainer: Trainer) -> None:
+        """Show what training has logged beside the epoch, and nothing beside evaluation."""
+        if not trainer.run.evaluating:
+            shown = self.get_metrics(trainer, trainer.run.module)
+            self._rows[-1].values = "  ".join(
+                f"{name} {self._text(v)}" for name, v in shown.items()
+            )
+
+    def _text(self, value: Any) -> str:
+        return value if isinstance(value, str) else f"{float(value):.4g}"
+
+    def _close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+        self._display = None
+        self._rows.clear()
+        self._due = float("inf")
+
+    # -- training
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Say on what it trains, and where its files go."""
+        if self._display is not None:
+            for line in beginning(trainer):
+                self._display.say(line)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Show the epoch."""
+        last = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs - 1}"
+        done = trainer.batches_that_trained
+        self._begin(f"epoch {trainer.current_epoch}{last}", batches_to_train(trainer), done)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Refresh, if it is time."""
+        if monotonic() >= self._due:
+            self._rows[-1].done = batch_idx + 1
+            self._refresh(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Leave a line of the epoch."""
+        if self._display is not None:
+            self._rows[-1].done = trainer.batches_that_trained
+            self._read_values(trainer)
+            self._end(leave=True)
+
+    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+        """Say why training ended, and what it left."""
+        if self._display is not None:
+            for line in ending(trainer):
+                self._display.say(line)
+
+    # -- evaluation
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        """Show it, with a bar of its own."""
+        if self._rows and self._display is not None:
+            self._rows[-1].done = trainer.batches_that_trained
+            self._display.update(self._rows[-1])
+        is_check = trainer.sanity_checking
+        self._begin_evaluation(trainer, "sanity check" if is_check else "validation")
+
+    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+        """Show it."""
+        self._begin_evaluation(trainer, "test")
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        """Show it."""
+        self._begin_evaluation(trainer, "predict")
+
+    def _begin_evaluation(self, trainer: Trainer, what: str) -> None:
+        self._evaluated_from = monotonic()
+        self._begin(what, sum(batches_to_evaluate(trainer, trainer.run.evaluating)))
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Refresh, if it is time."""
+        if self._rows:
+            self._rows[-1].done += 1
+            if monotonic() >= self._due:
+                self._refresh(trainer)
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        """Take its bar away; training's goes on, without the time that this took."""
+        self._end(leave=False)
+        if self._rows:
+            self._rows[-1].began += monotonic() - self._evaluated_from
+
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
+
+    # -- the end
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        """Give the terminal back before the error is printed."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Give the terminal back."""
+        self._close()
+
+
+def batches_to_train(trainer: Trainer) -> float:
+    """Return after how many batches an epoch ends, by its data or by `max_steps`.
+
+    Asked for between two steps. Infinity: that is not known, as where steps are taken by hand.
+    """
+    batches, model = trainer.num_training_batches, trainer.model
+    if trainer.max_steps == -1 or model is None or not model.automatic_optimization:
+        return batches
+    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+    return min(batches, trainer.batches_that_trained + left)
+
+
+def batches_to_evaluate(trainer: Trainer, what: str) -> list[float]:
+    """Return how many batches are to come of each loader; of those that are read together, once.
+
+    Args:
+        trainer: of the run; in its sanity check there are fewer.
+        what: "validation", "test" or "predict".
+    """
+    steps = trainer.num_sanity_val_steps if trainer.sanity_checking else -1
+    most = float("inf") if steps == -1 else steps
+    return [min(most, one.batches) for one in trainer.run.evaluation_loaders.get(what, [])]

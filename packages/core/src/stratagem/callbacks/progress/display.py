@@ -1,0 +1,249 @@
+"""Where progress is shown: on a terminal, in a notebook, or as lines of a log."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TextIO
+
+from stratagem.launch.streams import printable
+from stratagem.plan.plan import is_interactive
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+_NAME = 12
+"""Columns of a terminal that the name of what goes on has at least."""
+_BAR = 4, 20
+"""Columns of the bar, at least and at most."""
+
+
+@dataclass
+class Row:
+    """One thing that goes on, and how far it is.
+
+    Args:
+        what: for example "epoch 0/2".
+        total: batches that it has; infinity: not known.
+        done: batches that are done.
+    """
+
+    what: str
+    total: float
+    done: int = 0
+    values: str = ""
+    """The values that are shown beside it."""
+    began: float = field(default_factory=monotonic)
+    first: int = field(init=False)
+    """Batches that were done when it began: a resumed epoch's."""
+
+    def __post_init__(self) -> None:
+        self.first = self.done
+
+    def text(self) -> str:
+        """Return batches, speed and times, and the values.
+
+        Example:
+            >>> from stratagem.callbacks.progress.display import Row
+            >>> Row("epoch 0/2", total=40, values="loss 0.5").text()
+            '0/40  -- it/s  elapsed 0:00  loss 0.5'
+        """
+        elapsed = monotonic() - self.began
+        speed = (self.done - self.first) / elapsed if elapsed > 0 else 0.0
+        count = str(self.done) if self.total == float("inf") else f"{self.done}/{int(self.total)}"
+        parts = [count, f"{speed:.1f} it/s" if speed else "-- it/s", f"elapsed {_clock(elapsed)}"]
+        if self.done < self.total < float("inf") and speed:
+            parts.append(f"left {_clock((self.total - self.done) / speed)}")
+        return "  ".join([*parts, self.values] if self.values else parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class Display(ABC):
+    """Shows rows; the last one that was begun is the one that goes on.
+
+    Attributes:
+        interval: seconds between two refreshes.
+    """
+
+    interval: float
+
+    @abstractmethod
+    def begin(self, row: Row) -> None:
+        """Show one more row."""
+
+    @abstractmethod
+    def update(self, row: Row) -> None:
+        """Take note of how far it is, to be shown with what is refreshed next."""
+
+    @abstractmethod
+    def refresh(self, row: Row) -> None:
+        """Show how far it is."""
+
+    @abstractmethod
+    def end(self, row: Row, *, leave: bool) -> None:
+        """Take it away; with `leave`, a line of it stays."""
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave what is shown."""
+
+
+class Terminal(Display):
+    """Bars on a terminal, by rich, which is imported only here.
+
+    Where it is narrow, the bar is shorter, and then the end of the values is left out: never what
+    goes on, and no digit in silence.
+    """
+
+    def __init__(self, interval: float, console: Console | None) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        self.interval = interval
+        name = Column(min_width=_NAME, no_wrap=True)
+        self._bar = BarColumn(bar_width=_BAR[1])
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False, table_column=name),
+            self._bar,
+            # Brackets in a name are not rich's markup.
+            TextColumn("{task.fields[text]}", markup=False),
+            console=console,
+            auto_refresh=False,
+        )
+        self._tasks: dict[int, Any] = {}
+        self._rows: dict[int, str] = {}
+        """What each row has said last, in full."""
+        self._progress.start()
+
+    def _text(self, text: str) -> str:
+        return printable(text, self._progress.console.encoding)
+
+    def begin(self, row: Row) -> None:
+        """Add a bar."""
+        total = None if row.total == float("inf") else row.total
+        self._tasks[id(row)] = self._progress.add_task(row.what, total=total, text="")
+
+    def update(self, row: Row) -> None:
+        """Set the bar, which is drawn by the next refresh."""
+        self._rows[id(row)] = self._text(row.text())
+        names = [len(task.description) for task in self._progress.tasks]
+        room = self._progress.console.width - max(_NAME, *names) - 2
+        longest = max(len(text) for text in self._rows.values())
+        self._bar.bar_width = min(max(room - longest, _BAR[0]), _BAR[1])
+        text = self._rows[id(row)]
+        if len(text) > (most := max(room - self._bar.bar_width, 1)):
+            text = self._text(f"{text[: most - 1]}…")
+        self._progress.update(self._tasks[id(row)], completed=row.done, text=text)
+
+    def refresh(self, row: Row) -> None:
+        """Draw all bars."""
+        self.update(row)
+        self._progress.refresh()
+
+    def end(self, row: Row, *, leave: bool) -> None:
+        """Remove the bar; with `leave`, its line stays above the others."""
+        self._progress.remove_task(self._tasks.pop(id(row)))
+        self._rows.pop(id(row), None)
+        self._progress.refresh()
+        if leave:
+            self.say(f"{row.what}  {row.text()}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._progress.console.print(
+            self._text(text), markup=False, highlight=False, soft_wrap=True
+        )
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._progress.stop()
+
+
+class Lines(Display):
+    """Lines of text.
+
+    Rows that end within a second of the one before are left out, so that a thousand short epochs
+    do not fill a log; the last one is not.
+
+    Args:
+        interval: seconds between two lines of a row.
+        stream: where they go.
+        rewrites: one line is written again and again, as in a notebook.
+    """
+
+    def __init__(self, interval: float, stream: TextIO, *, rewrites: bool = False) -> None:
+        self.interval = interval
+        self._stream = stream
+        self._rewrites = rewrites
+        self._width = 0
+        self._left = float("-inf")
+        self._held = ""
+
+    def begin(self, row: Row) -> None:
+        """Nothing is shown before there is something to say."""
+
+    def update(self, row: Row) -> None:
+        """The row itself says it."""
+
+    def refresh(self, row: Row) -> None:
+        """Write a line."""
+        self._write(f"{row.what}  {row.text()}", stays=not self._rewrites)
+
+    def end(self, row: Row, *, leave: bool) -> None:
+        """With `leave`, write a line, or keep it back as the last one so far."""
+        if leave:
+            self._held = f"{row.what}  {row.text()}"
+            if self._rewrites or monotonic() >= self._left + 1.0:
+                self._write_held()
+
+    def say(self, text: str) -> None:
+        """Write a line."""
+        self._write_held()
+        self._write(text, stays=True)
+
+    def close(self) -> None:
+        """Write what was kept back, and end the line."""
+        self._write_held()
+        if self._width:
+            self._write("", stays=True)
+
+    def _write_held(self) -> None:
+        if self._held:
+            self._write(self._held, stays=True)
+            self._left = monotonic()
+        self._held = ""
+
+    def _write(self, text: str, *, stays: bool) -> None:
+        text = printable(text, getattr(self._stream, "encoding", None))
+        start = "\r" if self._width else ""
+        # What is left of a longer line is covered.
+        self._stream.write(start + text.ljust(self._width) + ("\n" if stays else ""))
+        self._stream.flush()
+        self._width = 0 if stays else len(text)
+
+
+def display_here(refresh_seconds: float, line_seconds: float, console: Console | None) -> Display:
+    """Return what shows progress in this process.
+
+    Args:
+        refresh_seconds: between two refreshes of a terminal or a notebook.
+        line_seconds: between two lines of a log.
+        console: a rich console to show it on.
+    """
+    if console is not None or sys.stdout.isatty():
+        return Terminal(refresh_seconds, console)
+    if is_interactive():
+        return Lines(max(refresh_seconds, 0.5), sys.stdout, rewrites=True)
+    return Lines(line_seconds, sys.stderr)

@@ -1,0 +1,308 @@
+"""ModelSummary: a table of a model's layers, with parameters, sizes, modes and FLOPs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from stratagem.callbacks.callback import Callback
+from stratagem.data.pytree import move_to_device
+from stratagem.errors import ConfigurationError
+from stratagem.launch.streams import printable
+from stratagem.rng import preserve_rng_state
+
+if TYPE_CHECKING:
+    from stratagem.module.module import Module
+    from stratagem.trainer import Trainer
+
+
+class ModelSummary(Callback):
+    """Prints a table of the model's layers when a fit begins, on rank 0, to stderr.
+
+    Parameters count as the whole model has them, however a strategy shards them. With
+    `example_input_array` set in the Module, one forward without gradients adds the sizes that go
+    into and come out of each layer, and its FLOPs. It leaves RNG states, buffers and modes as they
+    were; a model that is compiled is left alone.
+
+    Args:
+        max_depth: how deep submodules are listed; -1: all; 0: no table.
+
+    Raises:
+        ConfigurationError: `max_depth` is less than -1.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.callbacks import ModelSummary
+        >>> trainer = Trainer(callbacks=ModelSummary(max_depth=2), logger=False)
+        >>> sum(isinstance(each, ModelSummary) for each in trainer.callbacks)
+        1
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
+            raise ConfigurationError(
+                f"ModelSummary(max_depth={max_depth!r}): expected -1 (all), 0 (none) or a depth"
+            )
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Print the table; a forward needs all ranks."""
+        if self.max_depth == 0:
+            return
+        example = getattr(module, "example_input_array", None)
+        if trainer.step_options.compilation is not None:
+            example = None  # it would be compiled for
+        strategy = trainer.strategy
+        convert, context = strategy.input_converter(), strategy.precision.forward_context()
+        example = example if example is None or convert is None else convert(example)
+        prepared = trainer.run.require_prepared()
+        # What shards a model takes its parts together around the call of what was prepared.
+        call = partial(prepared.evaluation_module, "forward")
+        with strategy.evaluation(prepared), nullcontext() if context is None else context:
+            summary = summarize(module, self.max_depth, example=example, call=call)
+        if trainer.is_global_zero:
+            encoding = getattr(sys.stderr, "encoding", None) or "ascii"
+            print(printable(str(summary), encoding), file=sys.stderr, flush=True)
+
+
+@dataclass
+class Layer:
+    """A line of the table.
+
+    Attributes:
+        name: of the submodule, with those around it.
+        kind: name of its class.
+        parameters: numbers in it, those of its submodules included; each counted once.
+        mode: "train" or "eval".
+        in_size, out_size: shapes of what goes in and comes out; "?": not known.
+        flops: of one forward; None: not known.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    mode: str
+    in_size: Any = "?"
+    out_size: Any = "?"
+    flops: int | None = None
+
+
+@dataclass
+class Summary:
+    """What `summarize` found; as a string it is the table.
+
+    Attributes:
+        layers: as deep as was asked for.
+        total_parameters, trainable_parameters: numbers in the whole model.
+        model_size: MB (10**6 bytes) of its parameters.
+        training_modules, evaluation_modules: how many submodules are in which mode.
+        total_flops: of one forward of the example; None: not known.
+        has_sizes: whether there was an example.
+    """
+
+    layers: list[Layer] = field(default_factory=list)
+    total_parameters: int = 0
+    trainable_parameters: int = 0
+    model_size: float = 0.0
+    training_modules: int = 0
+    evaluation_modules: int = 0
+    total_flops: int | None = None
+    has_sizes: bool = False
+
+    @property
+    def non_trainable_parameters(self) -> int:
+        """Numbers that do not require a gradient."""
+        return self.total_parameters - self.trainable_parameters
+
+    def __str__(self) -> str:
+        heads = ["", "Name", "Type", "Params", "Mode", "FLOPs"]
+        rows = [
+            [
+                str(index),
+                one.name,
+                one.kind,
+                short_count(one.parameters),
+                one.mode,
+                _flops(one.flops),
+            ]
+            for index, one in enumerate(self.layers)
+        ]
+        if self.has_sizes:
+            heads += ["In sizes", "Out sizes"]
+            for row, one in zip(rows, self.layers, strict=True):
+                row += [str(one.in_size), str(one.out_size)]
+        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+        lines = [
+            " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in (heads, *rows)
+        ]
+        rule = "-" * max(map(len, lines))
+        totals = [
+            (short_count(self.trainable_parameters), "Trainable params"),
+            (short_count(self.non_trainable_parameters), "Non-trainable params"),
+            (short_count(self.total_parameters), "Total params"),
+            (f"{self.model_size:.3f}", "Total estimated model params size (MB)"),
+            (str(self.training_modules), "Modules in train mode"),
+            (str(self.evaluation_modules), "Modules in eval mode"),
+            (_flops(self.total_flops), "Total FLOPs"),
+        ]
+        ends = [f"{number:<9} {what}" for number, what in totals]
+        return "\n".join([lines[0], rule, *lines[1:], rule, *ends])
+
+
+def summarize(
+    module: nn.Module,
+    max_depth: int = 1,
+    *,
+    example: Any = None,
+    call: Callable[..., Any] | None = None,
+) -> Summary:
+    """Return what a model consists of.
+
+    Args:
+        module: the model.
+        max_depth: how deep submodules are listed; -1: all.
+        example: a batch for one forward: a tensor, a tuple of arguments, or a dict of them by name;
+            None: sizes and FLOPs are not looked for.
+        call: runs the model's forward; None: the module itself.
+
+    Example:
+        >>> import torch
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
+        >>> summary = summarize(layers, example=torch.zeros(1, 4))
+        >>> summary.total_parameters, summary.total_flops, summary.layers[0].out_size
+        (10, 16, [1, 2])
+    """
+    numbers = {p: full_numel(p) for p in module.parameters()}
+    summary = Summary(
+        total_parameters=sum(numbers.values()),
+        trainable_parameters=sum(n for p, n in numbers.items() if p.requires_grad),
+        # One that is not made yet has no element.
+        model_size=sum(n and n * p.element_size() for p, n in numbers.items()) / 1e6,
+    )
+    listed: dict[str, tuple[nn.Module, Layer]] = {}
+    for name, part in module.named_modules():
+        if not name:
+            continue
+        if part.training:
+            summary.training_modules += 1
+        else:
+            summary.evaluation_modules += 1
+        if max_depth == -1 or name.count(".") < max_depth:
+            count = sum(numbers[p] for p in part.parameters())
+            mode = "train" if part.training else "eval"
+            listed[name] = part, Layer(name, type(part).__name__, count, mode)
+    summary.layers = [layer for _, layer in listed.values()]
+    if example is not None:
+        summary.has_sizes = True
+        summary.total_flops = _run_example(module, listed, example, call or module)
+    return summary
+
+
+def full_numel(parameter: Tensor) -> int:
+    """Return how many numbers a parameter has, also where a rank holds a part of them or none yet.
+
+    Example:
+        >>> import torch
+        >>> full_numel(torch.nn.Parameter(torch.zeros(2, 3)))
+        6
+    """
+    if isinstance(parameter, UninitializedParameter):
+        return 0
+    # A DTensor's is that of all shards. An engine that takes parameters apart leaves an empty one,
+    # and notes its number beside it.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _run_example(
+    module: nn.Module,
+    listed: Mapping[str, tuple[nn.Module, Layer]],
+    example: Any,
+    call: Callable[..., Any],
+) -> int:
+    """Run one forward, note sizes and FLOPs in the layers, and return the FLOPs of all."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    example = move_to_device(example, device)
+    counter = FlopCounterMode(display=False)
+    handles = []
+    for part, layer in listed.values():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue  # it takes no such hooks
+        handles += _noting(part, layer, counter.get_total_flops)
+    try:
+        with preserve_rng_state(), _evaluating(module), torch.no_grad(), counter:
+            if isinstance(example, Mapping):
+                call(**example)
+            elif isinstance(example, tuple):
+                call(*example)
+            else:
+                call(example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return int(counter.get_total_flops())
+
+
+def _noting(part: nn.Module, layer: Layer, total: Callable[[], int]) -> list[Any]:
+    """Let a module's calls note sizes, and the FLOPs that the total has grown by."""
+    before: list[int] = []
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        before.append(total())
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        layer.flops = (layer.flops or 0) + total() - before.pop()
+        if layer.out_size == "?":
+            layer.in_size, layer.out_size = _sizes(inputs), _sizes(output)
+
+    return [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _sizes(data: Any) -> Any:
+    if isinstance(data, Tensor):
+        return list(data.shape)
+    if isinstance(data, Mapping):
+        return {name: _sizes(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        sizes = [_sizes(value) for value in data]
+        return sizes[0] if len(sizes) == 1 else sizes or "?"
+    return "?"
+
+
+def _flops(count: int | None) -> str:
+    return "?" if count is None else short_count(count)
+
+
+def short_count(number: int) -> str:
+    """Return a number in at most a few digits.
+
+    Example:
+        >>> short_count(1234567)
+        '1.2 M'
+    """
+    for unit in ("", " K", " M", " B", " T"):
+        if number < 1000 or unit == " T":
+            return f"{number:.1f}{unit}" if unit else str(number)
+        number = number / 1000  # type: ignore[assignment]
+    raise AssertionError

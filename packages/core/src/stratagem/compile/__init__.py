@@ -1,0 +1,1 @@
+"""Compile modules in place with torch.compile."""

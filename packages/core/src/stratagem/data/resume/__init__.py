@@ -1,0 +1,1 @@
+"""Resume a data loader in the middle of an epoch."""

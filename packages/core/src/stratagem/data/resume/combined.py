@@ -1,0 +1,134 @@
+"""Several loaders read together that go on in the middle of an epoch, each where it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from stratagem.data.combined_loader import CombinedLoader, Reading, total_of
+from stratagem.data.resume.resumable import Resumable
+from stratagem.data.sharding import length_of
+
+
+class CombinedResumable:
+    """Iterates over a CombinedLoader from any batch of an epoch on; see `Resumable`.
+
+    Each loader goes on by itself, after as many batches as it had yielded by then.
+
+    Args:
+        loader: of this rank.
+        name, rank, shard: as for `Resumable`.
+
+    Attributes:
+        loader: what is iterated over.
+        left: batches of the present epoch, where some were dealt out again to other ranks.
+        has_exact_length: whether each yields exactly as many batches as its length says.
+    """
+
+    def __init__(
+        self, loader: CombinedLoader, name: str, rank: int, shard: tuple[int, int]
+    ) -> None:
+        self._parts = [
+            Resumable(one, f"{name} {index}", rank, shard)
+            for index, one in enumerate(loader.flattened)
+        ]
+        self.loader = loader.of([part.loader for part in self._parts])
+        self.left = math.inf
+        self.has_exact_length = all(part.has_exact_length for part in self._parts)
+        self._resumed: list[int] | None = None
+        """Batches of each that are passed over by the next `begin`; None: by their number."""
+
+    def batches_left(self, done: int) -> float:
+        """Return the batches of the present epoch after the first `done`; infinity: not known."""
+        if self.left != math.inf:
+            return self.left
+        return length_of(self.loader) - done if self.has_exact_length else math.inf
+
+    def begin(self, epoch: int, done: int, of: float = math.inf) -> tuple[Iterator[Any], list[Any]]:
+        """Return the batches of an epoch after the first `done`, and none before them.
+
+        Args:
+            epoch: which.
+            done: how many to pass over.
+            of: how many there are; infinity: not known.
+        """
+        passed_over, self._resumed = self._resumed or self._split(done), None
+        readings, left = [], []
+        for index, part in enumerate(self._parts):
+            length, own = length_of(part.loader), passed_over[index]
+            begin = partial(self._again, part, epoch)
+            through = self._went_through(index, done)
+            is_over = through and self.loader.mode != "max_size_cycle"
+            if is_over:
+                part.pass_over()
+            # One that is at its start begins when it is needed, as in a run that was not
+            # interrupted; but those that are read together begin with the epoch.
+            at_start = done == 0 and self.loader.mode != "sequential"
+            now = part.begin(epoch, own)[0] if (own or at_start) and not is_over else None
+            readings.append(Reading(begin, now, went_through=through, has_ended=is_over))
+            left.append(0 if is_over else part.left if part.left != math.inf else length - own)
+        if any(part.left != math.inf for part in self._parts):
+            self.left = total_of(left, self.loader.mode)
+        else:
+            self.left = math.inf
+        batches = self.loader.combine(readings)
+        return (batch for batch, _, _ in batches), []
+
+    def _again(self, part: Resumable, epoch: int) -> Iterator[Any]:
+        return part.begin(epoch, 0)[0]
+
+    def _lengths(self) -> list[float]:
+        return [length_of(part.loader) for part in self._parts]
+
+    def _split(self, done: int) -> list[int]:
+        """Return how many batches each loader has yielded in its present iteration."""
+        lengths, mode = self._lengths(), self.loader.mode
+        if mode == "sequential":
+            counts = []
+            for length in lengths:
+                counts.append(int(min(done, length)))
+                done -= counts[-1]
+            return counts
+        if mode == "max_size_cycle":
+            return [done if n == math.inf else int(done % n) if n else 0 for n in lengths]
+        return [int(min(done, length)) for length in lengths]
+
+    def _went_through(self, index: int, done: int) -> bool:
+        """Whether a loader was read to its end by then."""
+        lengths = self._lengths()
+        before = sum(lengths[: index + 1]) if self.loader.mode == "sequential" else lengths[index]
+        # A loader that is at its end, but was not asked for more, has ended all the same.
+        return done >= before
+
+    # -- resuming
+
+    def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
+        """Return what `resume` needs of this rank; plain data. See `Resumable.state`."""
+        parts = [part.state(within_epoch=within_epoch) for part in self._parts]
+        return {"mode": self.loader.mode, "parts": parts}
+
+    def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:
+        """Restore what `state` returned on each rank; return how many batches are done.
+
+        Args:
+            states: of the ranks that saved, in their order.
+            batches: those of the epoch that each of them had yielded; 0: it is at its start.
+        """
+        done = self._split(batches)
+        resumed = [
+            part.resume([state["parts"][index] for state in states], done[index])
+            for index, part in enumerate(self._parts)
+        ]
+        if resumed == done:
+            return batches
+        self._resumed = resumed
+        if self.loader.mode == "sequential":
+            return sum(resumed)
+        return min(resumed) if self.loader.mode == "min_size" else max(resumed)
+
+    def close(self) -> None:
+        """End persistent workers, which no other iteration will use."""
+        for part in self._parts:
+            part.close()

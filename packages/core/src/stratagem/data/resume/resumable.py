@@ -1,0 +1,443 @@
+"""A data loader that goes on in the middle of an epoch, with the samples that are still to come."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from stratagem.data.index_sequence import RULES, TORCH
+from stratagem.data.resume.resharding import Order, Reshard, order_of
+from stratagem.data.resume.resumable_sampler import Indices, has_exact_length
+from stratagem.data.sharding import length_of
+from stratagem.rng import generator_states, generators_of, rng_state, set_generator_states
+
+
+class Resumable:
+    """Iterates over a loader from any batch of an epoch on.
+
+    The user's DataLoader is kept; what it takes its indices from is wrapped, so that the batches
+    before are passed over without being read. A sampler that draws from the global RNGs,
+    or from a generator that it, the loader or the dataset holds, draws again what it drew. Workers
+    are seeded for each batch, by the state at the start of the epoch and the batch's number, so
+    that random augmentation repeats as well.
+
+    An IterableDataset without workers, or a loader that reads no dataset by index, goes on by its
+    own state if it has `state_dict` and `load_state_dict`. Of others batches are read and passed
+    over. (A StatefulDataLoader that reads by index is resumed as any DataLoader: its own state
+    knows nothing of the RNG states in workers.)
+
+    Ranks that are not as many as saved, or that take batches of another size, go on after the same
+    samples of the epoch's order: the rest is resharded to them in turn.
+
+    Args:
+        loader: of this rank.
+        name: stands for it in messages.
+        rank: whose; workers of different ranks get different seeds, and rank 0 warns.
+        shard: this rank's part of the data, (index, count).
+
+    Attributes:
+        loader: what is iterated over; the user's loader, or a copy of it with wrapped indices.
+        inexact: why a resumed run differs from one that was not interrupted; "" if it does not.
+        left: batches of the present epoch that `begin` has yet to yield, where they were dealt out
+            again to other ranks; infinity: as many as the loader's length says.
+        has_exact_length: whether it yields exactly as many batches as its length says.
+    """
+
+    def __init__(
+        self, loader: Any, name: str, rank: int = 0, shard: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.loader = loader
+        self.inexact = ""
+        self.left = math.inf
+        self.has_exact_length = has_exact_length(loader)
+        self._name = name
+        self._rank = rank
+        self._shard = shard
+        self._generators: list[Any] = []
+        self._order: Order | str = f"which samples a rank reads is up to {name}"
+        self._indices: Indices | None = None
+        self._stateful: Any = None
+        """What has a state of its own: the loader, its dataset, or None."""
+        self._reshard: Reshard | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._warned = False
+        self._had_workers = False
+        """Whether the run that is resumed had persistent workers by now."""
+        reads_by_index = isinstance(loader, DataLoader) and not isinstance(
+            loader.dataset, IterableDataset
+        )
+        if _has_state(loader) and not reads_by_index:
+            self._stateful = loader
+        elif isinstance(loader, (list, tuple)):
+            pass  # it yields the same in each process
+        elif not isinstance(loader, DataLoader):
+            self.inexact = (
+                f"{name} is a {type(loader).__name__}, of which the batches before are read and "
+                "passed over: they are right if it yields the same ones in each process"
+            )
+        elif reads_by_index:
+            self._wrap(loader)
+        elif _has_state(loader.dataset) and loader.num_workers == 0:
+            self._stateful = loader.dataset
+        else:
+            in_workers = "; its state_dict is in the workers" if _has_state(loader.dataset) else ""
+            self.inexact = (
+                f"the dataset of {name} is an IterableDataset, of which the batches before are "
+                "read and passed over: they are right if it yields the same ones in each process"
+                f"{in_workers}. An IterableDataset that has state_dict and load_state_dict goes on "
+                "by its own state with num_workers=0; so does a loader that has them, such as "
+                "torchdata's StatefulDataLoader"
+            )
+
+    def _wrap(self, loader: DataLoader[Any]) -> None:
+        is_batched = loader.batch_sampler is not None
+        inner = loader.batch_sampler if is_batched else loader.sampler
+        with_workers = loader.num_workers > 0
+        held_by_data = generators_of(*_chain(loader.dataset, "dataset"))
+        self._generators = generators_of_loader(loader)
+        if not with_workers:
+            self._generators += [g for g in held_by_data if g not in self._generators]
+        elif held_by_data:
+            self.inexact = (
+                f"the dataset of {self._name} holds a {type(held_by_data[0]).__name__}, of which "
+                "each worker has a copy whose state is not known: draw from random, numpy.random "
+                "or torch instead, which are seeded for each batch, or pass num_workers=0"
+            )
+        if with_workers and not getattr(loader, "in_order", True):
+            self.inexact = f"{self._name} has in_order=False, so its batches come in any order"
+        self._order = order_of(loader, self._shard[1])
+        self._user_loader = loader
+        self._indices = Indices(
+            inner,
+            self._generators,
+            is_batched=is_batched,
+            first_seed=self._rank * 15_485_863 if with_workers else None,
+        )
+        # DataLoader refuses assignments to these after __init__; a copy avoids guessing the
+        # arguments of a subclass's constructor.
+        wrapped = copy.copy(loader)
+        wrapped.__dict__["batch_sampler" if is_batched else "sampler"] = self._indices
+        wrapped.__dict__["_iterator"] = None
+        if with_workers:
+            wrapped.__dict__["dataset"] = _SeededDataset(loader.dataset)
+        self.loader = wrapped
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch; 1 where the loader does not say."""
+        size = getattr(self.loader, "batch_size", None)
+        if size is None:
+            size = getattr(getattr(self.loader, "batch_sampler", None), "batch_size", None)
+        return size if isinstance(size, int) else 1
+
+    def batches_left(self, done: int) -> float:
+        """Return the batches of the present epoch after the first `done`; infinity: not known."""
+        if self.left != math.inf:
+            return self.left
+        return length_of(self.loader) - done if self.has_exact_length else math.inf
+
+    # -- going on
+
+    def resume(self, states: Sequence[dict[str, Any]], batches: int) -> int:
+        """Take what `state` returned on each rank; the next `begin` goes on from there.
+
+        Args:
+            states: of the ranks that saved, in their order.
+            batches: those of the epoch that each of them had yielded; 0: it is at its start.
+
+        Returns:
+            How many of this loader's batches that is.
+        """
+        first = states[0]
+        # That of this rank first: each is decoded when it is looked at.
+        tried = chain(states[self._rank : self._rank + 1], states)
+        own = next((s for s in tried if s.get("shard", 0) == self._shard[0]), None)
+        if isinstance(self._order, Order) and first.get("order") == self._order.kind:
+            self._take_seed(first.get("seed"))
+        if batches == 0:
+            if own is not None:
+                set_generator_states(self._generators, own.get("generators", ()))
+                self._had_workers = own.get("had_workers", False)
+            return 0
+        before = Reshard(**first["deal"]) if first.get("deal") else Reshard(first.get("seed"), 0, 0)
+        shards, batch_size = first.get("shards", len(states)), first.get("batch_size", 1)
+        samples = before.samples + (batches - before.batches) * batch_size * shards
+        is_same_order = self._check_same_order(first, samples)
+        if own is not None and all(own.get(k) == v for k, v in self._layout().items()):
+            # What was said already is not found once more.
+            self._resumed = own if is_same_order else {**own, "first": None}
+            return batches
+        converted: int = samples // (self.batch_size * self._shard[1])
+        if reason := self._why_not_resharded(first):
+            self._warn(
+                f"the checkpoint was saved in the middle of an epoch, by {shards} reader(s) of "
+                f"{self._name} with batches of {batch_size}, and now there are {self._shard[1]} "
+                f"with batches of {self.batch_size}: some samples of this epoch may be read twice "
+                f"and others not at all, since {reason}"
+            )
+        else:
+            self._resumed = {
+                "start": first["start"],
+                "rule": first.get("rule"),
+                "deal": asdict(Reshard(before.seed, samples, converted)),
+                "generators": [] if own is None else own["generators"],
+            }
+        return converted
+
+    def _check_same_order(self, first: dict[str, Any], read: int) -> bool:
+        """Whether the epoch's order can be what it was; warns if it is certain that it cannot.
+
+        Args:
+            first: the state of the first rank that saved.
+            read: samples of the epoch that all ranks had read by then.
+        """
+        length, now = first.get("length"), self._length()
+        if length is not None and now is not None and length != now:
+            follows = "some samples of this epoch may be read twice and others not at all"
+            if now < read:
+                follows = f"fewer than the {read} that were read: nothing of this epoch is left"
+            self._warn(
+                f"the checkpoint was saved in the middle of an epoch, with {length} samples in the "
+                f"dataset of {self._name}, and now there are {now}: {follows}. Resume with the "
+                "dataset that it was saved with, or from a checkpoint of the end of an epoch"
+            )
+            return False
+        if first.get("rule", TORCH) not in (None, *RULES):
+            self._warn(
+                f"the order of {self._name} was drawn by {first['rule']!r} when the checkpoint was "
+                f"saved, in the middle of an epoch, and this version of Stratagem knows "
+                f"{', '.join(map(repr, RULES))}: some samples of this epoch may be read twice and "
+                "others not at all. Resume with the version that saved it, or from a checkpoint of "
+                "the end of an epoch"
+            )
+            return False
+        return True
+
+    def _length(self) -> int | None:
+        """Return the number of samples in the dataset; None: not known."""
+        dataset = None if self._indices is None else self._user_loader.dataset
+        length = length_of(dataset)
+        return None if length == math.inf else int(length)
+
+    def _layout(self) -> dict[str, Any]:
+        """Return what must be alike for a rank to go on in its own part of the data."""
+        if self._indices is None:
+            return {"shards": self._shard[1]}
+        return {"shards": self._shard[1], "batch_size": self.batch_size, "order": self._kind()}
+
+    def _kind(self) -> str:
+        return self._order.kind if isinstance(self._order, Order) else ""
+
+    def _take_seed(self, seed: int | None) -> None:
+        """Draw the orders of the run that is resumed, whatever seed this one was given."""
+        sampler = self._user_loader.sampler
+        if seed is not None:
+            sampler.seed = seed  # type: ignore[attr-defined]
+
+    def _why_not_resharded(self, first: dict[str, Any]) -> str:
+        if isinstance(self._order, str):
+            return self._order
+        if (first.get("order") == "distributed") is not (self._order.kind == "distributed"):
+            return "they were divided by another sampler"
+        return "" if first.get("order") else "the order in which they were read is not known"
+
+    def begin(self, epoch: int, done: int, of: float = math.inf) -> tuple[Iterator[Any], list[Any]]:
+        """Return the batches of an epoch after the first `done`, and the last before them.
+
+        The last one is returned only where it was read.
+
+        Args:
+            epoch: which.
+            done: how many to pass over.
+            of: how many there are; infinity: not known.
+        """
+        resumed, self._resumed = self._resumed, None
+        if self._indices is None:
+            # At the end of an epoch, a state would be that of an iteration that never begins.
+            return (iter(()), []) if 0 < of <= done else self._read_over(done, resumed)
+        self.left, self._reshard, resharded = math.inf, None, None
+        if resumed is None:
+            start = None
+            if self._had_workers:
+                # Workers are started again, for which the loader draws a number that the run that
+                # is resumed has not drawn here.
+                start = {**rng_state(), "generators": generator_states(self._generators)}
+                self._had_workers = False
+            self._indices.begin(epoch, done, start)
+            return iter(self.loader), []
+        passed_over, number, start = done, 0, resumed.get("start")
+        # Before there were several, torch has shuffled.
+        rule = resumed.get("rule") or TORCH
+        rule = rule if rule in RULES else None
+        if resumed.get("deal"):
+            assert isinstance(self._order, Order)
+            self._reshard = Reshard(**resumed["deal"])
+            order = self._order.draw(
+                self._reshard.seed, epoch, resumed["start"], self._generators, rule
+            )
+            resharded = self._reshard.part(order, self._user_loader, *self._shard)
+            passed_over = done - self._reshard.batches
+            self.left = len(resharded) - passed_over
+            number = self._reshard.samples
+        self._indices.begin(epoch, passed_over, start, resharded, number, rule)
+        batches = iter(self.loader)
+        # Only now: a loader draws a number of its own before it takes the first index.
+        self._indices.prime()
+        if resumed.get("first") != self._indices.first and resumed.get("first") is not None:
+            self._warn(
+                f"the samples of {self._name} do not come in the order that they had when the "
+                "checkpoint was saved, so that some of this epoch may be read twice and others not "
+                f"at all: its sampler ({type(self._user_loader.sampler).__name__}) draws from what "
+                "is not in the checkpoint, or the data have changed"
+            )
+        set_generator_states(self._generators, resumed["generators"])
+        return batches, []
+
+    def pass_over(self) -> None:
+        """Leave out the rest of the epoch that is resumed: this loader was at its end."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            set_generator_states(self._generators, resumed.get("generators", ()))
+
+    def _read_over(
+        self, done: int, resumed: dict[str, Any] | None
+    ) -> tuple[Iterator[Any], list[Any]]:
+        if self._stateful is not None and resumed is not None and "own" in resumed:
+            self._stateful.load_state_dict(resumed["own"])
+            return iter(self.loader), []
+        batches = iter(self.loader)
+        last: list[Any] = []
+        for batch in islice(batches, done):
+            last = [batch]
+        return batches, last
+
+    def close(self) -> None:
+        """End persistent workers, which no other iteration will use."""
+        if self._indices is not None:
+            # Let go of here, in order: found by the garbage collector, each takes 5 s to end.
+            self.loader.__dict__["_iterator"] = None
+
+    # -- saving
+
+    def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
+        """Return what `resume` needs of this rank; plain data.
+
+        Warns, once and on rank 0, if a resume would not be exact.
+
+        Args:
+            within_epoch: whether batches of the present epoch are left; a resume after its last
+                one begins the next, and has nothing to find again.
+        """
+        if within_epoch and not self._warned:
+            self._warn_if_inexact()
+        index, count = self._shard
+        state: dict[str, Any] = {"shard": index, "shards": count, "batch_size": self.batch_size}
+        if self._indices is not None:
+            state["had_workers"] = has_persistent_workers(self.loader)
+            state["order"] = self._kind()
+            state["seed"] = self._seed()
+            state["first"] = self._indices.first
+            state["rule"] = self._indices.rule
+            state["length"] = self._length()
+            state["generators"] = generator_states(self._generators)
+            state["deal"] = None if self._reshard is None else asdict(self._reshard)
+            if self._indices.start is not None:
+                state["start"] = self._indices.start
+        if self._stateful is not None:
+            state["own"] = self._stateful.state_dict()
+        return state
+
+    def _warn_if_inexact(self) -> None:
+        if self._indices is not None:
+            if self._indices.start is None:
+                return  # no batch of it was read yet
+            if not self.inexact and (reason := self._indices.why_not_drawn_again()):
+                self.inexact = f"the sampler of {self._name} {reason}"
+        self._warned = True
+        if self.inexact:
+            self._warn(
+                "a run that resumes from this checkpoint in the middle of an epoch may differ: "
+                + self.inexact
+            )
+
+    def _seed(self) -> int | None:
+        if isinstance(self._order, Order) and self._order.kind != "whole":
+            return int(self._user_loader.sampler.seed)  # type: ignore[attr-defined]
+        return None
+
+    def _warn(self, message: str) -> None:
+        if self._rank == 0:
+            warnings.warn(message, stacklevel=3)
+
+
+def generators_of_loader(loader: Any) -> list[Any]:
+    """Return the generators that a loader and its samplers hold."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return generators_of(loader, *(s for sampler in samplers for s in _chain(sampler, "sampler")))
+
+
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether a loader's workers were started and stay from epoch to epoch."""
+    persistent = getattr(loader, "persistent_workers", False)
+    return persistent and getattr(loader, "_iterator", None) is not None
+
+
+def _has_state(thing: Any) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _chain(thing: Any, attribute: str) -> list[Any]:
+    """Return a thing, what it holds under `attribute`, and so on, ten deep at most."""
+    found: list[Any] = []
+    while thing is not None and len(found) < 10 and not any(thing is other for other in found):
+        found.append(thing)
+        thing = getattr(thing, attribute, None)
+    return found
+
+
+class _SeededDataset:
+    """A dataset in a worker, whose random numbers follow from the batch's seed."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        if hasattr(dataset, "__getitems__"):
+            self._read = dataset.__getitems__
+        else:
+            self._read = self._one_by_one
+
+    def _one_by_one(self, indices: list[Any]) -> list[Any]:
+        return [self._dataset[index] for index in indices]
+
+    def __getitems__(self, seed_and_indices: list[Any]) -> Any:
+        _seed(seed_and_indices[0])
+        return self._read(seed_and_indices[1:])
+
+    def __getitem__(self, seed_and_index: tuple[int, Any]) -> Any:
+        _seed(seed_and_index[0])
+        return self._dataset[seed_and_index[1]]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_dataset", "_read"):
+            raise AttributeError(name)  # while it is pickled to a worker, for one
+        return getattr(self._dataset, name)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    # torch.manual_seed takes 83 us, for all devices.
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)

@@ -1,0 +1,1 @@
+"""Report where each rank is when a run hangs or a rank fails."""

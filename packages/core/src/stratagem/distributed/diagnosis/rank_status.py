@@ -1,0 +1,211 @@
+"""RankStatuses: where each rank is, asked for when something hangs or a connection is lost."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from stratagem.distributed.diagnosis.stack import line_in_traceback, operation, users_line
+from stratagem.distributed.diagnosis.status_exchange import (
+    ANSWER_TIME,
+    UNREACHABLE,
+    RankStatus,
+    StatusExchange,
+    Survey,
+    by_place,
+    ranges,
+)
+from stratagem.errors import CommunicationError
+
+_MARK_ATTEMPTS = 3
+"""How often a rank says that it has left, where the store does not answer for a while."""
+
+THE_END = "the end of its script"
+
+
+class RankStatuses:
+    """Shares the status of every rank through the store of the process group.
+
+    A thread on each rank waits until somebody asks, and answers with the stack of the main thread,
+    which may itself be stuck in a collective.
+
+    Args:
+        store: of the process group; a connection of its own is made beside it.
+        rank, world_size: this rank, and how many there are.
+        timeout: of the group's collectives, in seconds; for messages.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, *, timeout: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self.doing: Callable[[], str] = str
+        """What the front end is doing; "" by default."""
+        self.exchange = StatusExchange(store, rank, world_size, here=self.here)
+        self._main = threading.get_ident()
+        self._is_over = False
+        self._failing: RankStatus | None = None
+        """Where this rank was when the error came that it is about to report."""
+
+    def here(self) -> RankStatus:
+        """Return where this rank's main thread is."""
+        if self._failing is not None:
+            return self._failing
+        if self._is_over:
+            return RankStatus(self.rank, THE_END, "")
+        frame = sys._current_frames().get(self._main)
+        return RankStatus(self.rank, operation(frame), users_line(frame), self.doing())
+
+    # -- asking
+
+    def ask(self) -> Survey:
+        """Ask every rank where it is; return the answers that come in time, with this rank's."""
+        return self.exchange.ask(self.here(), bool)
+
+    def explain(
+        self, error: BaseException, enough: Callable[[], bool] = bool
+    ) -> CommunicationError | None:
+        """Return an error that names the rank behind a failed collective; None for other errors."""
+        if not is_communication_error(error):
+            return None
+        frames = list(traceback.walk_tb(error.__traceback__))
+        innermost = frames[-1][0] if frames else None
+        own = RankStatus(self.rank, operation(innermost), line_in_traceback(error), self.doing())
+        self._failing = own
+        try:
+            survey = self.exchange.ask(own, enough)
+            self._mark("failed")
+        finally:
+            self._failing = None
+        return CommunicationError(*self._described(error, own, survey), str(own))
+
+    def _described(
+        self, error: BaseException, own: RankStatus, survey: Survey
+    ) -> tuple[str, tuple[int, ...]]:
+        cause = str(error).partition("\n")[0].strip()
+        lines = [f"rank {self.rank}: {own.operation} failed at {own.line}: {cause}"]
+        if first := survey.error:
+            lines.append(f"because rank {first.rank} failed:\n\n{first.failure.rstrip()}\n")
+            return "\n".join(lines), (first.rank,)
+        silent = [rank for rank in range(self.world_size) if rank not in survey.answers]
+        # Rank 0 holds the store: nothing is known of the others without it.
+        known = range(self.world_size if not survey.unknown else survey.unknown == UNREACHABLE)
+        missing = tuple(rank for rank in silent if rank in known)
+        if missing:
+            lines[0] = (
+                f"rank(s) {ranges(missing)} missing from {own.operation}, at {own.line} on rank "
+                f"{self.rank}: {cause}"
+            )
+        lines.append("Where the ranks are:")
+        lines += [f"  {line}" for line in described(survey, silent)]
+        if not silent:
+            lines.append(
+                "Every rank must call the same collectives in the same order and take the same "
+                f"number of steps. A rank that needs longer than {self.timeout:g} s between two of "
+                "them needs a larger timeout= of the strategy"
+            )
+        return "\n".join(lines), missing
+
+    # -- leaving
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other ranks what this one failed with, before its connections close."""
+        report = "".join(traceback.format_exception(error))
+        own = RankStatus(self.rank, "its own error", line_in_traceback(error), failure=report)
+        self._failing = replace(own, failure="")
+        try:
+            self.exchange.report(own)
+        except RuntimeError:
+            pass  # the store has gone, and with it those who would ask
+        finally:
+            self._failing = None
+
+    def mark_done(self) -> None:
+        """Tell that this rank's script is over."""
+        self._is_over = True
+        for _ in range(_MARK_ATTEMPTS):
+            if self._mark("done"):
+                return
+            time.sleep(1.0)
+
+    def staying(self) -> set[int]:
+        """Return the other ranks whose script is not known to be over."""
+        others = set(range(self.world_size)) - {self.rank}
+        try:
+            return others - self.exchange.ended().keys()
+        except RuntimeError:
+            return others
+
+    def _mark(self, how: str) -> bool:
+        try:
+            self.exchange.mark(how)
+        except RuntimeError:
+            return False  # the store has gone with the rank that held it, or does not answer
+        return True
+
+    def leave(self) -> None:
+        """End the answering thread; nobody is answered from here on."""
+        self.exchange.leave()
+
+
+def described(survey: Survey, silent: Sequence[int]) -> list[str]:
+    """Return where ranks are, a line for each place.
+
+    Args:
+        survey: the answers.
+        silent: of which ranks without an answer something is said.
+    """
+    told = {
+        f"{_ranks(ranks)}: {place}": ranks[0]
+        for place, ranks in by_place(survey.answers.values()).items()
+    }
+    ends = {
+        "done": ("has ended its script, in order", "have ended their scripts, in order"),
+        "failed": ("has failed before, and ended", "have failed before, and ended"),
+        "": (
+            f"no answer within {ANSWER_TIME:g} s: it has died, is stopped, or cannot be reached",
+            f"no answer within {ANSWER_TIME:g} s: they have died, are stopped, or cannot be "
+            "reached",
+        ),
+    }
+    holds = " (it holds the store that the ranks meet at)"
+    for how, (of_one, of_several) in ends.items():
+        group = [rank for rank in silent if survey.ended.get(rank, "") == how]
+        if not how and group[:1] == [0] and survey.unknown in ("", UNREACHABLE):
+            told[f"rank 0: {of_one}{holds}"] = group.pop(0)
+        if not how and survey.unknown:
+            of_one = of_several = f"not known where: {survey.unknown}"
+        if group:
+            told[f"{_ranks(group)}: {of_one if len(group) == 1 else of_several}"] = group[0]
+    return sorted(told, key=lambda line: told[line])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an error comes from a collective that other ranks did not complete."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    if type(error) is not RuntimeError:
+        return False
+    text = str(error)
+    # gloo raises plain RuntimeErrors.
+    return any(
+        mark in text
+        for mark in (
+            "gloo/",
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Timed out waiting",
+            "monitoredBarrier",
+        )
+    )

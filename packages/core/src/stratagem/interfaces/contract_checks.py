@@ -1,0 +1,184 @@
+"""Checks of a strategy's class and arguments: an author's mistake is named where it is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+from stratagem.discovery.capabilities import (
+    OWN_BACKWARD,
+    OWN_CLIPPING,
+    OWN_STEP,
+    Capabilities,
+    contradictions,
+    difference,
+)
+from stratagem.discovery.specs import ComponentSpec, StrategySpec
+from stratagem.errors import ConfigurationError, PluginError
+
+_checked: set[tuple[type, type, bool]] = set()
+
+
+def check_overrides(kind: type, base: type, *, by_name: bool = False) -> None:
+    """Refuse a class whose methods do not take what those of `base` take; once for each class.
+
+    What only looks like one of `base` is none of its subclasses, and is left alone.
+
+    Args:
+        kind: the class.
+        base: what it is to be called as.
+        by_name: refuse other names of parameters too: front ends pass most by their place, so that
+            a run goes well, but later ones need not.
+
+    Raises:
+        ConfigurationError: names the method, and shows both signatures; or the method is final.
+    """
+    if (kind, base, by_name) in _checked or not issubclass(kind, base):
+        return
+    for name, expected, own in _overridden(kind, base):
+        if getattr(expected, "__final__", False):
+            raise ConfigurationError(
+                f"{kind.__name__}.{name} takes the place of {base.__name__}.{name}, which is "
+                "final: it is called as it is; give yours another name"
+            )
+        if not callable(own):
+            raise ConfigurationError(
+                f"{kind.__name__}.{name} is a {type(own).__name__}; expected a method, "
+                f"{name}{inspect.signature(expected)}"
+            )
+        if inspect.iscoroutinefunction(own) or inspect.isgeneratorfunction(own):
+            raise ConfigurationError(
+                f"{kind.__name__}.{name} "
+                + (
+                    "is a generator: decorate it with contextlib.contextmanager, if it is to be a "
+                    "context, or return what is expected"
+                    if inspect.isgeneratorfunction(own)
+                    else "is a coroutine, which nobody awaits: define it by def, not async def"
+                )
+            )
+        arguments, keywords = _as_called(expected)
+        try:
+            inspect.signature(own).bind(*arguments, **keywords)
+            if by_name:
+                names = list(inspect.signature(expected).parameters)[1 : len(arguments)]
+                inspect.signature(own).bind(None, **dict.fromkeys(names), **keywords)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{kind.__name__}.{name}{inspect.signature(own)} cannot be called as "
+                f"{base.__name__}.{name}{inspect.signature(expected)} is ({error}): give it the "
+                "same parameters"
+            ) from None
+    _checked.add((kind, base, by_name))
+
+
+def _overridden(kind: type, base: type) -> Iterator[tuple[str, FunctionType, Any]]:
+    for name in dir(base):
+        expected = inspect.getattr_static(base, name)
+        if name.startswith("_") or not isinstance(expected, FunctionType):
+            continue
+        own = getattr(kind, name)
+        if own is not expected:
+            yield name, expected, own
+
+
+def _as_called(expected: FunctionType) -> tuple[list[None], dict[str, None]]:
+    """Return arguments as the front ends pass them: keyword-only ones by keyword."""
+    arguments: list[None] = []
+    keywords: dict[str, None] = {}
+    for parameter in inspect.signature(expected).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keywords[parameter.name] = None
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            arguments.append(None)
+    return arguments, keywords
+
+
+def check_passed_on(kind: type, given: Mapping[str, Any], received: Mapping[str, Any]) -> None:
+    """Refuse a subclass's `__init__` that keeps for itself what was given for a base class.
+
+    Args:
+        kind: the subclass.
+        given: keyword arguments of the call.
+        received: those that the base class got, None where it got none.
+
+    Raises:
+        ConfigurationError: names the argument.
+    """
+    own = inspect.signature(kind.__init__).parameters if given else {}  # type: ignore[misc]
+    for name, value in given.items():
+        if name in received and name not in own and value is not None and received[name] is None:
+            raise ConfigurationError(
+                f"{kind.__name__}({name}={value!r}): its __init__ does not pass {name} on, so that "
+                "it would be lost: call super().__init__(**components) there"
+            )
+
+
+def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationError:
+    """Return the error for keyword arguments that no `__init__` of a class has taken."""
+    known = {
+        name
+        for base in kind.__mro__[:-1]
+        for name, parameter in inspect.signature(base.__init__).parameters.items()  # type: ignore[misc]
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return ConfigurationError(
+        f"{kind.__name__}({listed}): unknown; expected some of "
+        + ", ".join(sorted(known - {"self"}))
+    )
+
+
+def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
+    """Refuse a class whose capabilities say that it does what it leaves to the base class.
+
+    Raises:
+        ConfigurationError: names the capability.
+    """
+
+    def overrides(methods: Iterable[str], says: Callable[[Capabilities], bool]) -> bool:
+        # What is inherited from a class that does not say it of itself does not do it.
+        without = next(
+            each for each in kind.__mro__ if each is base or says(_said_by(each, can)) is False
+        )
+        return any(getattr(kind, name) is not getattr(without, name) for name in methods)
+
+    for text in contradictions(
+        kind.__name__,
+        can,
+        clips=overrides(OWN_CLIPPING, lambda said: said.owns_clipping),
+        steps=overrides(OWN_STEP, lambda said: said.owns_step),
+        runs_backward=overrides(OWN_BACKWARD, lambda said: not said.manual_backward),
+    ):
+        raise ConfigurationError(text)
+
+
+def _said_by(kind: type, otherwise: Capabilities) -> Capabilities:
+    """Return the capabilities that a class has itself; a mixin has none."""
+    said = getattr(kind, "capabilities", None)
+    return said if isinstance(said, Capabilities) else otherwise
+
+
+def check_strategy(strategy: object, spec: ComponentSpec | None, base: type) -> None:
+    """Refuse what a spec has built that is no strategy, or not the one that its spec describes.
+
+    Args:
+        strategy: what is to be bound.
+        spec: its spec; None: it was given as an object, whose own capabilities were read.
+        base: Strategy.
+
+    Raises:
+        PluginError: names the class and what differs.
+    """
+    if not isinstance(spec, StrategySpec):
+        return
+    who = f"the target of the strategy {spec.name!r}"
+    if not isinstance(strategy, base):
+        raise PluginError(
+            f"{who} returned a {type(strategy).__name__}; expected a subclass of "
+            "stratagem.strategies.Strategy"
+        )
+    own = getattr(strategy, "capabilities", None)
+    if text := difference(type(strategy).__name__, spec.capabilities, own):
+        raise PluginError(f"{who}: {text}")

@@ -1,0 +1,24 @@
+"""What users subclass: Module and DataModule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stratagem.discovery.exports import exporter
+
+if TYPE_CHECKING:
+    from stratagem.module.datamodule import DataModule as DataModule
+    from stratagem.module.hyperparameters import HyperParameters as HyperParameters
+    from stratagem.module.module import Module as Module
+
+    def __getattr__(name: str) -> Any: ...  # names that installed distributions add
+else:
+    __getattr__, __dir__ = exporter(
+        __name__,
+        None,
+        {
+            "DataModule": "stratagem.module.datamodule",
+            "HyperParameters": "stratagem.module.hyperparameters",
+            "Module": "stratagem.module.module",
+        },
+    )

@@ -1,0 +1,166 @@
+"""DataModule: everything about the data of a run in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from stratagem.module.hooks import DataHooks
+from stratagem.module.hyperparameters import HyperParametersMixin, accepted_by, arguments_from
+
+if TYPE_CHECKING:
+    from stratagem.trainer import Trainer
+
+DataModuleType = TypeVar("DataModuleType", bound="DataModule")
+
+
+class DataModule(HyperParametersMixin, DataHooks):
+    """Prepares data and makes the loaders; a copy belongs to no Trainer.
+
+    Call sequence:
+        1. `prepare_data` on rank 0 of each node only: download, write to disk. Assign nothing.
+        2. `setup(stage)` on every rank: read, split.
+        3. The loader methods, on every rank, when they are needed.
+        4. `on_before_batch_transfer`, `transfer_batch_to_device` and `on_after_batch_transfer` for
+           each batch.
+        5. `teardown(stage)` on every rank; `on_exception` where the run has failed.
+
+    Example:
+        >>> import torch
+        >>> from stratagem import DataModule
+        >>> class Ones(DataModule):
+        ...     def train_dataloader(self):
+        ...         return torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4)
+        >>> len(Ones().train_dataloader())
+        2
+    """
+
+    trainer: Trainer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "trainer": None}
+
+    def prepare_data(self) -> None:
+        """Download and write to disk; on rank 0 of each node, before the others go on."""
+
+    def setup(self, stage: str) -> None:
+        """Read and split; `stage` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Release what `setup` took."""
+
+    def train_dataloader(self) -> Any:
+        """Return the loader for training."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for validation."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for testing."""
+        return None
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for predicting."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold; plain data."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+    # -- made of something
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[DataModuleType], checkpoint_path: str | Path, **kwargs: Any
+    ) -> DataModuleType:
+        """Make a DataModule from a Trainer's checkpoint, with its hyperparameters and state.
+
+        Args:
+            checkpoint_path: what a Trainer saved, a local path or a URL.
+            **kwargs: arguments of `__init__`, in place of those in the checkpoint.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
+        """
+        from stratagem.checkpoint import SingleFileCheckpointIO
+        from stratagem.checkpoint.trainer_format import check
+        from stratagem.errors import naming
+        from stratagem.storage import paths
+
+        checkpoint = SingleFileCheckpointIO().load_checkpoint(
+            paths.parse_user_path(checkpoint_path)
+        )
+        checkpoint = check(checkpoint, checkpoint_path)
+        saved = checkpoint.get("datamodule_hyper_parameters", {})
+        holder = checkpoint.get("datamodule_hparams_name", "")
+        with naming(checkpoint_path):
+            module = cls(**arguments_from(cls, saved, holder, kwargs))
+        if "datamodule" in checkpoint:
+            module.load_state_dict(checkpoint["datamodule"])
+        return module
+
+    @classmethod
+    def from_datasets(
+        cls: type[DataModuleType],
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> DataModuleType:
+        """Make a DataModule whose loaders read datasets.
+
+        Args:
+            train_dataset, val_dataset, test_dataset, predict_dataset: a dataset; a list or a dict
+                of several, with a loader for each; None: there is no such loader.
+            batch_size, num_workers: of every loader. Training shuffles what can be shuffled.
+            **kwargs: arguments of `__init__`.
+
+        Example:
+            >>> from stratagem import DataModule
+            >>> data = DataModule.from_datasets(train_dataset=range(8), batch_size=4)
+            >>> len(data.train_dataloader())
+            2
+        """
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        module = cls(**accepted_by(cls, sizes), **kwargs)
+        datasets = {
+            "train": train_dataset,
+            "val": val_dataset,
+            "test": test_dataset,
+            "predict": predict_dataset,
+        }
+        for name, data in datasets.items():
+            if data is not None:
+                loaders = partial(_loaders_of, data, shuffles=name == "train", **sizes)
+                setattr(module, f"{name}_dataloader", loaders)
+        return module
+
+
+def _loaders_of(data: Any, *, shuffles: bool, batch_size: int, num_workers: int) -> Any:
+    options: dict[str, Any] = {
+        "shuffles": shuffles,
+        "batch_size": batch_size,
+        "num_workers": num_workers,
+    }
+    if isinstance(data, Mapping):
+        return {name: _loaders_of(one, **options) for name, one in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_loaders_of(one, **options) for one in data]
+    return DataLoader(
+        data,
+        batch_size,
+        shuffle=shuffles and not isinstance(data, IterableDataset),
+        num_workers=num_workers,
+    )

@@ -1,0 +1,177 @@
+"""HyperParameters: the arguments that an object was made with, as a checkpoint holds them."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from stratagem.errors import CheckpointMismatchError, UserCodeError
+from stratagem.state.plain_data import find_offending_value
+
+
+class HyperParameters(dict[str, Any]):
+    """Hyperparameters by name; also found and set as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"there is no hyperparameter {name!r}; there are {', '.join(self) or 'none'}"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class HyperParametersMixin:
+    """Keeps the arguments that an object was made with.
+
+    Example:
+        >>> from stratagem.module.hyperparameters import HyperParametersMixin
+        >>> class Model(HyperParametersMixin):
+        ...     def __init__(self, width=4):
+        ...         self.save_hyperparameters()
+        >>> Model(width=8).hparams.width
+        8
+    """
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """The arguments that `save_hyperparameters` kept; also found as attributes."""
+        kept: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
+        return kept
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The arguments that `save_hyperparameters` kept, by name."""
+        return self.hparams
+
+    @property
+    def hparams_initial(self) -> HyperParameters:
+        """What they were when they were kept, which loggers are given."""
+        kept: HyperParameters = self.__dict__.setdefault("_hparams_initial", HyperParameters())
+        return HyperParameters(kept)
+
+    @property
+    def hparams_name(self) -> str:
+        """The argument of `__init__` that held them all, as one dict; "": each is an argument."""
+        name: str = self.__dict__.get("_hparams_name", "")
+        return name
+
+    def save_hyperparameters(
+        self,
+        *names: str | Mapping[str, Any] | Namespace,
+        ignore: str | Sequence[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of `__init__`, where this is called, in `hparams` and in checkpoints.
+
+        Called in the `__init__` of a base class, it also keeps those of the subclass's. What cannot
+        be loaded without executing code (a module, a function) is in `hparams`, and left out of
+        checkpoints with a warning: `load_from_checkpoint` is then given it again.
+
+        Args:
+            *names: which; none: all; or one dict or argparse.Namespace, to keep what is in it.
+            ignore: which not.
+            frame: of the `__init__`; None: where this is called.
+            logger: give them to the loggers, too.
+
+        Raises:
+            UserCodeError: a name is no argument.
+        """
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        first = names[0] if len(names) == 1 else None
+        if frame is None and (here := inspect.currentframe()) is not None:
+            frame = here.f_back
+        kept = arguments_of_init(self, frame)
+        if isinstance(first, (Mapping, Namespace)):
+            self.__dict__["_hparams_name"] = next((k for k, v in kept.items() if v is first), "")
+            kept = dict(vars(first) if isinstance(first, Namespace) else first)
+            wanted = set(kept)
+        else:
+            wanted = set(map(str, names)) or set(kept)
+            if strangers := [name for name in names if name not in kept]:
+                raise UserCodeError(
+                    f"save_hyperparameters({', '.join(map(repr, names))}): {strangers[0]!r} is no "
+                    f"argument of {type(self).__name__}.__init__; expected names of its arguments "
+                    f"({', '.join(kept) or 'it has none'}), or one dict or argparse.Namespace"
+                )
+        found = {k: v for k, v in kept.items() if k in wanted and k not in ignored}
+        for name in ignored:
+            self.hparams.pop(name, None)
+        self.hparams.update(found)
+        self.__dict__["_hparams_initial"] = HyperParameters(self.hparams if logger else {})
+
+
+def arguments_from(
+    cls: Callable[..., Any], saved: Mapping[str, Any], holder: str, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments to make an object with, from those that a checkpoint holds.
+
+    Args:
+        cls: the class.
+        saved: what the checkpoint holds, by name.
+        holder: the argument that takes them all as one dict; "": each is an argument.
+        given: arguments that go before them.
+
+    Raises:
+        CheckpointMismatchError: one that the class needs is neither saved nor given.
+    """
+    accepted = inspect.signature(cls).parameters
+    within = holder if holder in accepted and holder not in given else ""
+    of_holder = {within: HyperParameters({**saved, **given})} if within else {}
+    arguments = accepted_by(cls, of_holder or {**saved, **given})
+    missing = [
+        name
+        for name, p in accepted.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if missing := [name for name in missing if name not in arguments]:
+        raise CheckpointMismatchError(
+            f"the checkpoint holds no value of {', '.join(missing)}, which "
+            f"{cls.__name__} needs: pass them to load_from_checkpoint, as in {missing[0]}=..., "
+            "or let __init__ call self.save_hyperparameters()"
+        )
+    return arguments
+
+
+def accepted_by(cls: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments that a class takes by name."""
+    accepted = inspect.signature(cls).parameters
+    everything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    return {name: v for name, v in arguments.items() if everything or name in accepted}
+
+
+def arguments_of_init(module: object, frame: FrameType | None) -> dict[str, Any]:
+    """Return the arguments of those `__init__` methods of `module` that are running."""
+    kept: dict[str, Any] = {}
+    while frame is not None and any(value is module for value in frame.f_locals.values()):
+        for owner in type(module).__mro__:
+            init = inspect.unwrap(vars(owner).get("__init__", object.__init__))
+            if getattr(init, "__code__", None) is not frame.f_code:
+                continue
+            for parameter in list(inspect.signature(init).parameters.values())[1:]:
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    kept.update(frame.f_locals.get(parameter.name, {}))
+                elif parameter.kind is not parameter.VAR_POSITIONAL:
+                    # One that the method has deleted since is gone.
+                    kept.update({k: v for k, v in frame.f_locals.items() if k == parameter.name})
+        frame = frame.f_back
+    return kept
+
+
+def savable(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return those that a checkpoint can hold, and of the others by name, why it cannot.
+
+    Example:
+        >>> savable({"lr": 0.1, "activation": abs})[0]
+        {'lr': 0.1}
+    """
+    reasons = {name: find_offending_value(value) for name, value in parameters.items()}
+    kept = {name: value for name, value in parameters.items() if not reasons[name]}
+    return kept, {name: reason for name, reason in reasons.items() if reason}

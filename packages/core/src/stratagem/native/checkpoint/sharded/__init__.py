@@ -1,0 +1,1 @@
+"""The sharded checkpoint format: a directory with one file per rank."""

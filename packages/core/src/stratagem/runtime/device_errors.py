@@ -1,0 +1,214 @@
+"""Device errors: who held the memory that is full, what would fit, and what a dead device means.
+
+Computed once an error has ended a step, a set-up or an evaluation, so that a good one pays nothing.
+The error stays the object that was raised, so that whoever catches it goes on catching it; its
+message says more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.discovery.registry import get_registry
+from stratagem.discovery.specs import StrategySpec
+from stratagem.distributed.diagnosis.stack import line_in_traceback
+from stratagem.interfaces.accelerator import DeviceMemory
+from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.strategy import Strategy
+from stratagem.launch.rank import this_rank
+from stratagem.plan.memory import MemoryNeed, gib, what_would_fit
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_REQUEST = re.compile(rf"[Tt]ried to allocate ([\d.]+) ({'|'.join(_UNITS)})")
+
+_BESIDES = (
+    "Besides: precision='bf16-mixed' halves most activations, and strategies with "
+    "activation_checkpointing= compute them again in place of keeping them"
+)
+
+
+@contextmanager
+def explained_device_errors(
+    strategy: Strategy, module: nn.Module, optimizers: Sequence[Optimizer] = ()
+) -> Iterator[None]:
+    """Let a device's errors within say what is known of them; see `explain_device_error`."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain_device_error(error, strategy, module, optimizers)
+        raise
+
+
+def raise_explained(error: RuntimeError, strategy: Strategy, prepared: PreparedModel) -> NoReturn:
+    """Raise an error of one part of a step: the better one that the strategy knows, or itself.
+
+    Under Lite, whose user may catch it. Raises:
+        StratagemError: the strategy knows what was wrong.
+        RuntimeError: the error, in which a device's own errors are explained.
+    """
+    explained = strategy.explain(prepared, error)
+    if explained is not None:
+        raise explained from error
+    explain_device_error(error, strategy, prepared.original, prepared.optimizers)
+    raise error
+
+
+def explain_device_error(
+    error: BaseException,
+    strategy: Strategy,
+    module: nn.Module | None,
+    optimizers: Sequence[Optimizer] = (),
+) -> None:
+    """Add to an error of the device itself what is known here; leave others as they are.
+
+    Args:
+        error: what ended a step, a set-up or an evaluation.
+        strategy: it ran under this one.
+        module: the model; None: there is none yet.
+        optimizers: of the model.
+    """
+    if getattr(error, "_stratagem_explained", False) or not hasattr(strategy, "device"):
+        return
+    accelerator, ranks = strategy.accelerator, strategy.ranks
+    who = f"rank {ranks.global_rank} of {ranks.world_size} ({strategy.device})"
+    where = f"{who}, at {line_in_traceback(error)}"
+    text = None
+    if accelerator.is_out_of_memory(error):
+        memory = accelerator.device_memory(strategy.device)
+        text = f"{where}, is out of memory"
+        if memory is not None and module is not None:
+            text += _report(strategy, memory, module, optimizers, _requested(error))
+    elif (advice := accelerator.explain_lost_device(error)) is not None:
+        this_rank.device_is_lost = True
+        text = f"{where}: {advice}"
+    if text is not None:
+        error.args = (f"{error}\n\n{text}",)
+        error._stratagem_explained = True  # type: ignore[attr-defined]
+
+
+def _requested(error: BaseException) -> int:
+    """Return how many bytes could not be had, as far as the error says it."""
+    found = _REQUEST.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def _report(
+    strategy: Strategy,
+    memory: DeviceMemory,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    requested: int,
+) -> str:
+    """Return who holds the device's memory, and what would fit."""
+    kind = strategy.device.type
+    parameters = list(module.parameters())
+    own = {id(parameter) for parameter in parameters}
+    held = {
+        "parameters": _bytes(parameters, kind),
+        "gradients": _bytes((p.grad for p in parameters if p.grad is not None), kind),
+        "optimizer state": _bytes(_state(optimizers, own), kind),
+        "buffers": _bytes(module.buffers(), kind),
+    }
+    rest = max(0, memory.peak - sum(held.values()))
+    has = "" if memory.total is None else f": the device has {gib(memory.total)}"
+    lines = [f"{has}. This process held {gib(memory.peak)} at most:"]
+    lines += [f"  {gib(size):>10}  {what}" for what, size in held.items()]
+    lines.append(f"  {gib(rest):>10}  the rest: activations, inputs and what kernels work with")
+    if requested:
+        lines.append(f"  {gib(requested):>10}  more was asked for")
+    unused = memory.reserved - memory.allocated
+    if unused > memory.reserved // 4:
+        lines.append(f"  {gib(unused):>10}  of what torch has reserved is free now, in pieces")
+    lines += [f"{who}: {gib(size)}" for who, size in memory.others]
+    if memory.total is not None:
+        capacity = memory.total - sum(size for _, size in memory.others)
+        need = _need(parameters, optimizers, own, held["buffers"], rest + requested)
+        lines += _advice(strategy, need, capacity)
+    lines.append(_BESIDES)
+    return "\n".join(lines)
+
+
+def _advice(strategy: Strategy, need: MemoryNeed, capacity: int) -> list[str]:
+    ranks = max(strategy.ranks.world_size, len(strategy.accelerator.availability().free))
+    step = strategy.components.step
+    fitting = what_would_fit(
+        need,
+        capacity,
+        _strategies_for(strategy.accelerator.name),
+        ranks=ranks,
+        micro_batches=1 if step is None else step.most_micro_batches,
+    )
+    if not fitting:
+        return [f"By this estimate nothing that is installed here would fit on {ranks} device(s)"]
+    return ["What would fit, by an estimate:", *(f"  {line}" for line in fitting)]
+
+
+def _strategies_for(accelerator: str) -> Iterable[StrategySpec]:
+    for candidate in get_registry().candidates("strategy"):
+        spec = candidate.spec
+        if isinstance(spec, StrategySpec):
+            runs_on = spec.capabilities.accelerators
+            if runs_on is None or accelerator in runs_on:
+                yield spec
+
+
+def _need(
+    parameters: Sequence[Tensor],
+    optimizers: Sequence[Optimizer],
+    own: set[int],
+    buffers: int,
+    rest: int,
+) -> MemoryNeed:
+    """Return what the whole model takes, whatever part of it this rank holds."""
+    whole = sum(_whole_bytes(p) for p in parameters)
+    trained = sum(_whole_bytes(p) for p in parameters if p.requires_grad)
+    return MemoryNeed(whole, trained, int(trained * _state_per_weight(optimizers)), buffers, rest)
+
+
+def _whole_bytes(parameter: Any) -> int:
+    # Of a DTensor, numel() is the whole; DeepSpeed keeps the whole's beside an empty tensor.
+    return int(getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size())
+
+
+def _state_per_weight(optimizers: Sequence[Optimizer]) -> float:
+    """Return how many numbers an optimizer keeps for each weight; before its first step a guess."""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            size = _on_this_rank(parameter).numel()
+            kept = [_on_this_rank(v) for v in state.values() if isinstance(v, Tensor)]
+            if size and kept:
+                return float(sum(tensor.numel() for tensor in kept) / size)
+    defaults = optimizers[0].defaults if optimizers else {}
+    return 2.0 if "betas" in defaults else float(bool(defaults.get("momentum")))
+
+
+def _state(optimizers: Sequence[Optimizer], own: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors of the state, and weights that are the optimizer's alone."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        for group in optimizer.param_groups:
+            yield from (p for p in group["params"] if id(p) not in own)
+
+
+def _bytes(tensors: Iterable[Tensor], kind: str) -> int:
+    """Return what tensors take on devices of a kind; what shares memory counts once."""
+    sizes = {}
+    for tensor in map(_on_this_rank, tensors):
+        if tensor.device.type == kind:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _on_this_rank(tensor: Any) -> Any:
+    """Return the part of a tensor that is here."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.detach() if isinstance(local, torch.Tensor) else tensor

@@ -1,0 +1,90 @@
+"""LiteOptimizer: an optimizer as the strategy steps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.strategy import Strategy
+from stratagem.runtime.device_errors import raise_explained
+
+_SHADOWING = ("step", "zero_grad", "state_dict", "load_state_dict")
+
+
+class LiteOptimizer:
+    """The user's optimizer, whose step goes through the strategy.
+
+    An instance is one of the optimizer's own class too, and has its name and its repr, so that
+    schedulers take it. A copy, and what is pickled, is the user's optimizer: a run is not copied.
+    """
+
+    optimizer: Optimizer
+    prepared: PreparedModel
+    strategy: Strategy
+    _clear_gradients: Callable[[], None]
+
+    @property
+    def state(self) -> Any:
+        """The user's optimizer's state; loading replaces that object, so it is looked up there."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        """The user's optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:
+        """The user's optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        """Step through the strategy."""
+        try:
+            return self.strategy.optimizer_step(self.prepared, self.optimizer, closure)
+        except RuntimeError as error:
+            raise_explained(error, self.strategy, self.prepared)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        # An engine has gradients of its own, and clears them in one way.
+        if set_to_none or self.strategy.capabilities.owns_step:
+            self._clear_gradients()
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self.optimizer,)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by parameter names."""
+        return self.strategy.optimizer_state(self.prepared, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state by parameter names."""
+        self.strategy.load_optimizer_state(self.prepared, self.optimizer, state)
+
+
+def _itself(optimizer: Optimizer) -> Optimizer:
+    return optimizer
+
+
+def wrap_optimizer(optimizer: Optimizer, prepared: PreparedModel, strategy: Strategy) -> Any:
+    """Return a `LiteOptimizer` that stands for the user's optimizer, under its class's name."""
+    own = type(optimizer)
+    # Nobody is to find it at a place of its own: command lines look for classes by name.
+    place = f"wrap_optimizer.<locals>.{own.__qualname__}"
+    names = {"__module__": __name__, "__qualname__": place, "__doc__": own.__doc__}
+    kind = type(own.__name__, (LiteOptimizer, own), names)
+    wrapped: Any = object.__new__(kind)
+    # A scheduler made earlier has put a counting `step` on the instance: ours comes first, and
+    # calls it.
+    wrapped.__dict__.update(
+        {name: value for name, value in optimizer.__dict__.items() if name not in _SHADOWING}
+    )
+    wrapped.optimizer, wrapped.prepared, wrapped.strategy = optimizer, prepared, strategy
+    wrapped._clear_gradients = prepared.gradient_clearer(optimizer)
+    return wrapped

@@ -1,0 +1,1 @@
+"""Read checkpoints without executing anything in them."""

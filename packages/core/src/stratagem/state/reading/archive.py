@@ -1,0 +1,100 @@
+"""What an archive of `torch.save` holds, read from memory; nothing is executed, or copied."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import sys
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from stratagem.checkpoint.archive import not_whole
+from stratagem.checkpoint.entries import Entry, read_entries
+from stratagem.errors import CheckpointCorruptError
+from stratagem.state.reading.rebuild import ArchiveUnpickler, Stored
+from stratagem.state.reading.unpickler import Refused
+
+
+def load_archive(
+    memory: torch.UntypedStorage, path: str, *, start: int, size: int, comment: int = 0
+) -> Any:
+    """Return what an archive holds; its tensors are views of the memory that it lies in.
+
+    Args:
+        memory: what the archive lies in, on the CPU.
+        path: what errors call it.
+        start, size: where it lies, in bytes.
+        comment: how many bytes follow the archive's end record.
+
+    Raises:
+        CheckpointCorruptError: it is no whole archive of plain data.
+    """
+    # The same memory: what is checked is what is loaded.
+    octets = (ctypes.c_uint8 * size).from_address(memory.data_ptr() + start)
+    octets.owner = memory  # type: ignore[attr-defined]
+    contents = memoryview(octets).cast("B")
+    entries = read_entries(contents, path, comment=comment)
+    if "data.pkl" not in entries:
+        raise not_whole(path, size, "it has no entry 'data.pkl'")
+    data, order = (
+        bytes(contents[entry.offset : entry.offset + entry.size])
+        for entry in (entries["data.pkl"], entries.get("byteorder", Entry(0, 0)))
+    )
+    swaps = (order or b"little") != sys.byteorder.encode()
+
+    def read_storage(key: str, wanted: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        entry = entries.get(f"data/{key}", Entry(0, 0))
+        if wanted > entry.size:
+            raise Refused(f"its storage {key!r} has {entry.size} bytes, expected {wanted}")
+        begin = start + entry.offset
+        storage: torch.UntypedStorage = memory[begin : begin + wanted]
+        if storage.data_ptr() % max(1, dtype.itemsize):
+            # As its elements want it.
+            storage = storage.clone()  # type: ignore[no-untyped-call]
+        if swaps:
+            storage.byteswap(dtype)  # type: ignore[no-untyped-call]
+        return storage
+
+    return _unpickle(ArchiveUnpickler(data, read_storage), path, size)
+
+
+def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
+    try:
+        loaded = unpickler.load()
+        _check_values(loaded)
+    except pickle.UnpicklingError as error:
+        raise CheckpointCorruptError(
+            f"{path!r} holds something that loading would have to execute, so it was "
+            f"refused: {error}. Only load checkpoints of plain data"
+        ) from error
+    except Refused as error:
+        raise CheckpointCorruptError(
+            f"{path!r} was refused: {error}. torch.save writes no such file: do not use it unless "
+            "you know who made it"
+        ) from error
+    except MemoryError as error:
+        raise CheckpointCorruptError(
+            f"{path!r} was refused: loading its {size} bytes would take more memory than there is"
+        ) from error
+    # What an unpickler and torch raise for damaged contents is not documented.
+    except Exception as error:
+        raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
+    return loaded
+
+
+def _check_values(loaded: Any) -> None:
+    """Refuse a storage, or what makes a value, that is there for itself.
+
+    Both are ours, and are not what the pickle names.
+    """
+    seen, left = set(), [loaded]
+    while left:
+        data = left.pop()
+        if isinstance(data, (dict, list, tuple)):
+            if id(data) not in seen:
+                seen.add(id(data))
+                left.extend(data.values() if isinstance(data, dict) else data)
+        elif type(data) in (FunctionType, Stored):
+            raise Refused("it holds what tensors are made of, in place of tensors")

@@ -1,0 +1,1 @@
+"""The data loaders of a run."""

@@ -1,0 +1,300 @@
+"""TrainLoader: this rank's training batches, and from them the micro-batches of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+from stratagem.data.combined_loader import CombinedLoader
+from stratagem.data.resume.combined import CombinedResumable
+from stratagem.data.resume.resumable import Resumable
+from stratagem.data.sharding import UNKNOWN, length_of
+from stratagem.distributed.uneven_inputs import UnevenInputs, remedy_for
+from stratagem.errors import CheckpointMismatchError, UserCodeError
+from stratagem.trainer.loaders.loaders import (
+    Limit,
+    limit_batches,
+    set_epoch_of,
+    shard,
+    train_source,
+)
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.strategy import Strategy
+
+NAME = "the training data loader"
+
+_ENDLESS = 2**62
+"""Stands for a number of batches that is not known, where ranks compare theirs."""
+
+
+class TrainLoader:
+    """The training batches of one rank: sharded, resumable, limited, agreed on by all ranks.
+
+    Called on every rank, once in a fit.
+
+    Args:
+        source: a DataLoader or another iterable of batches, or several.
+        strategy: of the ranks that share the data.
+        limit: `limit_train_batches`.
+        use_distributed_sampler: divide the data between ranks.
+        reads: returns what is iterated over, given the action's name for profilers and an iterator.
+
+    Attributes:
+        batches: how many of them an epoch has, alike on every rank; infinity: not known.
+        end: how many batches of the present epoch are trained on at its end; infinity: not known.
+        weights: of the present step's micro-batches; None: all count the same.
+
+    Raises:
+        UserCodeError: it is not iterable, is empty, or ranks have different numbers of batches.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        strategy: Strategy,
+        *,
+        limit: Limit,
+        use_distributed_sampler: bool,
+        reads: Callable[[str, Iterator[Any]], Iterator[Any]],
+    ) -> None:
+        # The order matters: each goes by what the one before has left of the data.
+        sharded = shard(
+            train_source(source),
+            strategy,
+            name=NAME,
+            divide=use_distributed_sampler,
+            training=True,
+            limit=limit,
+        )
+        ranks = strategy.ranks
+        combines = isinstance(sharded, CombinedLoader)
+        kind: type[Resumable | CombinedResumable] = CombinedResumable if combines else Resumable
+        self._data = kind(sharded, NAME, ranks.global_rank, ranks.data_shard)
+        self.loader = self._data.loader
+        self.batches = limit_batches(
+            length_of(sharded), limit, name=NAME, limit_name="limit_train_batches"
+        )
+        self._strategy = strategy
+        self._reads = reads
+        self._uneven: UnevenInputs | None = None
+        self._agree()
+        self.end = self.batches
+        self.weights: list[float] | None = None
+        self._epoch: Iterator[Any] = iter(())
+        self._done = 0
+
+    def _agree(self) -> None:
+        """Compare the ranks' numbers of batches, once before training.
+
+        Where all lengths are known, alike, and of a kind that can be relied on, that is all;
+        otherwise ranks ask one another before each optimizer step. The length of an IterableDataset
+        cannot be relied on: it often is that of all ranks together.
+        """
+        strategy, ranks = self._strategy, self._strategy.ranks
+        if ranks.world_size == 1:
+            return
+        known = length_of(self.loader) != UNKNOWN
+        relied_on = known and not any(
+            isinstance(getattr(one, "dataset", None), IterableDataset) for one in self._each()
+        )
+        own = _ENDLESS if self.batches == UNKNOWN else int(self.batches)
+        most, fewest, all_known, all_relied_on = (
+            abs(number)
+            for number in ranks.reduce_numbers([own, -own, -int(known), -int(relied_on)], "max")
+        )
+        joins, kind = strategy.join_uneven_inputs, type(strategy).__name__
+        if most != fewest and not joins and all_known:
+            batches = ranks.gather_plain(own)
+            listed = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(batches))
+            raise UserCodeError(
+                f"{NAME} has different numbers of batches on the ranks ({listed}), and every "
+                f"optimizer step needs one from each: {remedy_for(fewest, kind)}"
+            )
+        if most != fewest or not all_relied_on:
+            self.batches = UNKNOWN if most == _ENDLESS else most
+            self._uneven = UnevenInputs(NAME, ranks, strategy=kind, joins=joins)
+
+    @property
+    def compares_ranks(self) -> bool:
+        """Whether ranks exchange before each step how many batches they have."""
+        return self._uneven is not None
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of samples in a batch, of the first loader; None if it does not say."""
+        first = self._each()[0]
+        for holder in (first, getattr(first, "batch_sampler", None)):
+            size = getattr(holder, "batch_size", None)
+            if isinstance(size, int):
+                return size
+        return None
+
+    # -- an epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hand the epoch to the loader's samplers."""
+        set_epoch_of(self.loader, epoch)
+
+    def _each(self) -> list[Any]:
+        loader = self.loader
+        return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+
+    def begin_epoch(self, epoch: int, done: int) -> None:
+        """Begin an epoch after its first `done` batches."""
+        batches, passed_over = self._data.begin(epoch, done, self.batches)
+        self._epoch = self._reads("[_TrainingEpochLoop].train_dataloader_next", batches)
+        self._done = done
+        self.end = min(self.batches, done + self._data.left)
+        if self._uneven is not None:
+            self._uneven.remember(passed_over)
+
+    def steps(self, accumulate: int) -> Iterator[Collection[Any]]:
+        """Yield the micro-batches of each optimizer step of this epoch.
+
+        Where their number is known for sure, they are read one at a time, while the step runs: the
+        loss of each is divided by that number. Where it is not, they are read before the step.
+
+        Args:
+            accumulate: how many a step has; the last one may have fewer.
+
+        Raises:
+            UserCodeError: the loader yields no batch, or ranks turn out to have different numbers.
+        """
+        if self._uneven is not None:
+            return self._read_ahead_steps(accumulate)
+        if accumulate == 1:
+            left = None if self.end == UNKNOWN else max(0, int(self.end) - self._done)
+            # No `zip`, which would keep the batch before the last one.
+            return ((batch,) for batch in islice(self._epoch, left))
+        # Several ranks rely on the length in any case.
+        if self._data.has_exact_length or self._strategy.ranks.data_shard[1] > 1:
+            return self._lazy_steps(accumulate)
+        return self._read_ahead_steps(accumulate)
+
+    def check_end(self, done: int) -> None:
+        """Check what `steps` has yielded, when it yields no more; `done` batches in this epoch.
+
+        Raises:
+            UserCodeError: nothing, or fewer than the length said that other ranks rely on.
+        """
+        if self._uneven is None and done < self.end and self._strategy.ranks.data_shard[1] > 1:
+            raise UserCodeError(_broken_promise(done, self.end))
+        if done == 0:
+            raise UserCodeError(f"{NAME} yielded no batch; expected at least one")
+
+    def _lazy_steps(self, accumulate: int) -> Iterator[Collection[Any]]:
+        done, end = self._done, min(self.end, self._done + self._data.batches_left(self._done))
+        while done < end:
+            # The first is read before the step begins: an error in reading it is not one within a
+            # step. Nothing here holds it afterwards.
+            first = list(islice(self._epoch, 1))
+            if not first:
+                return
+            count = int(min(accumulate, end - done))
+            batches = chain(_taken_out(first), islice(self._epoch, count - 1))
+            yield MicroBatches(batches, count, done, self.end)
+            done += count
+
+    def _read_ahead_steps(self, accumulate: int) -> Iterator[Collection[Any]]:
+        done = self._done
+        while done < self.end:
+            ahead = list(islice(self._epoch, int(min(accumulate, self.end - done))))
+            if self._uneven is not None:
+                ahead, self.weights = self._uneven.next_step(ahead, done)
+            if not ahead:
+                return
+            count = len(ahead)
+            yield MicroBatches(_taken_out(ahead), count, done, self.end)
+            done += count
+
+    # -- resuming
+
+    def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
+        """Return where this rank is in its data; plain data. See `Resumable.state`."""
+        return self._data.state(within_epoch=within_epoch)
+
+    def resume(self, states: Sequence[dict[str, Any]], done: int) -> int:
+        """Restore what `state` returned on each rank that saved; return how many batches are done.
+
+        Args:
+            states: in the order of those ranks.
+            done: batches of the epoch that each of them had trained on.
+        """
+        combines = isinstance(self._data, CombinedResumable)
+        if ("parts" in states[0]) is not combines or (
+            isinstance(self._data, CombinedResumable)
+            and (states[0]["mode"], len(states[0]["parts"]))
+            != (self._data.loader.mode, len(self._data.loader.flattened))
+        ):
+            if done == 0:
+                return 0  # the epoch begins with whatever there is now
+            raise CheckpointMismatchError(
+                f"the checkpoint was saved in the middle of an epoch, with {_described(states[0])} "
+                f"as {NAME}, and now it is {_described(self._data.state())}: resume with what it "
+                "was saved with, or from a checkpoint of the end of an epoch"
+            )
+        return self._data.resume(states, done)
+
+    def close(self) -> None:
+        """Let go of the data, at the end of a fit."""
+        self._epoch = iter(())
+        self._data.close()
+
+
+class MicroBatches(Collection[Any]):
+    """The micro-batches of one optimizer step, read one at a time; to be iterated over once.
+
+    Their number is known before, and none of them is held here once it was yielded.
+
+    Args:
+        batches: yields them.
+        count: how many there are.
+        done: batches of the epoch before them.
+        promised: how many the epoch has; stands in the error if the loader yields fewer.
+    """
+
+    def __init__(self, batches: Iterator[Any], count: int, done: int, promised: float) -> None:
+        self._batches = batches
+        self._count = count
+        self._done = done
+        self._promised = promised
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, batch: object) -> bool:
+        raise TypeError("the micro-batches of a step can be iterated over once, and not searched")
+
+    def __iter__(self) -> Iterator[Any]:
+        read = 0
+        for batch in self._batches:
+            read += 1
+            yield batch
+            del batch  # before the next one is read
+        if read < self._count:
+            raise UserCodeError(_broken_promise(self._done + read, self._promised))
+
+
+def _described(state: dict[str, Any]) -> str:
+    if "parts" not in state:
+        return "one loader"
+    return f"{len(state['parts'])} loaders read as {state['mode']!r}"
+
+
+def _taken_out(batches: list[Any]) -> Iterator[Any]:
+    """Yield the batches of a list, which holds only those that are still to come."""
+    batches.reverse()
+    while batches:
+        yield batches.pop()
+
+
+def _broken_promise(done: int, promised: float) -> str:
+    return (
+        f"{NAME} yielded {done} batches on this rank, but its length promised {int(promised)}, and "
+        "the other ranks would wait for the rest: let __len__ return what __iter__ yields, or "
+        "leave __len__ out, so that ranks agree before each step"
+    )

@@ -1,0 +1,1 @@
+"""The loops of fit, validate, test and predict."""

@@ -1,0 +1,247 @@
+"""Validation, testing and predicting."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stratagem.data.combined_loader import CombinedLoader
+from stratagem.errors import UserCodeError
+from stratagem.trainer.hooks import is_users, positional_parameters
+from stratagem.trainer.loaders.dataloader_iter import DataLoaderIter, read_to_train, reads_itself
+from stratagem.trainer.loaders.loaders import set_epoch_of
+from stratagem.trainer.metrics.log_buffer import Rows
+from stratagem.trainer.metrics.metrics import EpochValues, LatestValues, Metrics
+from stratagem.trainer.step.batch_transfer import batch_converter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.trainer.hooks import Hook
+    from stratagem.trainer.loaders.loaders import EvaluationLoader
+    from stratagem.trainer.run import Run
+
+_STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+def evaluate(
+    run: Run,
+    prepared: PreparedModel,
+    loaders: list[EvaluationLoader],
+    what: str,
+    *,
+    is_sanity_check: bool = False,
+) -> EpochValues:
+    """Run validation or testing over all loaders; return the values of the epoch.
+
+    Args:
+        run: what is evaluated.
+        prepared: its model.
+        loaders: of this rank.
+        what: "validation" or "test".
+        is_sanity_check: what it logs goes nowhere.
+    """
+    hooks, module = run.hooks, run.module
+    if is_sanity_check:
+        metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
+    else:
+        metrics = Metrics(run.strategy, run.rows, run.latest, of_evaluation=True)
+    with module.logging_to(metrics), _EvaluationMode(run, what):
+        with _inference(run):
+            hooks.call(f"on_{what}_start")
+        with run.strategy.evaluation(prepared), _inference(run):
+            hooks.call(f"on_{what}_epoch_start")
+            for _ in _run_batches(run, prepared, loaders, what, metrics):
+                pass
+            metrics.reduce_epoch()
+            hooks.call(f"on_{what}_epoch_end")
+        epoch = metrics.end_epoch()
+        if run.stage == "fit" and not is_sanity_check:
+            run.schedulers.step_after_validation(epoch.values)
+        # At the last optimizer step, as the values of a training epoch.
+        last_step = max(0, run.progress.global_step - 1)
+        metrics.rows.write(epoch.for_loggers, last_step, run.progress.epoch)
+        with module.logging_to(None):
+            hooks.call(f"on_{what}_end")
+    return epoch
+
+
+def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
+    """Return this rank's predictions: a list of batches for each loader; empty if none is kept."""
+    hooks = run.hooks
+    metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
+    predictions: list[list[Any]] = [[] for _ in loaders]
+    run.predictions = predictions
+    with _EvaluationMode(run, "predict"):
+        with _inference(run):
+            hooks.call("on_predict_start")
+        with run.strategy.evaluation(prepared), _inference(run):
+            hooks.call("on_predict_epoch_start")
+            for loader_idx, output in _run_batches(run, prepared, loaders, "predict", metrics):
+                if run.job.keeps_predictions:
+                    predictions[loader_idx].append(output)
+                del output  # before the next one is computed
+            hooks.call("on_predict_epoch_end")
+        hooks.call("on_predict_end")
+    return predictions
+
+
+def pass_over_training_data(run: Run) -> None:
+    """Run `training_step` on each batch of an epoch in training mode, without gradients.
+
+    For what a forward changes, such as the statistics of batch norm.
+    """
+    loader, prepared = run.train_loader, run.require_prepared()
+    assert loader is not None
+    metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
+    metrics.in_step = True
+    convert = batch_converter(run.strategy, run.module, run.datamodule)
+    step, epoch = run.module.training_step, run.progress.epoch
+    takes, itself = 2 if positional_parameters(step).most > 1 else 1, reads_itself(step)
+    context = run.strategy.precision.forward_context() or nullcontext()
+    loader.set_epoch(epoch)
+    loader.begin_epoch(epoch, 0)
+    run.module.train()
+    source = DataLoaderIter(read_to_train(loader, convert, metrics), loader.end)
+    with run.module.logging_to(metrics), torch.no_grad():
+        for given in source.turns() if itself else source:
+            try:
+                with context:
+                    prepared.module("training_step", *((source,) if itself else given[:takes]))
+            except StopIteration:
+                if not itself:
+                    raise
+                break
+
+
+def _run_batches(
+    run: Run,
+    prepared: PreparedModel,
+    loaders: list[EvaluationLoader],
+    what: str,
+    metrics: Metrics,
+) -> Iterator[tuple[int, Any]]:
+    """Yield (loader index, what the step returned) for every batch."""
+    method = _STEPS[what]
+    step = getattr(run.module, method)
+    takes = _arguments_taken(step, 3 if len(loaders) > 1 else 2)
+    for loader in loaders:
+        set_epoch_of(loader.loader, run.progress.epoch)
+    context = run.strategy.precision.forward_context() or nullcontext()
+    on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
+    on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
+    call = run.profiling.of_strategy(method, prepared.evaluation_module)
+    reading, itself = _read(run, loaders, method, metrics), reads_itself(step)
+    source = DataLoaderIter(reading, sum(loader.batches for loader in loaders))
+    # A step that reads its batches itself has none yet: its first hooks are given the one before.
+    for batch, batch_idx, loader_idx in source.turns() if itself else reading:
+        for hook in on_start:
+            hook(batch, batch_idx, loader_idx)
+        arguments = (source,) if itself else (batch, batch_idx, loader_idx)[:takes]
+        try:
+            with context:
+                output = call(method, *arguments)
+        except StopIteration:
+            if not itself:
+                raise
+            break
+        if itself:
+            batch, batch_idx, loader_idx = source.last
+        for hook in on_end:
+            hook(output, batch, batch_idx, loader_idx)
+        if metrics.row:
+            metrics.end_step(run.evaluated_batches, run.progress.epoch)
+        run.evaluated_batches += 1
+        yield loader_idx, output
+        del output  # before the next one is computed
+    metrics.begin_loader(None)
+
+
+def _read(
+    run: Run, loaders: list[EvaluationLoader], method: str, metrics: Metrics
+) -> Iterator[tuple[Any, int, int]]:
+    """Yield each batch as a step gets it, its number, and its loader's."""
+    reading = f"{method.removesuffix('_step').replace('validation', 'val')}_next"
+    loop = "_PredictionLoop" if method == "predict_step" else "_EvaluationLoop"
+    action = f"[{loop}].{reading}"
+    reads = partial(run.profiling.reads, action)
+    for loader_idx, loader in enumerate(loaders):
+        convert = batch_converter(run.strategy, run.module, run.datamodule, loader_idx)
+        if convert is not None:
+            convert = run.profiling.of_strategy("batch_to_device", convert)
+        metrics.begin_loader(loader_idx if len(loaders) > 1 else None)
+        limit = None if loader.batches == float("inf") else int(loader.batches)
+        batch_idx = -1
+        for batch_idx, batch in enumerate(islice(reads(_batches_of(loader.loader)), limit)):
+            if convert is not None:
+                batch = convert(batch)
+            metrics.batch = batch
+            yield batch, batch_idx, loader_idx
+        if batch_idx == -1 and limit != 0:
+            raise UserCodeError(f"{loader.name} yielded no batch; expected at least one")
+
+
+def _batches_of(loader: Any) -> Iterator[Any]:
+    return loader.batches() if isinstance(loader, CombinedLoader) else iter(loader)
+
+
+def _arguments_taken(method: Callable[..., Any], most: int) -> int:
+    """Return how many of (batch, batch_idx, dataloader_idx) a step is given.
+
+    Args:
+        method: the step.
+        most: how many of them say something; it gets more where it has no default.
+    """
+    takes = positional_parameters(method)
+    return min(3, max(takes.needed, min(takes.most, most)))
+
+
+def _with_index(hooks: Sequence[Hook], arguments: int) -> list[Hook]:
+    """Return hooks that take so many arguments, of which the last is the loader's index."""
+
+    def without_index(hook: Hook) -> Hook:
+        return lambda *given: hook(*given[:-1])
+
+    return [
+        hook if positional_parameters(hook).most >= arguments else without_index(hook)
+        for hook in hooks
+    ]
+
+
+class _EvaluationMode(AbstractContextManager[None]):
+    """Evaluation mode without gradients; every submodule gets its own mode back afterwards."""
+
+    def __init__(self, run: Run, what: str) -> None:
+        self._run = run
+        self._module = run.module
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._run.evaluating = self._what
+        self._modes = [(part, part.training) for part in self._module.modules()]
+        self._gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        getattr(self._module, f"on_{self._what}_model_eval")()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._run.evaluating = ""
+        torch.set_grad_enabled(self._gradients)
+        leave = f"on_{self._what}_model_train"
+        if is_users(self._module, leave):
+            getattr(self._module, leave)()
+            return
+        for part, mode in self._modes:
+            part.training = mode
+
+
+def _inference(run: Run) -> AbstractContextManager[Any]:
+    """Return inference mode, where it is wanted and device and precision have it."""
+    strategy = run.strategy
+    able = strategy.accelerator.inference_mode and strategy.precision.inference_mode
+    wanted = run.trainer.inference_mode and able
+    return torch.inference_mode() if wanted else nullcontext()

@@ -1,0 +1,201 @@
+"""The training loop, from the first epoch to the last; it reads top to bottom."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stratagem.trainer.checks import check_that_it_ends
+from stratagem.trainer.loaders.dataloader_iter import EndOfData
+from stratagem.trainer.loaders.open import data_of, reopen_in_epoch
+from stratagem.trainer.loops.divergence import DivergenceCheck
+from stratagem.trainer.step.step import EndOfEpoch, Step
+from stratagem.trainer.steps import make_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.trainer.loaders.train_loader import TrainLoader
+    from stratagem.trainer.loops.validation import Validation
+    from stratagem.trainer.run import Run
+
+
+def fit(
+    run: Run,
+    prepared: PreparedModel,
+    validation: Validation,
+) -> None:
+    """Train until a limit is reached or `Trainer.should_stop` is set.
+
+    Args:
+        run: this one.
+        prepared: the model.
+        validation: of this fit.
+    """
+    loader, rank_state = data_of(run)
+    module, progress, hooks = run.module, run.progress, run.hooks
+    step = run.step = make_step(run, prepared)
+    train_steps = _train_steps(run, prepared, step, loader, validation)
+    # Submodules of a model in training mode keep theirs: they may be frozen.
+    if not module.training:
+        module.train()
+    hooks.call("on_train_start")
+    validation.start_clock()
+    rank_state.begin_training()
+    try:
+        # No batch at all was asked for with limit_train_batches=0.
+        while loader.batches > 0 and not _is_finished(run):
+            epoch = progress.epoch
+            if reopen_in_epoch(run):
+                loader, rank_state = data_of(run)
+                train_steps = _train_steps(run, prepared, step, loader, validation)
+            loader.set_epoch(epoch)
+            validates = validation.is_in_epoch(epoch)
+            interval = validation.interval(loader.batches) if validates else 0
+            hooks.call("on_train_epoch_start")
+            run.metrics.in_step = True
+            rank_state.begin_epoch()
+            before = replace(progress)
+            # What follows sees the epoch as finished, so that a checkpoint saved from here on
+            # resumes with the next one. A stop in the middle leaves it unfinished.
+            with step.epoch_context():
+                progress.epoch_is_done, validation_is_due = train_steps(interval)
+            if progress.epoch_is_done:
+                run.schedulers.step("epoch", epoch + 1)
+                if validation_is_due:
+                    validation.run(prepared)
+            run.schedulers.step_after_step(run.strategy.ranks, run.may_come_later)
+            run.end_train_epoch()
+            if not progress.epoch_is_done:
+                break
+            if not step.has_loss:
+                check_that_it_ends(run, before)
+            progress.next_epoch()
+    except RuntimeError as error:
+        explained = step.explain(error) or run.strategy.explain(prepared, error)
+        if explained is None:
+            raise
+        raise explained from error
+    with module.logging_to(None):
+        hooks.call("on_train_end")
+    run.strategy.end_training(prepared)
+
+
+def _train_steps(
+    run: Run, prepared: PreparedModel, step: Step, loader: TrainLoader, validation: Validation
+) -> Callable[[float], tuple[bool, bool]]:
+    """Return a function that takes the optimizer steps of an epoch.
+
+    It is given after how many batches validation comes (0: never), and returns whether the epoch is
+    done, and whether validation is due at its end.
+    """
+    trainer, progress = run.trainer, run.progress
+    take_step = run.profiling.wrap("run_training_batch", step.takes_step())
+    ends_here = _check_after_step(run, prepared, loader, validation)
+    divergence = _divergence_check(run, prepared)
+
+    def train_steps(interval: float) -> tuple[bool, bool]:
+        accumulate = run.accumulation(progress.epoch)
+        end = loader.end
+        # With check_val_every_n_epoch=None batches are counted over epochs.
+        before = validation.counted_before(interval)
+        # Resumed from a checkpoint that was saved before the validation of its step.
+        is_due = (
+            interval > 0
+            and progress.batches > progress.validated
+            and (before + progress.batches) % interval < accumulate
+        )
+        if is_due and progress.batches < end:
+            validation.run(prepared)
+            is_due = False
+        for micro_batches in step.micro_batches(loader, accumulate):
+            done = progress.batches
+            step.start(len(micro_batches), loader.weights)
+            take_step(prepared, step, micro_batches)
+            step.finish()
+            if run.saves_due:
+                run.save_due()
+            if interval:
+                is_due = (before + progress.batches) % interval < progress.batches - done
+                if is_due and progress.batches < end:
+                    validation.run(prepared)
+                    is_due = False
+            if divergence is not None:
+                divergence.look(progress.global_step, step.has_loss)
+            if ends_here():
+                run.interrupt()
+            if trainer.should_stop and run.should_stop():
+                break
+            if progress.global_step >= trainer.max_steps >= 0:
+                break
+        else:
+            loader.check_end(progress.batches)
+            return True, is_due or interval == float("inf")
+        return progress.batches >= end, is_due or interval == float("inf")
+
+    def until_the_end(interval: float) -> tuple[bool, bool]:
+        try:
+            return train_steps(interval)
+        except EndOfEpoch as end:
+            has_validation = _end_early(end, step, loader, progress.batches)
+            return True, has_validation and interval == float("inf")
+
+    return run.profiling.wrap("run_training_epoch", until_the_end)
+
+
+def _end_early(end: EndOfEpoch, step: Step, loader: TrainLoader, done: int) -> bool:
+    """Forget the step under way; return whether the epoch has ended as others do, with its data."""
+    step.abandon()
+    has_ended = isinstance(end, EndOfData)
+    if has_ended:
+        loader.check_end(done)
+    return has_ended
+
+
+def _check_after_step(
+    run: Run, prepared: PreparedModel, loader: TrainLoader, validation: Validation
+) -> Callable[[], bool]:
+    """Return what is called after each step and its validation: whether the fit is to end here.
+
+    It also does what only some fits have to do after each step.
+    """
+    ends_here, progress = run.interruption_check(), run.progress
+    by_time, by_value = validation.seconds is not None, run.schedulers.have_values_by_steps
+    if not by_time and not by_value:
+        return ends_here
+
+    def check() -> bool:
+        if by_time:
+            validation.run_if_time(prepared)
+        # After an epoch's last step validation is yet to come.
+        if by_value and progress.batches < loader.end:
+            run.schedulers.step_after_step(run.strategy.ranks, run.may_come_later)
+        return ends_here()
+
+    return check
+
+
+def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:
+    """Return what compares the ranks every few steps, if that was asked for."""
+    every, ranks = run.trainer.detect_divergence, run.strategy.ranks
+    return (
+        DivergenceCheck(ranks, prepared.original, every) if every and ranks.world_size > 1 else None
+    )
+
+
+def _is_finished(run: Run) -> bool:
+    trainer, progress = run.trainer, run.progress
+    if trainer.max_steps != -1 and progress.global_step >= trainer.max_steps:
+        return True
+    if trainer.max_epochs != -1 and progress.epoch >= trainer.max_epochs:
+        return True
+    return run.should_stop()
+
+
+def anomaly_detection(enabled: bool) -> AbstractContextManager[Any]:
+    """Return torch's anomaly detection, or a context that does nothing."""
+    return torch.autograd.set_detect_anomaly(True, check_nan=True) if enabled else nullcontext()

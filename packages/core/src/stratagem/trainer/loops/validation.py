@@ -1,0 +1,136 @@
+"""Validation during a fit: after which batches it comes, and what it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from stratagem.data.sharding import UNKNOWN
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.trainer.loops.evaluation import evaluate
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.trainer.loaders.loaders import EvaluationLoader
+    from stratagem.trainer.run import Run
+
+
+class Validation:
+    """The validation of a fit.
+
+    Args:
+        run: the fit.
+        loaders: of this rank; none: there is no validation.
+
+    Attributes:
+        last_epoch: the last epoch in which it ran; -1: none yet.
+        batches_of_epoch: batches that were validated in that epoch.
+        last_batches: those of the last time that it ran.
+        is_sanity_check: whether these are the batches that are run before training.
+    """
+
+    def __init__(self, run: Run, loaders: list[EvaluationLoader]) -> None:
+        self._run = run
+        self.loaders = loaders
+        self.last_epoch = -1
+        self.batches_of_epoch = self.last_batches = 0
+        self.is_sanity_check = False
+        interval = run.trainer.val_check_interval
+        self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
+        """After how much time it comes; None: it goes by batches."""
+        self._since = 0.0
+        self._knows_since = False
+        """Whether this time is known: several ranks agree on one only now and then."""
+
+    def is_in_epoch(self, epoch: int) -> bool:
+        """Whether an epoch has validation."""
+        every = self._run.trainer.check_val_every_n_epoch
+        return bool(self.loaders) and (every is None or (epoch + 1) % every == 0)
+
+    def interval(self, batches: float) -> float:
+        """Return after how many training batches it comes; infinity: after the epoch.
+
+        Args:
+            batches: of a training epoch; infinity: not known.
+
+        Returns:
+            0 where it goes by time.
+        """
+        interval = self._run.trainer.val_check_interval
+        if isinstance(interval, timedelta):
+            return 0
+        if isinstance(interval, int):
+            if interval > batches and self._run.trainer.check_val_every_n_epoch is not None:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} is more than the {int(batches)} training "
+                    "batches of an epoch, so validation would never run: pass a smaller number, or "
+                    "check_val_every_n_epoch=None, which counts batches over epochs"
+                )
+            return interval
+        if batches == UNKNOWN:
+            if interval == 1.0:
+                return UNKNOWN
+            raise UserCodeError(
+                f"the training data loader has no length, so val_check_interval={interval} cannot "
+                "be taken of it: pass a number of batches (int)"
+            )
+        return max(1, int(batches * interval))
+
+    def counted_before(self, interval: float) -> int:
+        """Return how many batches before this epoch's an interval counts on from."""
+        over_epochs = self._run.trainer.check_val_every_n_epoch is None
+        return self._run.progress.batches_before if over_epochs and interval else 0
+
+    def start_clock(self) -> None:
+        """Count the time to the next one from here, where it goes by time."""
+        if self.seconds is not None:
+            interruption = self._run.interruption
+            self._since, self._knows_since = interruption.agreed_time(), interruption.is_alone
+
+    def run_if_time(self, prepared: PreparedModel) -> None:
+        """Run it if so much time is over since it ran last; on every rank after the same step."""
+        assert self.seconds is not None
+        agreed_time = self._run.interruption.agreed_time
+        if not self._knows_since:
+            now = agreed_time()
+            self._knows_since, self._since = now != self._since, now
+        elif (
+            self.is_in_epoch(self._run.progress.epoch)
+            and agreed_time() - self._since >= self.seconds
+        ):
+            self.run(prepared)
+            self.start_clock()
+
+    def run(self, prepared: PreparedModel) -> None:
+        """Run it between two training steps, or after the last one of an epoch."""
+        run = self._run
+        run.rows.flush()
+        if self.last_epoch != run.progress.epoch:
+            self.last_epoch, self.batches_of_epoch = run.progress.epoch, 0
+        run.progress.validated = run.progress.batches
+        run.module.on_validation_model_zero_grad()
+        before = run.evaluated_batches
+        evaluate(run, prepared, self.loaders, "validation")
+        self.last_batches = run.evaluated_batches - before
+        self.batches_of_epoch += self.last_batches
+
+    def check_sanity(self, prepared: PreparedModel) -> None:
+        """Run a few of its batches before training, so that an error shows at once."""
+        run, steps = self._run, self._run.trainer.num_sanity_val_steps
+        if not self.loaders or steps == 0:
+            return
+        limit = UNKNOWN if steps == -1 else steps
+        few = [replace(one, batches=min(one.batches, limit)) for one in self.loaders]
+        self.is_sanity_check = True
+        run.hooks.call("on_sanity_check_start")
+        try:
+            # Training draws the same random numbers, with this check and without it.
+            with torch.random.fork_rng(devices=[]):
+                evaluate(run, prepared, few, "validation", is_sanity_check=True)
+        finally:
+            self.is_sanity_check = False
+            run.evaluated_batches = 0
+        run.hooks.call("on_sanity_check_end")

@@ -1,0 +1,1 @@
+"""Logged values: reduction over steps, epochs and ranks, and delivery to loggers."""

@@ -1,0 +1,254 @@
+"""EpochValue: how the values of one logged name become the epoch's, over batches and over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stratagem.interfaces.ranks import Ranks
+from stratagem.module.module import LogOptions
+
+REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "mean": torch.sum,
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+_MERGES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": torch.add,
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+_START = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
+_FOLD = 64
+"""So many tensors are kept before they are reduced together, so that no step waits for a device."""
+
+
+def reduction(asked: Any) -> Any:
+    """Return how to reduce as it is called here: "avg" and "MEAN" are "mean"; others stay."""
+    if not isinstance(asked, str):
+        return asked
+    name = asked.casefold()
+    return "mean" if name == "avg" else name
+
+
+class Summary(NamedTuple):
+    """The value of an epoch on one rank or of one loader; plain data, for other ranks.
+
+    Attributes:
+        reduce_fx: "mean", "sum", "max" or "min".
+        number: the value; of a mean, the weighted sum.
+        weight: of a mean, the sum of the weights.
+        name: under which the epoch's value is shown.
+        logger: whether it goes to the loggers.
+        prog_bar: whether it goes to the progress bar.
+    """
+
+    reduce_fx: str
+    number: float
+    weight: float
+    name: str
+    logger: bool
+    prog_bar: bool
+
+    def value(self) -> Tensor:
+        """Return the epoch's value; NaN for a mean of nothing."""
+        if self.reduce_fx == "mean":
+            return torch.tensor(self.number / self.weight if self.weight else math.nan)
+        return torch.tensor(self.number)
+
+    def merged_with(self, other: Summary) -> Summary:
+        """Return the summary of both ranks or loaders together, shown as the other one."""
+        number = _merge(other.reduce_fx, self.number, other.number)
+        return other._replace(number=number, weight=self.weight + other.weight)
+
+
+class EpochValue:
+    """One logged name in one epoch: its options, resolved, and the reduction of its values so far.
+
+    Args:
+        name: as it was logged.
+        options: as `Module.log` received them.
+        on_step, on_epoch: the options, with the defaults of the place where it was logged.
+        compiles_steps: whether what is computed here is compiled as a part of a step, and so has to
+            be the same in each.
+        suffix: of all its names: the evaluation loader's index, where there are several.
+    """
+
+    __slots__ = (
+        "compiles_steps",
+        "epoch_name",
+        "logger",
+        "metric",
+        "name",
+        "number",
+        "on_epoch",
+        "on_step",
+        "options",
+        "prog_bar",
+        "reduce_fx",
+        "step_name",
+        "sync_steps",
+        "total",
+        "values",
+        "weight",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        options: LogOptions,
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        compiles_steps: bool = False,
+        suffix: str = "",
+    ) -> None:
+        self.name = f"{name}{suffix}"
+        self.options = options
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self.compiles_steps = compiles_steps
+        self.logger, self.prog_bar = options.logger, options.prog_bar
+        self.reduce_fx = reduction(options.reduce_fx)
+        self.sync_steps = options.sync_dist is True
+        both = on_step and on_epoch
+        self.step_name = f"{name}_step{suffix}" if both else self.name
+        self.epoch_name = f"{name}_epoch{suffix}" if both else self.name
+        self.metric: Any = None
+        """A torchmetrics Metric, which reduces its values itself."""
+        self.number = _START.get(self.reduce_fx, 0.0) if isinstance(self.reduce_fx, str) else 0.0
+        self.weight = 0.0
+        self.total: Tensor | None = None
+        """What tensors on a device were reduced to so far; float64, shape (1,)."""
+        self.values: list[Any] = []
+        self.weights: list[float] = []
+
+    def add(self, value: Any, weight: float) -> None:
+        """Add a value of this epoch.
+
+        A number is reduced at once; a tensor on a device is kept, so that nothing waits for it.
+        """
+        fx = self.reduce_fx
+        if value.__class__ is Tensor and isinstance(fx, str) and self.compiles_steps:
+            self._add_to_total(fx, value, weight)
+        elif value.__class__ is Tensor or not isinstance(fx, str):
+            self.values.append(value)
+            self.weights.append(weight)
+            if len(self.values) >= _FOLD:
+                self._fold()
+        elif fx == "mean":
+            self.number += value * weight
+            self.weight += weight
+        else:
+            self.number = _merge(fx, self.number, value)
+
+    def _add_to_total(self, fx: str, value: Tensor, weight: float) -> None:
+        """Reduce a tensor with those before it, by operations that are the same at each step."""
+        if self.total is None:
+            # Copied there, so that it is an input of the first step's program as of the others'.
+            self.total = torch.full((1,), _START[fx], dtype=torch.float64).to(value.device)
+        one = value.reshape(1).double()
+        if fx == "mean":
+            one = one * weight
+            self.weight += weight
+        self.total = _MERGES[fx](self.total, one)
+
+    def _fold(self) -> None:
+        """Reduce the tensors that are kept, and the total so far, to a total."""
+        fx = self.reduce_fx
+        if not isinstance(fx, str) or not self.values:
+            return
+        values = torch.stack([value.reshape(()).double() for value in self.values])
+        if fx == "mean":
+            values = values * torch.tensor(self.weights, dtype=values.dtype, device=values.device)
+            self.weight += sum(self.weights)
+        reduced = REDUCTIONS[fx](values).reshape(1)
+        self.total = reduced if self.total is None else _MERGES[fx](self.total, reduced)
+        self.values, self.weights = [], []
+
+    def summary(self) -> Summary:
+        """Return this epoch's value on this rank."""
+        shown = (self.epoch_name, self.logger, self.prog_bar)
+        if isinstance(self.reduce_fx, str):
+            self._fold()
+            number = self.number
+            if self.total is not None:
+                number = _merge(self.reduce_fx, number, float(self.total))
+            return Summary(self.reduce_fx, number, self.weight, *shown)
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float32).cpu() for v in self.values])
+        # The results of a function of the user's are averaged over ranks.
+        return Summary("mean", float(self.reduce_fx(values)), 1.0, *shown)
+
+
+def merged(parts: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
+    """Return the summaries of several ranks or loaders, reduced to one for each name."""
+    together: dict[str, Summary] = {}
+    for part in parts:
+        for name, summary in part.items():
+            before = together.get(name)
+            together[name] = summary if before is None else before.merged_with(summary)
+    return together
+
+
+def over_ranks(own: Mapping[str, Summary], ranks: Ranks) -> dict[str, Summary]:
+    """Return the summaries of all ranks, reduced to one for each name; on every rank.
+
+    Ranks that share a part of the data log the same values, or only some of them (the last pipeline
+    stage) log a value: of each name, the first rank of such a group that has logged it counts.
+
+    Args:
+        own: this rank's, by name, in the order of names.
+        ranks: those that have logged.
+    """
+    described = repr(
+        [(name, *summary._replace(number=0.0, weight=0.0)) for name, summary in own.items()]
+    )
+    digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
+    most, least = ranks.reduce_numbers([digest, -digest], "max")
+    if most != -least:
+        plain = {name: tuple(summary) for name, summary in own.items()}
+        groups = ranks.by_data_group(ranks.gather_plain(plain))
+        return merged(_first_of_each(group) for group in groups)
+    if not own:
+        return {}
+    # All have logged the same names: numbers will do, as bytes, since some devices have no float64.
+    numbers = torch.tensor([[s.number, s.weight] for s in own.values()], dtype=torch.float64)
+    gathered = ranks.all_gather(numbers.view(torch.uint8)).cpu().view(torch.float64)
+    of_groups = gathered[[group[0] for group in ranks.data_groups]]
+    weights = of_groups[..., 1].sum(0).tolist()
+    return {
+        name: summary._replace(
+            number=REDUCTIONS[summary.reduce_fx](of_groups[:, i, 0], 0).item(), weight=weights[i]
+        )
+        for i, (name, summary) in enumerate(own.items())
+    }
+
+
+def _first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, Summary]:
+    """Return the summaries of ranks that share a part of the data, each of them once.
+
+    Args:
+        group: of each rank, its summaries as plain tuples.
+    """
+    first: dict[str, Summary] = {}
+    for summaries in group:
+        for name, summary in summaries.items():
+            first.setdefault(name, Summary(*summary))
+    return first
+
+
+def _merge(fx: str, one: float, other: float) -> float:
+    """Return the reduction of two numbers; NaN stays NaN."""
+    if fx in ("mean", "sum"):
+        return one + other
+    if other != other:
+        return other
+    better = other > one if fx == "max" else other < one
+    return other if better else one

@@ -1,0 +1,327 @@
+"""Metrics: what `self.log` writes to, in the training or one evaluation of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import UserCodeError
+from stratagem.interfaces.ranks import ReduceOp
+from stratagem.interfaces.strategy import Strategy
+from stratagem.module.module import LogOptions
+from stratagem.trainer.metrics.accumulator import (
+    REDUCTIONS,
+    EpochValue,
+    Summary,
+    merged,
+    over_ranks,
+    reduction,
+)
+from stratagem.trainer.metrics.log_buffer import Rows
+
+
+class LatestValues:
+    """The latest values of a Trainer's last fit and what followed: for callbacks, users, the bar.
+
+    Attributes:
+        values: of everything that was logged, by the name of a step's or an epoch's value, but for
+            the single steps of evaluations.
+        evaluation_steps: of those.
+        for_loggers: the names of what goes to the loggers.
+        bar: those for the progress bar, of the present run.
+    """
+
+    __slots__ = ("bar", "evaluation_steps", "for_loggers", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.evaluation_steps: dict[str, Any] = {}
+        self.for_loggers: dict[str, None] = {}
+        self.bar: dict[str, Any] = {}
+
+    def logged(self) -> dict[str, Tensor]:
+        """Return the latest value of all that goes to the loggers."""
+        known = self.values | self.evaluation_steps
+        there = (name for name in self.for_loggers if name in known)
+        return {name: torch.as_tensor(known[name]) for name in there}
+
+
+class EpochValues(NamedTuple):
+    """The reduced values of an epoch: all of them, those for the loggers, and of which loaders.
+
+    `loaders` has the indices of the evaluation loaders that a value was logged for; a value that is
+    not in it is of all of them.
+    """
+
+    values: dict[str, Tensor]
+    for_loggers: dict[str, Tensor]
+    loaders: dict[str, set[int]]
+
+
+class Metrics:
+    """The values that are logged in training, or in one validation or test.
+
+    A step's value goes to `latest` at once, and with the step's other values to `rows`; an epoch's
+    is reduced over batches as it comes, and over ranks at the end of the epoch.
+
+    Args:
+        strategy: a launched one; values are reduced over its ranks.
+        rows: for the loggers.
+        latest: where the latest values are kept.
+        every_n_steps: the values of every n-th step go to `rows`; 0: none.
+        of_evaluation: whether they are logged in one.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        rows: Rows,
+        latest: LatestValues,
+        *,
+        every_n_steps: int = 1,
+        of_evaluation: bool = False,
+    ) -> None:
+        self.rows = rows
+        self.in_step = False
+        """Within a training step: values of a step are the default; elsewhere, of an epoch."""
+        self.batch: Any = None
+        """The present batch; its size weights a mean."""
+        self.counts = True
+        """Whether what is logged counts for the epoch; a batch that is repeated does not."""
+        self.row: dict[str, Any] = {}
+        """The present step's values for the loggers."""
+        self._ranks = strategy.ranks
+        self._compiles_steps = strategy.accelerator.compiles_steps
+        self._latest = latest
+        self._steps = latest.evaluation_steps if of_evaluation else latest.values
+        self._every = every_n_steps
+        self._loader: int | None = None
+        self._epoch = EpochValues({}, {}, {})
+        """What is reduced of this epoch by now."""
+        self._metrics: list[Any] = []
+        """Metric objects to be reset at its end."""
+        self._of_loader: dict[int | None, dict[str, EpochValue]] = {}
+        self._entries = self._of_loader.setdefault(None, {})
+
+    def begin_loader(self, index: int | None) -> None:
+        """Log values of an evaluation loader from here on; None: there is only one."""
+        self._loader = index
+        self._entries = self._of_loader.setdefault(index, {})
+
+    def log(self, name: str, value: Any, options: LogOptions, batch_size: int | None) -> None:
+        """Take a value; see `Module.log`."""
+        entry = self._entries.get(name)
+        if entry is None or entry.options != options:
+            entry = self._declare(name, options)
+        kind = value.__class__
+        if kind is Tensor or isinstance(value, Tensor):
+            value = _read(name, value)
+        elif kind is not float and kind is not int:
+            value = _number_of(entry, value)
+        if entry.on_step and value is not None:
+            now = self._reduced(entry, value) if entry.sync_steps else value
+            step_name = entry.step_name
+            self._steps[step_name] = now
+            if entry.logger:
+                self.row[step_name] = now
+            if entry.prog_bar:
+                self._latest.bar[step_name] = now
+        if entry.on_epoch and entry.metric is None and self.counts:
+            entry.add(value, batch_size or _batch_size(self.batch))
+
+    def end_step(self, step: int, epoch: int) -> None:
+        """Hand this step's values on for the loggers; called only where there are any."""
+        row, self.row = self.row, {}
+        if self._every and not (step + 1) % self._every:
+            self.rows.add(row, step, epoch)
+
+    def reduce_epoch(self) -> None:
+        """Make the epoch's values the latest ones, as hooks at the end of the epoch read them.
+
+        Values are reduced over ranks here, all of them with one exchange. A value that only some
+        ranks have logged is reduced over those, and known to all.
+        """
+        entries = [entry for by_name in self._of_loader.values() for entry in by_name.values()]
+        epoch = self._epoch
+        for name, summary in self._summaries(entries).items():
+            self._keep(name, summary.value(), summary)
+        for entry in entries:
+            if entry.metric is None:
+                continue
+            if entry.on_epoch and (value := _computed(entry)) is not None:
+                shown = Summary("mean", 0.0, 0.0, entry.epoch_name, entry.logger, entry.prog_bar)
+                self._keep(entry.name, value, shown)
+            # Also one that is logged at steps only: what it holds is of this epoch.
+            self._metrics.append(entry.metric)
+        for index, by_name in self._of_loader.items():
+            if index is not None:
+                for entry in by_name.values():
+                    epoch.loaders.setdefault(entry.name, set()).add(index)
+                    epoch.loaders.setdefault(entry.epoch_name, set()).add(index)
+        self._of_loader.clear()
+        self.begin_loader(self._loader)
+        self._latest.values.update(epoch.values)
+
+    def end_epoch(self) -> EpochValues:
+        """Return the epoch's values, with those that hooks at its end have logged; begin a new one.
+
+        A name that is logged again there has the value that it got there.
+        """
+        self.reduce_epoch()
+        # Not before: those hooks may compute with them.
+        for metric in self._metrics:
+            metric.reset()
+        self._metrics.clear()
+        epoch, self._epoch = self._epoch, EpochValues({}, {}, {})
+        return epoch
+
+    def _summaries(self, entries: list[EpochValue]) -> dict[str, Summary]:
+        """Return the epoch's values by name, reduced over loaders and ranks."""
+        reduced = [entry for entry in entries if entry.on_epoch]
+        # Several loaders may log under one name (add_dataloader_idx=False).
+        summaries = merged({e.name: e.summary()} for e in reduced if e.metric is None)
+        if self._ranks.world_size > 1:
+            shared = {e.name for e in reduced if e.options.sync_dist is not False}
+            own = {name: summaries[name] for name in sorted(shared & summaries.keys())}
+            summaries.update(over_ranks(own, self._ranks))
+        return summaries
+
+    def _keep(self, name: str, value: Tensor, shown: Summary) -> None:
+        epoch = self._epoch
+        epoch.values[shown.name] = epoch.values[name] = value
+        if shown.logger:
+            epoch.for_loggers[shown.name] = value
+        if shown.prog_bar:
+            self._latest.bar[shown.name] = value
+
+    def _reduced(self, entry: EpochValue, value: Any) -> Any:
+        op: ReduceOp = entry.reduce_fx if isinstance(entry.reduce_fx, str) else "mean"  # type: ignore[assignment]
+        own = torch.as_tensor(value, dtype=torch.float32)
+        index, count = self._ranks.evaluation_shard
+        if op in ("max", "min") or count == self._ranks.world_size:
+            return _read(entry.name, self._ranks.all_reduce(own, op))
+        # Ranks that share a part of the data count as one, however many they are.
+        reduced = self._ranks.all_reduce(own / len(self._ranks.data_groups[index]), "sum")
+        return _read(entry.name, reduced / count if op == "mean" else reduced)
+
+    def _declare(self, name: str, options: LogOptions) -> EpochValue:
+        """Return the entry of a name that is logged for the first time in this epoch."""
+        if name in self._entries:
+            if _alike(self._entries[name].options, options):
+                return self._entries[name]
+            raise UserCodeError(
+                f"self.log({name!r}, ...) was called with other options before in this epoch; use "
+                "one set of options for one name"
+            )
+        fx = reduction(options.reduce_fx)
+        if not callable(fx) and fx not in REDUCTIONS:
+            raise UserCodeError(
+                f"self.log({name!r}, reduce_fx={options.reduce_fx!r}): expected one of "
+                f"{', '.join(map(repr, REDUCTIONS))}, or a function of a tensor"
+            )
+        several = self._loader is not None and options.add_dataloader_idx
+        on_step = self.in_step if options.on_step is None else options.on_step
+        on_epoch = not self.in_step if options.on_epoch is None else options.on_epoch
+        if not on_step and not on_epoch:
+            raise UserCodeError(
+                f"self.log({name!r}, on_step={options.on_step}, on_epoch={options.on_epoch}): "
+                "the value goes nowhere. In training_step on_epoch is False unless it is given, "
+                "elsewhere on_step: pass True for one of them"
+            )
+        entry = EpochValue(
+            name,
+            options,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            compiles_steps=self._compiles_steps,
+            suffix=f"/dataloader_idx_{self._loader}" if several else "",
+        )
+        self._entries[name] = entry
+        if entry.logger:
+            # Both may be one name.
+            shown = ((entry.step_name, on_step), (entry.epoch_name, on_epoch))
+            self._latest.for_loggers.update((one, None) for one, is_shown in shown if is_shown)
+        return entry
+
+
+def _read(name: str, value: Tensor) -> Any:
+    """Return a number for a tensor on the CPU; a tensor of its own for one on a device."""
+    if value.is_cpu:
+        try:
+            return value.item()
+        except RuntimeError:
+            pass  # it has several elements, or none
+    elif value.numel() == 1:
+        # A result of autograd is not written to again; anything else may be, before it is read.
+        taken = value.detach().reshape(())
+        return taken if value.grad_fn is not None else taken.clone()
+    raise UserCodeError(
+        f"self.log({name!r}, ...) expected a single number, received a tensor of shape "
+        f"{tuple(value.shape)}: reduce it first, for example by .mean()"
+    )
+
+
+def _computed(entry: EpochValue) -> Tensor | None:
+    """Return what a metric object computes of the epoch; None: it has seen nothing to compute."""
+    value = entry.metric.compute()
+    if value is None or (isinstance(value, Tensor) and value.numel() == 1):
+        return value
+    found = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
+    raise UserCodeError(
+        f"self.log({entry.name!r}, {type(entry.metric).__name__}(...)): expected a metric whose "
+        f"compute() returns a tensor with one element, received {found}: log its parts, as in "
+        "self.log_dict(metric.compute()) in on_train_epoch_end or on_validation_epoch_end"
+    )
+
+
+def _number_of(entry: EpochValue, value: Any) -> Any:
+    """Return a number for what is neither tensor nor float: a metric object, a NumPy number.
+
+    None: a metric object that was updated, not called, has no value of this step.
+    """
+    if isinstance(value, nn.Module) and hasattr(value, "compute") and hasattr(value, "reset"):
+        # A torchmetrics Metric: the value of the step is what its forward left, the value of the
+        # epoch is what it computes, over ranks, at the end.
+        entry.metric = value
+        last = getattr(value, "_forward_cache", None)
+        return _read(entry.name, last) if isinstance(last, Tensor) else None
+    try:
+        # NumPy's arrays of one element have no float of their own.
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError):
+        raise UserCodeError(
+            f"self.log({entry.name!r}, ...) expected a number, a tensor with one element or a "
+            f"torchmetrics Metric, received {type(value).__name__}"
+        ) from None
+
+
+def _batch_size(batch: Any) -> int:
+    """Return the first dim of the first tensor in a batch; 1 if there is none."""
+    tensor = batch[0] if batch.__class__ in (list, tuple) and batch else batch
+    if tensor.__class__ is not Tensor:
+        tensor = _first_tensor(batch)
+    return tensor.size(0) if tensor is not None and tensor.dim() else 1
+
+
+def _first_tensor(data: Any) -> Tensor | None:
+    if isinstance(data, Tensor):
+        return data
+    if isinstance(data, Mapping):
+        data = data.values()
+    elif dataclasses.is_dataclass(data):
+        data = [getattr(data, field.name) for field in dataclasses.fields(data)]
+    elif not isinstance(data, (list, tuple)):
+        return None
+    return next((found for part in data if (found := _first_tensor(part)) is not None), None)
+
+
+def _alike(one: LogOptions, other: LogOptions) -> bool:
+    """Whether options mean the same; a function written in the call is another object each time."""
+    return all(
+        a == b or getattr(a, "__code__", a) == getattr(b, "__code__", b)
+        for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,299 @@
+"""compile="step": forward, backward, clipping and the optimizer's step as one graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem.compile.modules import compiled_parts
+from stratagem.compile.recompilations import watch_recompilations
+from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.interfaces.stepping import Stepping
+from stratagem.trainer.step.step import Step
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.plan.compilation import Compilation
+    from stratagem.trainer.run import Run
+
+_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+)
+_PARTS = (
+    *("train_step", "accumulate_all", "accumulate", "finish_step"),
+    *("no_sync", "backward", "clip_gradients", "optimizer_step"),
+)
+
+
+class _Logged(NamedTuple):
+    """One call of `Module.log` within the graph."""
+
+    name: str
+    value: Any
+    options: Any
+    batch_size: int | None
+
+
+class _Recorder:
+    """Takes the place of the metrics while the step is traced: values are results of the graph."""
+
+    def __init__(self) -> None:
+        self.values: list[_Logged] = []
+
+    def log(self, name: str, value: Any, options: Any, batch_size: int | None) -> None:
+        """Keep a value; see `Metrics.log`."""
+        if isinstance(value, Tensor):
+            value = value.detach()
+        self.values.append(_Logged(name, value, options, batch_size))
+
+
+class GraphStep(Step):
+    """A step that torch.compile has taken into one graph.
+
+    The first step of a fit that begins anew runs as it is, since the optimizer makes its state in
+    it; a resumed fit has the state. All later ones are the graph. What is logged in it comes out of
+    it, and is logged after it; a learning rate goes into it as a tensor, so that a new one needs no
+    new graph.
+
+    Args:
+        run: of a fit.
+        prepared: its model, whose optimizer steps as torch's do.
+        compilation: how.
+
+    Raises:
+        ConfigurationError: the strategy, the precision, a hook or the optimizer has work to do
+            within the step that a graph cannot take; says what.
+    """
+
+    def __init__(self, run: Run, prepared: PreparedModel, compilation: Compilation) -> None:
+        super().__init__(run, prepared)
+        _check(run, prepared.optimizers[0], compilation)
+        self._compilation = compilation
+        self._on_host = run.strategy.accelerator.is_host
+        self._strategy = run.strategy
+        self._prepared = prepared
+        self._optimizer = prepared.optimizers[0]
+        self._traced = _traced(self._optimizer)
+        self._raw_step = inspect.unwrap(type(self._optimizer).step)
+        self._rates: list[Tensor] = []
+        self._recorder = _Recorder()
+        self._keeps_outputs = bool(self._on_batch_end)
+        arguments = dict(compilation.arguments)
+        if not self._on_host and not {"mode", "options", "backend"} & arguments.keys():
+            arguments["mode"] = "reduce-overhead"  # CUDA graphs, or what the device has like them
+        whole = _with_own_code(self._whole)
+        self._graph: Any = torch.compile(whole, **{**arguments, "fullgraph": True})
+        compiled_parts.add(run.module)
+        watch_recompilations(tells=run.strategy.ranks.is_global_zero)
+
+    def epoch_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which torch.compile takes backward into graphs."""
+        return torch._dynamo.config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]
+
+    def takes_step(self) -> Callable[..., None]:
+        """Return what takes each step."""
+        return self._take
+
+    def _take(self, prepared: PreparedModel, step: Step, micro_batches: Collection[Any]) -> None:
+        """Take the place of `Strategy.train_step`."""
+        if self._progress.global_step == 0:
+            self._strategy.train_step(prepared, step, micro_batches)
+            return
+        first = self.batch_idx
+        inputs = []
+        for micro_batch in micro_batches:
+            inputs.append((self.begin(micro_batch), self.batch_idx))
+            self.batch_idx += 1
+        self.batch_idx = first
+        results = self._run_graph(inputs)
+        logged, self._recorder.values = self._recorder.values, []
+        before = 0
+        for (batch, _), (loss, outputs, after) in zip(inputs, results, strict=True):
+            self._batch = self._logged.batch = batch
+            self._loss, self._outputs = loss, outputs
+            for one in logged[before:after]:
+                self._logged.log(*one)
+            before = after
+            self.end(batch)
+        self._skipped = False
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        self.after_optimizer_step(self._optimizer)
+
+    def _run_graph(self, inputs: list[tuple[Any, int]]) -> list[tuple[Tensor, Any, int]]:
+        self._hand_over_options()
+        if not self._on_host:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        try:
+            with self._module.logging_to(self._recorder):  # type: ignore[arg-type]
+                results: list[tuple[Tensor, Any, int]] | None = self._graph_or_not(inputs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise UserCodeError(
+                f"{self._compilation}: torch.compile cannot take this step of "
+                f"{type(self._module).__name__} with {type(self._optimizer).__name__} into one "
+                f"graph: {_first_lines(error)}. Change that, or pass compile=True, which compiles "
+                "the model and leaves the step as it is"
+            ) from error
+        if results is None:
+            raise UserCodeError(_NO_LOSS)
+        return results
+
+    def _graph_or_not(self, inputs: list[tuple[Any, int]]) -> Any:
+        """Run the graph; or the same uncompiled, once torch has made as many graphs as it may."""
+        try:
+            return self._graph(inputs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            self._graph = self._whole  # or torch would say so again in each step
+            return self._whole(inputs)
+
+    def _hand_over_options(self) -> None:
+        """Let the graph's optimizer have the options and the state of the user's.
+
+        The learning rate of each group is a tensor that stays, with the value that it has now.
+        """
+        traced, groups = self._traced, self._optimizer.param_groups
+        if len(traced.param_groups) != len(groups):
+            device = self._strategy.device
+            self._rates = [torch.zeros((), device=device) for _ in groups]
+            traced.param_groups = [{} for _ in groups]
+            traced.rates = [None for _ in groups]
+        if traced.state is not self._optimizer.state:
+            traced.state = self._optimizer.state
+            if not self._on_host:
+                _move_state(self._optimizer)
+        for index, (own, group) in enumerate(zip(traced.param_groups, groups, strict=True)):
+            own.update(group)
+            rate = group["lr"]
+            if isinstance(rate, Tensor):
+                continue
+            if rate != traced.rates[index]:
+                traced.rates[index] = rate
+                self._rates[index].fill_(rate)
+            own["lr"] = self._rates[index]
+            if not self._on_host and "capturable" in own:
+                own["capturable"] = True
+
+    def _whole(self, inputs: list[tuple[Any, int]]) -> list[tuple[Tensor, Any, int]] | None:
+        """Forward, backward, clipping, step: what becomes the graph; None: there is no loss."""
+        results = []
+        for batch, batch_idx in inputs:
+            arguments = (batch, batch_idx) if self._takes_index else (batch,)
+            with nullcontext() if self._context is None else self._context:
+                outputs = self._module.training_step(*arguments)
+            loss = outputs if isinstance(outputs, Tensor) else self._loss_in(outputs)
+            if loss is None:
+                return None
+            (loss if len(inputs) == 1 else loss / len(inputs)).backward()  # type: ignore[no-untyped-call]
+            kept = _detached(outputs) if self._keeps_outputs else None
+            results.append((loss.detach(), kept, len(self._recorder.values)))
+        if self.clip is not None:
+            # Not by the user's optimizer: a new learning rate in it would need a new graph.
+            self._strategy.clip_gradients(self._prepared, self._traced, self.clip)
+        with torch.no_grad():
+            self._raw_step(self._traced)
+        for group in self._traced.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return results
+
+
+_NO_LOSS = (
+    "training_step returned None, which skips a batch, and under compile='step' the step is one "
+    "graph: return a loss for every batch, or pass compile=True"
+)
+
+
+def _with_own_code(method: Any) -> Any:
+    """Return a method with a code object of its own, by which torch.compile keeps graphs."""
+    function = method.__func__
+    code = function.__code__.replace(co_name="whole_step")
+    own = FunctionType(code, function.__globals__, "whole_step", None, function.__closure__)
+    return MethodType(own, method.__self__)
+
+
+def _detached(outputs: Any) -> Any:
+    if isinstance(outputs, dict):
+        return {k: v.detach() if isinstance(v, Tensor) else v for k, v in outputs.items()}
+    return outputs.detach()
+
+
+def _traced(optimizer: Optimizer) -> Any:
+    """Return what `step` is traced with in the place of the optimizer.
+
+    torch.compile does not trace an optimizer's own class with gradients of the same graph. So it
+    gets an object with the methods of the class, without what torch has wrapped them in, and with
+    options of its own, in which the learning rate is a tensor.
+    """
+    methods = {
+        name: inspect.unwrap(method)
+        for name, method in inspect.getmembers(type(optimizer), inspect.isfunction)
+        if not name.startswith("__")
+    }
+    for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        methods[check] = _nothing
+    traced: Any = type(f"Traced{type(optimizer).__name__}", (), methods)()
+    traced.__dict__.update(vars(optimizer))
+    traced.__dict__.pop("step", None)  # a scheduler's, which counts
+    traced.param_groups, traced.state, traced.rates = [], None, []
+    return traced
+
+
+def _nothing(optimizer: Any) -> None:
+    return None
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Put state that is on the host onto the device, at addresses that stay: for CUDA graphs."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value = value.to(parameter.device)
+                torch._dynamo.mark_static_address(value)
+
+
+def _first_lines(error: Exception) -> str:
+    """Return what torch says, and the line of code that it says it of."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    where = [line for line in lines if line.startswith("File ")]
+    explained = [line for line in lines[:4] if line.startswith("Explanation: ")]
+    return " ".join((lines or [type(error).__name__])[:1] + explained + where[-1:])
+
+
+def _check(run: Run, optimizer: Optimizer, compilation: Compilation) -> None:
+    """Refuse what has work to do within the step that the graph would leave out."""
+    strategy, kind = run.strategy, type(run.strategy)
+    problem = ""
+    if own := [name for name in _PARTS if getattr(kind, name) is not getattr(Stepping, name)]:
+        problem = f"{kind.__name__} has {' and '.join(own)} of its own"
+    elif strategy.precision.scales_loss:
+        problem = (
+            f"precision={strategy.precision.name!r} scales the loss, and leaves steps out by "
+            "what it finds in gradients"
+        )
+    elif not isinstance(strategy.precision.forward_context(), torch.autocast | None):
+        problem = (
+            f"precision={strategy.precision.name!r} changes torch's default dtype within it (of "
+            "the precisions, '32-true' and 'bf16-mixed' do not)"
+        )
+    elif run.trainer.detect_anomaly:
+        problem = "detect_anomaly=True looks at each loss"
+    elif hooks := [name for name in _HOOKS if run.hooks.of(name)]:
+        problem = f"{' and '.join(hooks)} would be called in the middle of it"
+    elif any(group.get("fused") for group in optimizer.param_groups):
+        problem = f"{type(optimizer).__name__}(fused=True) is a kernel that is not traced"
+    elif any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
+        problem = f"{type(optimizer).__name__} has hooks around its step"
+    if problem:
+        raise ConfigurationError(
+            f"{compilation} makes one graph of the step, and {problem}: leave one of the two out, "
+            "or pass compile=True, which compiles the model and leaves the step as it is"
+        )

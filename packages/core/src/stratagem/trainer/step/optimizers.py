@@ -1,0 +1,187 @@
+"""What `configure_optimizers` returns, made into optimizers and scheduler configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from stratagem.errors import UserCodeError
+from stratagem.launch.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from stratagem.module.module import Module
+    from stratagem.trainer.progress import Progress
+
+_EXPECTED = (
+    "expected an optimizer, a list of optimizers, (optimizers, schedulers), or a dict with "
+    "'optimizer' and 'lr_scheduler'"
+)
+
+
+@dataclass
+class SchedulerConfig:
+    """A learning rate scheduler and when it steps.
+
+    Attributes:
+        scheduler: torch's, or an object with `step` and `state_dict`.
+        interval: "epoch" or "step".
+        frequency: every so many of them.
+        monitor: the logged value that it is stepped with; None: without one.
+        name: what LearningRateMonitor calls its learning rate.
+        strict: a value that was never logged is an error; False: a warning, and no step.
+        reduce_on_plateau: whether it is stepped with a value.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    name: str | None = None
+    strict: bool = True
+    reduce_on_plateau: bool = False
+
+    def is_due(self, interval: str, count: int) -> bool:
+        """Whether it steps after the `count`-th (from 1) epoch or step, without a value."""
+        return not self.reduce_on_plateau and self._is_its_turn(interval, count)
+
+    def is_due_with_value(self, interval: str, count: int) -> bool:
+        """Whether it steps with a value after the `count`-th (from 1) epoch or step."""
+        return self.reduce_on_plateau and self._is_its_turn(interval, count)
+
+    def _is_its_turn(self, interval: str, count: int) -> bool:
+        return self.interval == interval and count % self.frequency == 0
+
+
+def configure(module: Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Ask a module for its optimizers and schedulers.
+
+    Raises:
+        UserCodeError: it returned something else; or none, or several for automatic optimization.
+    """
+    returned = module.configure_optimizers()
+    who = f"{type(module).__name__}.configure_optimizers()"
+    optimizers: list[Any]
+    schedulers: list[Any] = []
+    if returned is None and not module.needs_optimizer:
+        rank_zero_warn(
+            f"{who} returned None: no step is taken or counted in this fit, so that values of "
+            "steps are not logged and no checkpoint is saved. Return an optimizer if the model is "
+            "to train"
+        )
+        return [], []
+    if isinstance(returned, Optimizer):
+        optimizers = [returned]
+    elif isinstance(returned, Mapping):
+        optimizers, schedulers = _from_mappings([returned], who)
+    elif _is_list(returned) and len(returned) == 2 and all(_is_list(part) for part in returned):
+        optimizers, schedulers = list(returned[0]), list(returned[1])
+    elif _is_list(returned) and returned and all(isinstance(o, Mapping) for o in returned):
+        optimizers, schedulers = _from_mappings(returned, who)
+    elif _is_list(returned) and returned:
+        optimizers = list(returned)
+    else:
+        raise UserCodeError(f"{who} returned {returned!r}; {_EXPECTED}")
+    strangers = [o for o in optimizers if not isinstance(o, Optimizer)]
+    if strangers or not optimizers:
+        raise UserCodeError(f"{who} returned {returned!r}; {_EXPECTED}")
+    if module.automatic_optimization and len(optimizers) > 1:
+        raise UserCodeError(
+            f"{who} returned {len(optimizers)} optimizers; automatic optimization takes one: set "
+            "automatic_optimization = False and step them in training_step"
+        )
+    automatic = module.automatic_optimization
+    configs = [_scheduler_config(s, who, automatic=automatic) for s in schedulers]
+    for config in configs:
+        _check_optimizer(config.scheduler, optimizers, who)
+    return optimizers, configs
+
+
+def count_steps(optimizer: Any, progress: Progress) -> None:
+    """Count the steps that user code takes itself, but for those that loss scaling leaves out.
+
+    Args:
+        optimizer: a `LiteOptimizer`.
+        progress: counts them.
+    """
+    step, precision = optimizer.step, optimizer.strategy.precision
+
+    def count(closure: Any = None) -> Any:
+        result = step(closure)
+        progress.global_step += not precision.step_was_skipped
+        return result
+
+    optimizer.step = count
+
+
+def _from_mappings(items: Sequence[Mapping[str, Any]], who: str) -> tuple[list[Any], list[Any]]:
+    for item in items:
+        if unknown := set(item) - {"optimizer", "lr_scheduler", "monitor"}:
+            raise UserCodeError(f"{who} returned a dict with {sorted(unknown)}; {_EXPECTED}")
+    optimizers = [item.get("optimizer") for item in items]
+    schedulers = []
+    for item in items:
+        scheduler = item.get("lr_scheduler")
+        if scheduler is not None:
+            given = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+            if "monitor" in item:
+                given.setdefault("monitor", item["monitor"])
+            schedulers.append(given)
+    return optimizers, schedulers
+
+
+def _check_optimizer(scheduler: Any, optimizers: Sequence[Optimizer], who: str) -> None:
+    """Refuse a scheduler whose optimizer takes no steps here."""
+    own = getattr(scheduler, "optimizer", None)
+    if isinstance(own, Optimizer) and all(own is not one for one in optimizers):
+        raise UserCodeError(
+            f"{who} returned a {type(scheduler).__name__} of a {type(own).__name__} that it did "
+            "not return, so that it would change no learning rate that is trained with: make it "
+            "of the optimizer that is returned"
+        )
+
+
+def _scheduler_config(given: Any, who: str, *, automatic: bool) -> SchedulerConfig:
+    fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    if unknown := set(fields) - {field.name for field in dataclasses.fields(SchedulerConfig)}:
+        raise UserCodeError(
+            f"{who} returned a scheduler with {sorted(unknown)}; expected 'scheduler', 'interval', "
+            "'frequency', 'monitor', 'strict', 'name' and 'reduce_on_plateau'"
+        )
+    if "scheduler" not in fields:
+        raise UserCodeError(f"{who} returned a scheduler's options without 'scheduler'")
+    if fields.get("reduce_on_plateau") is None:
+        fields["reduce_on_plateau"] = isinstance(fields["scheduler"], ReduceLROnPlateau)
+    config = SchedulerConfig(**fields)
+    # Code of the user's own steps what has another method for it.
+    if automatic and not hasattr(config.scheduler, "step"):
+        raise UserCodeError(
+            f"{who} returned {config.scheduler!r} in the place of a scheduler: expected an object "
+            "with step(), or automatic_optimization = False, where training_step calls it"
+        )
+    if config.interval not in ("epoch", "step") or config.frequency < 1:
+        raise UserCodeError(
+            f"{who} returned a scheduler with interval={config.interval!r}, frequency="
+            f"{config.frequency!r}; expected 'epoch' or 'step', and at least 1"
+        )
+    if not config.reduce_on_plateau:
+        # A monitor beside a scheduler that is not stepped with a value says nothing about it.
+        config.monitor = None
+        return config
+    if not automatic:
+        return config
+    kind = type(config.scheduler).__name__
+    if config.monitor is None:
+        raise UserCodeError(
+            f"{who} returned a {kind} without 'monitor': name the logged value that it is stepped "
+            "with, as in {'scheduler': ..., 'monitor': 'val_loss'}"
+        )
+    return config
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))

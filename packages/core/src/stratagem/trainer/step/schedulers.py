@@ -1,0 +1,122 @@
+"""Schedulers: when the learning rate schedulers of a run step, and with which value."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from stratagem.errors import UserCodeError
+from stratagem.trainer.step.optimizers import SchedulerConfig
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.ranks import Ranks
+    from stratagem.module.module import Module
+    from stratagem.trainer.progress import Progress
+
+
+class Schedulers:
+    """The learning rate schedulers of a run.
+
+    Args:
+        progress: of the run.
+        metric: returns the latest logged value of a name, for whom is named after it; an error if
+            there is none.
+        module: whose `lr_scheduler_step` steps them; with manual optimization the user's own code
+            does.
+    """
+
+    def __init__(
+        self, progress: Progress, metric: Callable[[str, str], Tensor], module: Module
+    ) -> None:
+        self.configs: list[SchedulerConfig] = []
+        self._automatic = module.automatic_optimization
+        self._progress = progress
+        self._metric = metric
+        self._take_step = module.lr_scheduler_step
+        self._names_of_validation: set[str] = set()
+        self._seen = -1
+        """The last step after which those that step with a value by steps were looked at."""
+
+    def suspend(self) -> None:
+        """Step none of them from here on, in this fit: something else sets learning rates."""
+        self._automatic = False
+
+    def step(self, interval: str, count: int) -> None:
+        """Step those that are due after the `count`-th epoch or step, without a value."""
+        if not self._automatic:
+            return
+        for config in self.configs:
+            if config.is_due(interval, count):
+                self._take_step(config.scheduler, None)
+
+    def step_after_validation(self, names: Collection[str]) -> None:
+        """Step those that wait for one of the values that validation has logged."""
+        self._names_of_validation.update(names)
+        self._step_monitored(lambda name: name in self._names_of_validation)
+
+    def step_after_epoch(self, may_come_later: Callable[[str], bool]) -> None:
+        """Step those that wait for any other value.
+
+        Args:
+            may_come_later: whether a value that is not there yet may be logged in a later epoch.
+        """
+        self._step_monitored(
+            lambda name: name not in self._names_of_validation and not may_come_later(name)
+        )
+
+    def _step_monitored(self, is_there: Callable[[str], bool]) -> None:
+        """Step those that are due in this epoch, each with its value."""
+        if not self._automatic or not self._progress.epoch_is_done:
+            return
+        for config in self.configs:
+            name = config.monitor
+            if config.is_due_with_value("epoch", self._progress.epoch + 1) and is_there(str(name)):
+                self._step_with_value(config)
+
+    @property
+    def have_values_by_steps(self) -> bool:
+        """Whether one of them steps with a value after every so many optimizer steps."""
+        return self._automatic and any(
+            config.reduce_on_plateau and config.interval == "step" for config in self.configs
+        )
+
+    def step_after_step(self, ranks: Ranks, may_come_later: Callable[[str], bool]) -> None:
+        """Step those that are due with a value after an optimizer step, and its validation if any.
+
+        Ranks step them with the mean of their values, so that they go on with one learning rate.
+
+        Args:
+            ranks: that train together.
+            may_come_later: see `step_after_epoch`.
+        """
+        count = self._progress.global_step
+        if not self._automatic or count == self._seen:
+            return
+        self._seen = count
+        for config in self.configs:
+            if config.is_due_with_value("step", count) and not may_come_later(str(config.monitor)):
+                self._step_with_value(config, ranks)
+
+    def _step_with_value(self, config: SchedulerConfig, ranks: Ranks | None = None) -> None:
+        try:
+            value = self._metric(str(config.monitor), type(config.scheduler).__name__)
+        except UserCodeError as error:
+            if config.strict:
+                raise
+            warnings.warn(f"{error}; it is left as it is, with strict=False", stacklevel=2)
+            return
+        if ranks is not None and ranks.world_size > 1:
+            value = ranks.all_reduce(value, "mean")
+        self._take_step(config.scheduler, value)
+
+    def state(self) -> list[Any]:
+        """Return the state of each."""
+        return [config.scheduler.state_dict() for config in self.configs]
+
+    def load_state(self, states: list[Any]) -> None:
+        """Restore what `state` returned."""
+        for config, state in zip(self.configs, states, strict=True):
+            config.scheduler.load_state_dict(state)

@@ -1,0 +1,351 @@
+"""One optimizer step of a Module: what happens for each micro-batch, and which hooks are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
+from stratagem.interfaces.step_module import StepModule
+from stratagem.interfaces.train_step import TrainStep
+from stratagem.trainer.hooks import positional_parameters
+from stratagem.trainer.step.batch_transfer import batch_converter
+from stratagem.trainer.step.contract_check import StrategyCheck
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.module.module import Module
+    from stratagem.trainer.hooks import Hook
+    from stratagem.trainer.loaders.train_loader import TrainLoader
+    from stratagem.trainer.run import Run
+
+
+class EndOfEpoch(Exception):  # no error: user code asks for it
+    """Raised where `on_train_batch_start` returns -1: the epoch ends before that batch."""
+
+
+class Step(TrainStep):
+    """One optimizer step of a Module: what happens in each micro-batch, and who is called.
+
+    The loop calls `start`, then `Strategy.train_step`, which calls the methods of `TrainStep`, then
+    `finish`, which checks that the strategy has called what it must.
+    """
+
+    def __init__(self, run: Run, prepared: PreparedModel) -> None:
+        module, strategy, hooks = run.module, run.strategy, run.hooks
+        self.batch_idx = 0
+        self.clip = run.trainer.step_options.clip
+        self._micro_batches = 0
+        """Those of a step that is under way; 0 between two steps."""
+        self._expected = 0
+        self._begun = self._ended = 0
+        self._weights: list[float] | None = None
+        self._weight = 1.0
+        self._batch: Any = None
+        self._loss: Tensor | None = None
+        self._run = run
+        self._module = module
+        self._progress = run.progress
+        self._logged = run.metrics
+        self._schedulers = run.schedulers
+        called = _training_step(module, prepared)
+        self._training_step = run.profiling.of_strategy("training_step", called)
+        convert = batch_converter(strategy, module, run.datamodule)
+        if convert is not None:
+            convert = run.profiling.of_strategy("batch_to_device", convert)
+        self._convert = convert
+        self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
+        self._takes_index = positional_parameters(module.training_step).most > 1
+        self._detect = run.trainer.detect_anomaly
+        self._stepped = False
+        self._skipped: bool | None = None
+        """Whether this step is left out, for want of a loss or by loss scaling; None: not known."""
+        self._outputs: Any = None
+        self._check = StrategyCheck(strategy, prepared, run.trainer.step_options.clip)
+        self._is_watched = self._check.is_due and module.automatic_optimization
+        self._on_batch_start = hooks.of("on_train_batch_start")
+        self._on_batch_end = hooks.of("on_train_batch_end")
+        self._on_before_backward = hooks.of("on_before_backward")
+        self._on_after_backward = hooks.of("on_after_backward")
+        self._on_before_optimizer_step = hooks.of("on_before_optimizer_step")
+        self._on_before_zero_grad = hooks.of("on_before_zero_grad")
+        run.profiling.watch(self)
+
+    def surround_backward(self, before: Hook, after: Hook) -> None:
+        """Call `before` after all hooks that come before a backward, and `after` behind it."""
+        self._on_before_backward = (*self._on_before_backward, before)
+        self._on_after_backward = (after, *self._on_after_backward)
+
+    def surround_update(self, before: Hook, after: Hook) -> None:
+        """The same of clipping and the optimizer's step."""
+        self._on_before_optimizer_step = (*self._on_before_optimizer_step, before)
+        self._on_before_zero_grad = (after, *self._on_before_zero_grad)
+
+    # -- called by the loop
+
+    def micro_batches(self, loader: TrainLoader, accumulate: int) -> Iterator[Collection[Any]]:
+        """Return the micro-batches of each step of the epoch."""
+        return loader.steps(accumulate)
+
+    def start(self, micro_batches: int, weights: list[float] | None = None) -> None:
+        """Begin a step over so many batches, each with a weight; None: all count 1."""
+        self.batch_idx = self._progress.batches
+        self._micro_batches = self._expected = micro_batches
+        self._begun = self._ended = 0
+        self._weights = weights
+        self._stepped, self._skipped = False, None
+        self._logged.counts = True
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has begun, and its batches do not count as trained on yet."""
+        return self._begun > 0 and self._micro_batches > 0
+
+    @property
+    def last_batch_idx(self) -> int:
+        """The batch of the epoch that is under way, or else the one before; -1: there is none."""
+        return self.batch_idx if self._batch is not None else self.batch_idx - 1
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a micro-batch of the last step had a loss."""
+        return self._skipped is False
+
+    def finish(self) -> None:
+        """End a step: check it, call the hooks of its last batch, and hand its values on.
+
+        Batches of a step that was not taken, since none of them had a loss, count too.
+        """
+        stepped = self._stepped
+        ended = self._ended
+        if ended != self._expected or self._begun != ended or not (stepped or self._skipped):
+            self._check.explain(self._expected, self._begun, ended)
+        if not stepped:
+            self._count_batches()
+        elif self._is_watched:
+            self._check.look()
+            self._is_watched = False
+        self._end_batch()
+        self._batch = None
+        if stepped and self._logged.row:
+            self._logged.end_step(self._progress.global_step - 1, self._progress.epoch)
+
+    def abandon(self) -> None:
+        """Forget the step that is under way: the epoch ends here, and it is not taken."""
+        self._micro_batches = self._begun = 0
+        self._batch = self._logged.batch = self._outputs = self._loss = None
+        self._logged.row = {}
+        for optimizer in self._run.optimizers:
+            optimizer.zero_grad()
+
+    def epoch_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which an epoch's steps are taken."""
+        return nullcontext()
+
+    def takes_step(self) -> Callable[..., None]:
+        """Return what takes each step: called with the model, this step and its micro-batches."""
+        automatic = self._module.automatic_optimization and self._run.optimizers
+        return self._run.strategy.train_step if automatic else self.manual
+
+    def manual(
+        self, prepared: PreparedModel, step: TrainStep, micro_batches: Collection[Any]
+    ) -> None:
+        """Take the place of `Strategy.train_step` where user code steps the optimizers, if any."""
+        for micro_batch in micro_batches:
+            before = self._progress.global_step
+            with self._run.strategy.backward_in_forward(prepared):
+                self.loss(self.begin(micro_batch), converted=True)
+            self._stepped = self._progress.global_step > before
+            self._count_batches()
+            self._skipped = True  # as for `finish`: user code takes its steps
+            self.end(micro_batch)
+
+    def _count_batches(self) -> None:
+        self._progress.batches += self._micro_batches
+        self._micro_batches = 0
+
+    def _end_batch(self) -> None:
+        if self._on_batch_end:
+            loss = None if self._loss is None else self._loss.detach()
+            outputs = self._outputs
+            # What a callback keeps of it holds no graph of the loss.
+            outputs = {**outputs, "loss": loss} if isinstance(outputs, dict) else {"loss": loss}
+            for hook in self._on_batch_end:
+                hook(outputs, self._batch, self.batch_idx)
+        self.batch_idx += 1
+
+    # -- called by the strategy
+
+    def begin(self, micro_batch: Any) -> Any:
+        """Return the converted batch, after the hooks of its start."""
+        self._begun += 1
+        batch = micro_batch if self._convert is None else self._convert(micro_batch)
+        if self._weights is not None:
+            self._weight = self._weights[self._ended]
+            # A batch that is repeated to keep step with other ranks was counted before.
+            self._logged.counts = self._weight != 0.0
+        self._batch = self._logged.batch = batch
+        for hook in self._on_batch_start:
+            returned = hook(batch, self.batch_idx)
+            if type(returned) is int and returned == -1:
+                raise EndOfEpoch
+        return batch
+
+    def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
+        """Return the loss of a batch or of a part of it."""
+        if not converted and self._convert is not None:
+            part = self._convert(part)
+        if part is not self._batch:
+            return self._loss_of_part(part)
+        arguments = (part, self.batch_idx) if self._takes_index else (part,)
+        if self._context is None:
+            outputs = self._training_step(*arguments)
+        else:
+            with self._context:
+                outputs = self._training_step(*arguments)
+        self._outputs = outputs
+        loss = outputs if outputs.__class__ is Tensor else self._loss_in(outputs)
+        self._loss = loss
+        if loss is None:
+            if self._skipped is None:
+                self._skipped = True
+            return None
+        self._skipped = False
+        if self._detect:
+            self._check_finite(loss)
+        return loss if self._weights is None else loss * self._weight
+
+    def _loss_of_part(self, part: Any) -> Tensor | None:
+        """Return the loss of some samples of a batch; outside of one, nothing logged counts."""
+        whole, counted = self._batch, self._logged.counts
+        self._logged.counts = counted and whole is not None
+        self._batch = self._logged.batch = part
+        try:
+            return self.loss(part, converted=True)
+        finally:
+            self._batch = self._logged.batch = whole
+            self._logged.counts = counted
+
+    def end(self, micro_batch: Any) -> None:
+        """Count the micro-batch, and call the hooks of its end.
+
+        Those of a step's last batch are called in `finish`, after the optimizer step.
+        """
+        self._ended += 1
+        if self._ended < self._expected:
+            self._end_batch()
+            # Nothing keeps it while the next one is read.
+            self._batch = self._logged.batch = self._outputs = self._loss = None
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Call the hooks."""
+        for hook in self._on_before_backward:
+            hook(loss)
+
+    def after_backward(self) -> None:
+        """Call the hooks."""
+        for hook in self._on_after_backward:
+            hook()
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Call the hooks."""
+        for hook in self._on_before_optimizer_step:
+            hook(optimizer)
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Count the step, let schedulers step, and call the hooks.
+
+        Batches count as trained on once their step is taken, all together: a checkpoint saved
+        between two micro-batches resumes with the first of them.
+        """
+        if self._stepped:
+            self._check.explain_counted_twice()
+        self._progress.global_step += 1
+        self._count_batches()
+        self._stepped = True
+        if self._schedulers.configs:
+            self._schedulers.step("step", self._progress.global_step)
+        for hook in self._on_before_zero_grad:
+            hook(optimizer)
+
+    def optimizer_step_was_skipped(self, optimizer: Optimizer) -> None:
+        """Count the batches, but no step, and call the hooks."""
+        self._count_batches()
+        self._skipped = True
+        for hook in self._on_before_zero_grad:
+            hook(optimizer)
+
+    def _loss_in(self, outputs: Any) -> Tensor | None:
+        if not self._module.automatic_optimization:
+            return None
+        if outputs is None:
+            world_size = self._run.strategy.ranks.world_size
+            if world_size > 1:
+                raise UserCodeError(
+                    f"{type(self._module).__name__}.training_step returned None for batch "
+                    f"{self.batch_idx}, which skips it; with {world_size} ranks "
+                    "the others would wait for its gradients: return a loss on every rank, such as "
+                    "0.0 times the output"
+                )
+            return None
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            return loss
+        raise UserCodeError(
+            f"{type(self._module).__name__}.training_step returned {_described(outputs)}; expected "
+            "the loss (a scalar tensor), a dict with the key 'loss', or None to skip the batch"
+        )
+
+    def _check_finite(self, loss: Tensor) -> None:
+        if not bool(loss.detach().isfinite().all()):
+            raise NonFiniteLossError(
+                f"the loss of batch {self.batch_idx} in epoch {self._progress.epoch} (after "
+                f"{self._progress.global_step} optimizer steps) is {loss.detach().tolist()}; "
+                "expected a finite number: look at the batch, the learning rate and divisions by 0"
+            )
+
+    def explain(self, error: RuntimeError) -> UserCodeError | None:
+        """Return a better error for one that a step ended with, or None.
+
+        What makes a loss unusable is looked for here, after backward has failed, so that a good
+        step does not pay for it.
+        """
+        loss = self._loss
+        if loss is None or isinstance(error, StratagemError):
+            return None
+        who = f"{type(self._module).__name__}.training_step"
+        if loss.numel() != 1:
+            return UserCodeError(
+                f"{who} returned a loss of shape {tuple(loss.shape)}; expected a scalar: reduce "
+                "it, for example by .mean()"
+            )
+        if not loss.requires_grad:
+            return UserCodeError(
+                f"{who} returned a loss without a gradient; expected one that depends on the "
+                "parameters: do not detach it, do not compute it under no_grad, and check that "
+                "some parameters require gradients"
+            )
+        return None
+
+
+def _training_step(module: Module, prepared: PreparedModel) -> Callable[..., Any]:
+    """Return what calls `training_step` as the strategy runs the model.
+
+    Where nothing wraps the model and nothing is hooked to it, that is the method itself.
+    """
+    called = prepared.module
+    hooked = called._forward_hooks or called._forward_pre_hooks or called._backward_hooks
+    if type(called) is StepModule and called.module is module and not hooked:
+        return module.training_step
+    return partial(called, "training_step")
+
+
+def _described(outputs: Any) -> str:
+    if isinstance(outputs, dict):
+        return f"a dict with the keys {sorted(map(str, outputs))}"
+    return f"a {type(outputs).__name__}"

@@ -1,6 +1,0 @@
-"""Tuner: finds a batch size that fits, and a learning rate to begin with."""
-
-from stratagem.tuner.finders import BatchSizeFinder, LearningRateFinder
-from stratagem.tuner.tuner import Tuner
-
-__all__ = ["BatchSizeFinder", "LearningRateFinder", "Tuner"]

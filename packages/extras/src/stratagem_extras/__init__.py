@@ -1,0 +1,1 @@
+"""Callbacks, loggers for services, profilers, the Tuner and configuration files."""

@@ -1,0 +1,1 @@
+"""Callbacks that no run adds by itself."""

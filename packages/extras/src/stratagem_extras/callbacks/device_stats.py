@@ -1,0 +1,132 @@
+"""DeviceStatsMonitor: how full and how busy the device is, in the logs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stratagem.callbacks import Callback
+from stratagem.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stratagem.accelerators import Accelerator
+    from stratagem.module import Module
+    from stratagem.trainer import Trainer
+
+
+class DeviceStatsMonitor(Callback):
+    """Logs what the accelerator says of the device, before and after each batch that is logged.
+
+    Every `log_every_n_steps` optimizer steps, as `DeviceStatsMonitor.on_train_batch_start/NAME` and
+    `DeviceStatsMonitor.on_train_batch_end/NAME`; in validation and testing every so many batches,
+    with `validation` or `test` in the place of `train`. NAME is one of the names of
+    `Accelerator.device_stats`, such as `allocated_bytes`; of the CPU as `cpu.NAME` where it is not
+    the device itself. Nothing waits for the device: work that was queued may still be running.
+    Of several ranks, rank 0's device is the one that is logged.
+
+    Args:
+        cpu_stats: log the processor's too; None: only where it is the device; False: never.
+
+    Raises:
+        ConfigurationError: when a fit begins, the Trainer has no logger.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.callbacks import DeviceStatsMonitor
+        >>> trainer = Trainer(accelerator="cpu", callbacks=DeviceStatsMonitor())
+        >>> any(isinstance(each, DeviceStatsMonitor) for each in trainer.callbacks)
+        True
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self.cpu_stats = cpu_stats
+        self._sources: list[tuple[str, Accelerator, Any]] = []
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Choose whose figures are logged; refuse a Trainer without a logger."""
+        self._sources = []
+        if not trainer.loggers and stage != "fit":
+            return
+        if not trainer.loggers:
+            raise ConfigurationError(
+                "DeviceStatsMonitor has nowhere to log to: received a Trainer with logger=False; "
+                "pass a logger, such as logger=CSVLogger('logs'), or leave the callback out"
+            )
+        strategy = trainer.strategy
+        accelerator, device = strategy.accelerator, strategy.device
+        is_host = accelerator.is_host
+        if not is_host or self.cpu_stats is not False:
+            self._sources.append(("", accelerator, device))
+        if self.cpu_stats and not is_host:
+            from stratagem.accelerators import CPUAccelerator
+
+            cpu = CPUAccelerator()
+            self._sources.append(("cpu.", cpu, cpu.device(0)))
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the figures before a batch."""
+        # The step that is about to be taken is not counted yet.
+        self._log(trainer, "on_train_batch_start", trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the figures after a batch."""
+        self._log(trainer, "on_train_batch_end", max(0, trainer.global_step - 1))
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Log the figures before a batch."""
+        self._log_evaluation(trainer, "on_validation_batch_start")
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log the figures after a batch."""
+        self._log_evaluation(trainer, "on_validation_batch_end")
+
+    def on_test_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Log the figures before a batch."""
+        self._log_evaluation(trainer, "on_test_batch_start")
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log the figures after a batch."""
+        self._log_evaluation(trainer, "on_test_batch_end")
+
+    def _log(self, trainer: Trainer, when: str, step: int) -> None:
+        trainer.run.metrics.row.update(self._figures(trainer, when, step))
+
+    def _log_evaluation(self, trainer: Trainer, when: str) -> None:
+        if not trainer.sanity_checking:
+            batch = trainer.run.evaluated_batches
+            if figures := self._figures(trainer, when, batch):
+                trainer.run.rows.add(figures, batch, trainer.current_epoch)
+
+    def _figures(self, trainer: Trainer, when: str, step: int) -> dict[str, float]:
+        """Return the figures by the names that they are logged as, where they are due."""
+        every = trainer.log_every_n_steps
+        if not trainer.is_global_zero or not every or (step + 1) % every:
+            return {}
+        return {
+            f"{type(self).__name__}.{when}/{prefix}{name}": value
+            for prefix, accelerator, device in self._sources
+            for name, value in accelerator.device_stats(device).items()
+        }

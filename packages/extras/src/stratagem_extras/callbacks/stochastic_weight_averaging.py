@@ -1,0 +1,209 @@
+"""StochasticWeightAveraging: the average of the weights of the last epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import SWALR
+
+from stratagem.callbacks import Callback
+from stratagem.errors import ConfigurationError
+from stratagem_extras.callbacks.weight_averaging import Average, Averages, one_by_one
+
+if TYPE_CHECKING:
+    from stratagem.module import Module
+    from stratagem.trainer import Trainer
+
+
+class StochasticWeightAveraging(Callback):
+    """Averages the weights at the start of each epoch from one on, at a learning rate of its own.
+
+    From that epoch on the learning rate is annealed to `swa_lrs` and stays, in the place of what
+    schedulers do. When training ends the model gets the average. Where it has batch norm, one more
+    pass over the training data, without gradients, takes the statistics anew.
+
+    Reference: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization.
+
+    Args:
+        swa_lrs: learning rate, or one for each parameter group.
+        swa_epoch_start: epoch that averaging starts with, counted from 1 (int), or the part of
+            `max_epochs` before it (float from 0 to 1).
+        annealing_epochs: in which the learning rate changes to `swa_lrs`; 0: at once.
+        annealing_strategy: "cos" or "linear".
+        avg_fn: returns the new average, given average, value and how many are in it; None: all
+            count the same.
+        device: where the average is kept; None: where the model is.
+
+    Raises:
+        ConfigurationError: an argument is out of its range; when a fit begins, there are several
+            optimizers, parameters that are sharded, or a part of epochs without a last one.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.callbacks import StochasticWeightAveraging
+        >>> swa = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=0.75)
+        >>> swa in Trainer(max_epochs=20, callbacks=swa, logger=False).callbacks
+        True
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | Sequence[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None:
+        rates = [swa_lrs] if isinstance(swa_lrs, (int, float)) else list(swa_lrs)
+        is_part = isinstance(swa_epoch_start, float)
+        checks = {
+            f"swa_lrs={swa_lrs!r}: expected numbers above 0": (
+                bool(rates) and all(rate > 0 for rate in rates)
+            ),
+            f"swa_epoch_start={swa_epoch_start!r}: expected a number of at least 1 (int), or a "
+            "fraction from 0.0 to 1.0": (
+                0 <= swa_epoch_start <= 1 if is_part else swa_epoch_start >= 1
+            ),
+            f"annealing_epochs={annealing_epochs!r}: expected at least 0": annealing_epochs >= 0,
+            f"annealing_strategy={annealing_strategy!r}: expected 'cos' or 'linear'": (
+                annealing_strategy in ("cos", "linear")
+            ),
+        }
+        for problem, is_right in checks.items():
+            if not is_right:
+                raise ConfigurationError(f"StochasticWeightAveraging({problem})")
+        self._rates = rates
+        self._start = swa_epoch_start
+        self._annealing = (annealing_epochs, annealing_strategy)
+        self._average: Average | None = None if avg_fn is None else one_by_one(avg_fn)
+        self._device = device
+        self._averages: Averages | None = None
+        self._schedule: Any = None
+        self._last_epoch = -1
+        self._restored: dict[str, Any] = {}
+        self.swa_start = 0
+        """The first epoch at whose start the weights are averaged, counted from 0."""
+        self.n_averaged = 0
+        """How many times the weights were taken into the average of the last fit."""
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Look whether it can be done; go on where the run that is resumed was."""
+        if len(trainer.optimizers) != 1:
+            raise ConfigurationError(
+                f"StochasticWeightAveraging takes one optimizer; configure_optimizers() returned "
+                f"{len(trainer.optimizers)}"
+            )
+        if trainer.max_epochs == -1 and isinstance(self._start, float):
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(swa_epoch_start={self._start!r}) is a part of "
+                "max_epochs, and there is no last epoch: pass max_epochs, or the epoch to start "
+                "with as an int"
+            )
+        if trainer.plan.capabilities.sharded_state:
+            raise ConfigurationError(
+                f"StochasticWeightAveraging needs whole weights on each rank, and "
+                f"{trainer.plan.strategy.name!r} shards them: use EMAWeightAveraging or "
+                "WeightAveraging, which average shards"
+            )
+        start = self._start
+        first = int(trainer.max_epochs * start) if isinstance(start, float) else start
+        self.swa_start = max(first - 1, 0)
+        self._averages = self._schedule = None
+        self.n_averaged = 0
+        restored, self._restored = self._restored, {}
+        self._last_epoch = restored.get("last_epoch", -1)
+        if "averages" in restored:
+            self._begin(trainer, module)
+            assert self._averages is not None
+            self._averages.tensors = {
+                name: tensor.to(self._averages.tensors[name].device)
+                for name, tensor in restored["averages"].items()
+            }
+            self.n_averaged = self._averages.count = restored["count"]
+            self._schedule.load_state_dict(restored["schedule"])
+            # What it has set when it was made is not what the checkpoint says.
+            for group, rate in zip(
+                trainer.optimizers[0].param_groups, restored["rates"], strict=True
+            ):
+                group["lr"] = rate
+
+    def _begin(self, trainer: Trainer, module: Module) -> None:
+        optimizer = trainer.optimizers[0]
+        epochs, strategy = self._annealing
+        groups = len(optimizer.param_groups)
+        rates = self._rates * groups if len(self._rates) == 1 else self._rates
+        if len(rates) != groups:
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(swa_lrs=...) has {len(rates)} learning rates, and the "
+                f"optimizer has {groups} parameter groups: expected one, or one for each"
+            )
+        trainer.run.schedulers.suspend()
+        self._averages = Averages(module, self._device)
+        self._schedule = SWALR(
+            optimizer,
+            swa_lr=rates,  # type: ignore[arg-type]  # torch takes a list, too
+            anneal_epochs=epochs,
+            anneal_strategy=strategy,
+        )
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Take the weights in; not again where a run resumes in the middle of the epoch."""
+        epoch = trainer.current_epoch
+        if epoch < self.swa_start or epoch <= self._last_epoch:
+            return
+        if self._averages is None:
+            self._begin(trainer, module)
+        assert self._averages is not None
+        self._averages.update(module, self._average)
+        self.n_averaged = self._averages.count
+        self._last_epoch = epoch
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Anneal the learning rate."""
+        if self._schedule is not None:
+            self._schedule.step()
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        """Let the model have the average, and take the statistics of batch norm anew."""
+        averages, self._averages = self._averages, None
+        if averages is None:
+            return
+        averages.copy_to(module)
+        norms = [
+            (part, part.momentum)
+            for part in module.modules()
+            if isinstance(part, _BatchNorm) and part.track_running_stats
+        ]
+        if not norms or not module.automatic_optimization:
+            return
+        for part, _ in norms:
+            part.reset_running_stats()
+            part.momentum = None  # all batches count the same
+        try:
+            trainer.run.pass_over_training_data()
+        finally:
+            for part, momentum in norms:
+                part.momentum = momentum
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average, and where the learning rate is."""
+        if self._averages is None:
+            return {}
+        optimizer = self._schedule.optimizer
+        schedule = {k: v for k, v in self._schedule.state_dict().items() if not callable(v)}
+        return {
+            "averages": dict(self._averages.tensors),
+            "count": self._averages.count,
+            "last_epoch": self._last_epoch,
+            "schedule": schedule,
+            "rates": [float(group["lr"]) for group in optimizer.param_groups],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it when the fit begins."""
+        self._restored = dict(state)

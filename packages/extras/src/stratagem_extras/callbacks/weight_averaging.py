@@ -1,0 +1,356 @@
+"""WeightAveraging and EMAWeightAveraging: averages of the weights, taken while they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.callbacks import Callback
+from stratagem.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stratagem.module import Module
+    from stratagem.trainer import Trainer
+
+Average = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
+"""Changes averages in place, given the present values and how many are in the averages by now."""
+
+
+class Averages:
+    """Averages of a model's parameters and buffers, each where its own lies.
+
+    Args:
+        module: the model.
+        device: where the averages are kept; None: where the model is.
+        use_buffers: average buffers too; otherwise they are copied. Whole numbers are always.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(1, 1, bias=False)
+        >>> averages = Averages(layer)
+        >>> for value in (1.0, 3.0):
+        ...     _ = torch.nn.init.constant_(layer.weight, value)
+        ...     averages.update(layer)
+        >>> averages.tensors["weight"]
+        tensor([[2.]])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str | int | None = None,
+        *,
+        use_buffers: bool = True,
+    ) -> None:
+        self._use_buffers = use_buffers
+        self.count = 0
+        """How many values are in the averages."""
+        self.tensors: dict[str, Tensor] = {
+            name: (tensor if device is None else tensor.to(device)).detach().clone()
+            for name, tensor in _tensors(module)
+        }
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, average: Average | None = None) -> None:
+        """Take the present values in.
+
+        Args:
+            module: the model.
+            average: how; None: all values count the same.
+        """
+        averages, values = [], []
+        averaged = {name for name, _ in module.named_parameters()}
+        for name, tensor in _tensors(module):
+            own = self.tensors[name]
+            averages_it = name in averaged or self._use_buffers
+            if self.count and averages_it and (own.is_floating_point() or own.is_complex()):
+                averages.append(own)
+                values.append(tensor.detach().to(own.device))
+            else:
+                own.copy_(tensor)
+        if averages:
+            (average or equal_average)(averages, values, self.count)
+        self.count += 1
+
+    @torch.no_grad()
+    def copy_to(self, module: nn.Module) -> None:
+        """Let the model have the averages."""
+        for name, tensor in _tensors(module):
+            tensor.copy_(self.tensors[name])
+
+    @contextmanager
+    def in_place(self, module: nn.Module) -> Iterator[None]:
+        """Let the model have the averages in this context."""
+        self.swap(module)
+        try:
+            yield
+        finally:
+            self.swap(module)
+
+    # Validation is in inference mode, where a sharded parameter cannot be detached.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def swap(self, module: nn.Module) -> None:
+        """Exchange the averages and the model's values."""
+        for name, tensor in _tensors(module):
+            own = self.tensors[name]
+            value = tensor.detach().clone()
+            tensor.copy_(own)
+            own.copy_(value)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def equal_average(averages: Sequence[Tensor], values: Sequence[Tensor], count: int) -> None:
+    """Average so that all values count the same."""
+    for average, value in zip(averages, values, strict=True):
+        average.lerp_(value.to(average.dtype), 1.0 / (count + 1))
+
+
+class WeightAveraging(Callback):
+    """Keeps an average of the weights, which is validated with and which training ends with.
+
+    A checkpoint has the average as the model's weights, so that `load_from_checkpoint`, `validate`,
+    `test` and `predict` use it; a run that resumes goes on with the trained weights, which are in
+    it as well, and with the average: as if it had not been interrupted.
+
+    Args:
+        device: where the average is kept; None: where the model is.
+        use_buffers: average buffers (such as batch norm's) too; otherwise they are copied.
+        avg_fn: returns the new average, given average, value and how many are in it; None: all
+            count the same.
+        multi_avg_fn: the same for lists of tensors, in place, as `torch.optim.swa_utils` has it.
+
+    Raises:
+        ConfigurationError: both functions are given.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.callbacks import WeightAveraging
+        >>> class EveryTenSteps(WeightAveraging):
+        ...     def should_update(self, step_idx=None, epoch_idx=None):
+        ...         return step_idx is not None and step_idx >= 100 and step_idx % 10 == 0
+        >>> trainer = Trainer(callbacks=EveryTenSteps(), logger=False)
+        >>> EveryTenSteps().should_update(step_idx=110)
+        True
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        *,
+        avg_fn: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+        multi_avg_fn: Average | None = None,
+    ) -> None:
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__}: received avg_fn and multi_avg_fn; expected one of them"
+            )
+        self._device = device
+        self._use_buffers = use_buffers
+        self._average = multi_avg_fn if avg_fn is None else one_by_one(avg_fn)
+        self._averages: Averages | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        """The average's state in the checkpoint that is resumed, until the model is filled."""
+        self._restored: dict[str, int] = {}
+        self._last_step = self._last_epoch = 0
+        self._is_in_model = False
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether the average is to take the weights in.
+
+        Asked after each optimizer step and after each epoch, on every rank; the answer must be the
+        same there. By default after each step.
+
+        Args:
+            step_idx: of the step that was taken, from 0; None: an epoch has ended.
+            epoch_idx: of the epoch that has ended, from 0; None: a step was taken.
+        """
+        return step_idx is not None
+
+    # -- training
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """Begin with the weights as they are, or with the average of the run that is resumed."""
+        averages = self._averages = Averages(module, self._device, use_buffers=self._use_buffers)
+        self._last_step, self._last_epoch = trainer.global_step, trainer.current_epoch
+        self._is_in_model = False
+        loaded, self._loaded = self._loaded, None
+        restored, self._restored = self._restored, {}
+        if loaded is not None:
+            # By way of the model, since the strategy knows how a state is spread over ranks.
+            prepared = trainer.run.require_prepared()
+            trainer.strategy.load_model_state(prepared, dict(loaded))
+            averages.swap(module)
+            averages.count = restored.get("n_averaged", 1)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the weights in, once a step was taken."""
+        step = trainer.global_step
+        if step > self._last_step:
+            self._last_step = step
+            if self.should_update(step_idx=step - 1):
+                self._update(module)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Take the weights in."""
+        if self.should_update(epoch_idx=trainer.current_epoch):
+            self._update(module)
+
+    def _update(self, module: Module) -> None:
+        assert self._averages is not None
+        self._averages.update(module, self._average)
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Validate with the average, as soon as there is one."""
+        averages = self._averages
+        if trainer.state.fn == "fit" and averages is not None and averages.count:
+            trainer.run.require_prepared().reshard()
+            averages.swap(module)
+            self._is_in_model = True
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Go on with the trained weights."""
+        self._leave_model(trainer, module)
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        """Leave the trained weights in the model, where validation has failed."""
+        self._leave_model(trainer, module)
+
+    def _leave_model(self, trainer: Trainer, module: Module) -> None:
+        if self._is_in_model and self._averages is not None:
+            trainer.run.require_prepared().reshard()
+            self._averages.swap(module)
+            self._is_in_model = False
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        """Let the model have the average."""
+        if self._averages is not None and self._averages.count:
+            trainer.run.require_prepared().reshard()
+            self._averages.copy_to(module)
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many values are in the average; the average itself is the model's state."""
+        return {} if self._averages is None else {"n_averaged": self._averages.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it when the fit begins."""
+        self._restored = dict(state)
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: the model has the average."""
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Put the average in the place of the weights, and these beside it to resume from."""
+        averages = self._averages
+        if averages is None or not averages.count or self._is_in_model:
+            return
+        with averages.in_place(module):
+            state = {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in trainer.run.weights().state.items()
+            }
+        if "progress" in checkpoint:
+            checkpoint["current_model_state"] = checkpoint["state_dict"]
+        checkpoint["state_dict"] = state
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Resume with the trained weights; evaluate with the average."""
+        trained = checkpoint.pop("current_model_state", None)
+        if trained is not None and trainer.run.stage == "fit":
+            self._loaded, checkpoint["state_dict"] = checkpoint["state_dict"], trained
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keeps an exponential moving average of the weights; see `WeightAveraging`.
+
+    Args:
+        device, use_buffers: as for `WeightAveraging`.
+        decay: what an update leaves of the average, from 0 to 1.
+        update_every_n_steps: update after steps 0, n, 2n...
+        update_starting_at_step: not before this step; None: from the first.
+        update_starting_at_epoch: not before this epoch; None: from the first.
+
+    Raises:
+        ConfigurationError: `decay` is not from 0 to 1, or n is less than 1.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.callbacks import EMAWeightAveraging
+        >>> average = EMAWeightAveraging(decay=0.99, update_every_n_steps=5)
+        >>> [step for step in range(12) if average.should_update(step_idx=step)]
+        [0, 5, 10]
+        >>> trainer = Trainer(callbacks=average, logger=False)
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+    ) -> None:
+        if not 0.0 <= decay <= 1.0 or update_every_n_steps < 1:
+            raise ConfigurationError(
+                f"EMAWeightAveraging(decay={decay!r}, update_every_n_steps="
+                f"{update_every_n_steps!r}): expected a decay from 0.0 to 1.0, and at least 1 step"
+            )
+        super().__init__(device, use_buffers, multi_avg_fn=_decaying(decay))
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+        self._epoch = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Note the epoch."""
+        self._epoch = trainer.current_epoch
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether a step is one of those that count."""
+        return (
+            step_idx is not None
+            and step_idx >= (self.update_starting_at_step or 0)
+            and self._epoch >= (self.update_starting_at_epoch or 0)
+            and step_idx % self.update_every_n_steps == 0
+        )
+
+
+def _decaying(decay: float) -> Average:
+    def average(averages: Sequence[Tensor], values: Sequence[Tensor], count: int) -> None:
+        for one, value in zip(averages, values, strict=True):
+            one.lerp_(value.to(one.dtype), 1.0 - decay)
+
+    return average
+
+
+def one_by_one(function: Callable[[Tensor, Tensor, int], Tensor]) -> Average:
+    """Return what averages lists of tensors, from what averages one.
+
+    Args:
+        function: returns the new average, given average, value and how many are in it.
+    """
+
+    def average(averages: Sequence[Tensor], values: Sequence[Tensor], count: int) -> None:
+        for one, value in zip(averages, values, strict=True):
+            one.copy_(function(one, value, count))
+
+    return average

@@ -1,0 +1,147 @@
+"""TrainerArgumentParser: arguments from the signatures of trainers, models and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jsonargparse import ArgumentParser, class_from_function
+from torch import optim
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stratagem.callbacks import Callback
+from stratagem.errors import ConfigurationError
+from stratagem.module import DataModule, Module
+from stratagem.trainer import Trainer
+
+AUTOMATIC = "AUTOMATIC"
+"""As `link_to`: the model's `configure_optimizers` is made from it."""
+
+
+class ReduceLROnPlateau(optim.lr_scheduler.ReduceLROnPlateau):
+    """Torch's scheduler, with the name of the value that it goes by.
+
+    Args:
+        optimizer: whose learning rate it sets.
+        monitor: name of the logged value.
+        *args, **kwargs: of torch's class.
+    """
+
+    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, *args, **kwargs)
+        self.monitor = monitor
+
+
+Scheduler = LRScheduler | ReduceLROnPlateau
+SCHEDULERS: tuple[type, ...] = (LRScheduler, ReduceLROnPlateau)
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+"""The type of a model's argument that makes an optimizer of parameters."""
+LRSchedulerCallable = Callable[[Optimizer], Scheduler]
+"""The type of a model's argument that makes a scheduler of an optimizer."""
+
+
+class TrainerArgumentParser(ArgumentParser):  # type: ignore[misc]  # checked without jsonargparse
+    """jsonargparse's ArgumentParser, which knows optimizers, schedulers and callbacks.
+
+    Args:
+        *args: of `jsonargparse.ArgumentParser`, as `**kwargs`.
+        description: what `--help` says first.
+        env_prefix: begins the names of environment variables.
+        default_env: read them: PREFIX_FIT__TRAINER__MAX_EPOCHS.
+        **kwargs: see `*args`.
+
+    Attributes:
+        callback_keys: where the config has callbacks that go to the Trainer.
+        optimizers, schedulers: by key in the config, the class, or a tuple of bases, and the key
+            that it is linked to.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        description: str = "Train a model, as a config and options say.",
+        env_prefix: str | bool = "STRATAGEM",
+        default_env: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            *args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs
+        )
+        self.callback_keys: list[str] = []
+        self.optimizers: dict[str, tuple[Any, str]] = {}
+        self.schedulers: dict[str, tuple[Any, str]] = {}
+
+    def add_component_args(
+        self,
+        component: Callable[..., Any],
+        nested_key: str | None,
+        *,
+        subclass_mode: bool = False,
+        required: bool = True,
+    ) -> list[str]:
+        """Add the arguments of a Trainer, Module, DataModule or Callback.
+
+        Args:
+            component: the class, or a function that returns one.
+            nested_key: where they stand in the config; None: at its top.
+            subclass_mode: take any subclass, by `class_path`.
+            required: whether a subclass must be given.
+
+        Returns:
+            The names that were added.
+
+        Raises:
+            ConfigurationError: it is nothing of that kind.
+        """
+        made = component if isinstance(component, type) else class_from_function(component)
+        if not issubclass(made, (Trainer, Module, DataModule, Callback)):
+            raise ConfigurationError(
+                f"arguments of {component!r} cannot be added: expected a Trainer, Module, "
+                "DataModule or Callback, or a function with that return type"
+            )
+        if issubclass(made, Callback) and nested_key:
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            add = self.add_subclass_arguments
+            return add(made, nested_key, fail_untyped=False, required=required) or []
+        return self.add_class_arguments(  # type: ignore[no-any-return]
+            made,
+            nested_key,
+            fail_untyped=False,
+            instantiate=not issubclass(made, Trainer),
+            sub_configs=True,
+        )
+
+    def add_optimizer_args(
+        self,
+        optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of an optimizer; a tuple: of any subclass, by `class_path`.
+
+        Args:
+            optimizer_class: the class, or bases.
+            nested_key: where they stand in the config.
+            link_to: the argument that receives it; by default `configure_optimizers` is made.
+        """
+        self._add_of_optimizer(optimizer_class, nested_key, "params")
+        self.optimizers[nested_key] = (optimizer_class, link_to)
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: type | tuple[type, ...] = SCHEDULERS,
+        nested_key: str = "lr_scheduler",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of a learning rate scheduler, as `add_optimizer_args` does."""
+        self._add_of_optimizer(lr_scheduler_class, nested_key, "optimizer")
+        self.schedulers[nested_key] = (lr_scheduler_class, link_to)
+
+    def _add_of_optimizer(self, added: Any, nested_key: str, first: str) -> None:
+        options = {"instantiate": False, "fail_untyped": False, "skip": {first}}
+        if isinstance(added, tuple):
+            self.add_subclass_arguments(added, nested_key, required=False, **options)
+        else:
+            self.add_class_arguments(added, nested_key, sub_configs=True, **options)

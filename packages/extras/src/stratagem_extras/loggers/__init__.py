@@ -1,0 +1,1 @@
+"""Loggers that write to experiment trackers."""

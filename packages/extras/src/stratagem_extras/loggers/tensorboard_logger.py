@@ -1,0 +1,204 @@
+"""TensorBoardLogger: values, graphs and hyperparameters in files that TensorBoard shows."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratagem.loggers import (
+    VersionFolder,
+    as_mapping,
+    as_numbers,
+    flattened,
+    local_folder,
+    one_folder,
+    write_hyperparameters,
+)
+from stratagem_extras.loggers.sdk_logger import SDKLogger
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class TensorBoardLogger(SDKLogger):
+    """Writes to `save_dir/name/version_N`, which `tensorboard --logdir save_dir` shows.
+
+    Hyperparameters go to TensorBoard's tab of them, and as JSON, which is YAML too, to
+    `hparams.yaml`. `experiment` is torch's SummaryWriter:
+    `logger.experiment.add_image("sample", image, step)`. A run that is resumed goes on in its own
+    folder, where TensorBoard passes over what was logged after the checkpoint.
+
+    Args:
+        save_dir: folder of all experiments; `~` and variables ("$SCRATCH/logs") are expanded.
+        name: folder of this experiment; None or "": `save_dir` itself.
+        version: of the run, an int or a name, added to if it is there; None: that of the run which
+            a fit resumes, or the next that is free.
+        log_graph: write the model's graph when a fit begins; it needs `example_input_array`.
+        default_hp_metric: write a first value (-1) of "hp_metric", for models that log one.
+        prefix: goes before each name, with a "-".
+        sub_dir: a folder in that of the run, to write to.
+        root_dir: another name for `save_dir`.
+        **kwargs: of `torch.utils.tensorboard.SummaryWriter`, such as `max_queue`.
+
+    Raises:
+        MissingPackageError: tensorboard is not installed.
+        ConfigurationError: `save_dir` is a URL, or given beside `root_dir`.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> trainer = Trainer(logger="tensorboard")             # doctest: +SKIP
+        >>> from stratagem.loggers import TensorBoardLogger
+        >>> TensorBoardLogger.extra  # pip install 'stratagem-core[tensorboard]'
+        'tensorboard'
+        >>> logger = TensorBoardLogger("logs", name="mnist")    # doctest: +SKIP
+    """
+
+    package = "tensorboard"
+    extra = "tensorboard"
+    NAME_HPARAMS_FILE = "hparams.yaml"
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = "stratagem_logs",
+        version: int | str | None = None,
+        *,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | Path | None = None,
+        root_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(prefix)
+        owner = type(self).__name__
+        given = one_folder(owner, save_dir, root_dir) or "."
+        self.save_dir = local_folder(owner, os.path.expandvars(given))
+        self.name = name or ""
+        self.sub_dir = "" if sub_dir is None else os.path.expandvars(str(sub_dir))
+        self._folder = VersionFolder(owner, self.save_dir / self.name, version)
+        self._log_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._writer_options = kwargs
+
+    @property
+    def root_dir(self) -> str:
+        """The folder of this experiment."""
+        return str(self._folder.root)
+
+    @property
+    def version(self) -> int | str:  # type: ignore[override]  # chosen when it is asked for
+        """The run's number or name; choosing a free one makes its folder."""
+        return self._folder.version
+
+    @property
+    def log_dir(self) -> str:
+        """The folder that is written to; choosing a free version makes it."""
+        return str(self._folder.path / self.sub_dir)
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        """Go on in the folder of a run that is resumed, unless a version was given."""
+        self._folder.begin_run(run_id, is_resumed=resumed_at is not None)
+        super().begin_run(run_id, resumed_at)
+
+    def _start(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder.make()
+        # Handed on as they came, so that jsonargparse finds the arguments that a config may have.
+        if "purge_step" in self._writer_options:
+            return SummaryWriter(self.log_dir, **self._writer_options)
+        return SummaryWriter(self.log_dir, purge_step=self.resumed_at, **self._writer_options)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Take the values of a step; those of a dict become one chart of several lines."""
+        plain = {name: value for name, value in metrics.items() if not isinstance(value, dict)}
+        for name, value in as_numbers(plain, self.prefix).items():
+            self.experiment.add_scalar(name, value, step)
+        for name, value in metrics.items():
+            if isinstance(value, dict):
+                self.experiment.add_scalars(name, as_numbers(value), step)
+
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | None = None, step: int | None = None
+    ) -> None:
+        """Take hyperparameters.
+
+        Args:
+            params: a mapping, an argparse.Namespace or a dataclass.
+            metrics: values to compare runs by; None: "hp_metric", if that was asked for.
+            step: of these values.
+        """
+        if not self.writes_here:
+            return
+        from torch.utils.tensorboard import summary
+
+        hparams: Any = summary.hparams  # it is not annotated
+        given = as_mapping(params)
+        values = metrics if metrics is not None else {}
+        if metrics is None and self._default_hp_metric:
+            values = {"hp_metric": -1.0}
+        self.log_metrics(values, 0 if step is None else step)
+        kept = {k: v if _fits(v) else str(v) for k, v in flattened(given).items()}
+        writer = self.experiment._get_file_writer()
+        for each in hparams(kept, as_numbers(values)):
+            writer.add_summary(each)
+        write_hyperparameters(Path(self.log_dir) / self.NAME_HPARAMS_FILE, given)
+
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Write a model's graph, where `log_graph=True`.
+
+        Args:
+            model: is traced.
+            input_array: what it is traced with; None: its `example_input_array`.
+        """
+        if not self._log_graph or not self.writes_here:
+            return
+        example = input_array
+        if example is None:
+            example = getattr(model, "example_input_array", None)
+        if example is None:
+            warnings.warn(
+                "TensorBoardLogger(log_graph=True): the model has no example_input_array, so its "
+                "graph is not written: set it in __init__, or leave log_graph out",
+                stacklevel=2,
+            )
+            return
+        try:
+            with warnings.catch_warnings():
+                # That torch.jit.trace is deprecated is torch's business, not the user's.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.experiment.add_graph(model, _moved(example, model))
+        except Exception as error:  # whatever the model does when it is traced
+            warnings.warn(
+                f"TensorBoardLogger(log_graph=True): the model cannot be traced with "
+                f"{type(example).__name__} {example!r:.80}, so its graph is not written "
+                f"({type(error).__name__}: {error!s:.300})",
+                stacklevel=2,
+            )
+
+    def save(self) -> None:
+        """Write what is held back."""
+        if self._experiment is not None:
+            self._experiment.flush()
+
+    def finalize(self, status: str) -> None:
+        """Write everything and close the file; a value that comes later opens another one."""
+        if self._experiment is not None:
+            self._experiment.flush()
+            self._experiment.close()
+
+
+def _fits(value: Any) -> bool:
+    """Whether TensorBoard takes it as a hyperparameter."""
+    return isinstance(value, (bool, int, float, str))
+
+
+def _moved(example: Any, model: nn.Module) -> Any:
+    from stratagem.data import move_to_device
+
+    device = next((parameter.device for parameter in model.parameters()), None)
+    return example if device is None else move_to_device(example, device)

@@ -1,0 +1,89 @@
+"""What this distribution provides, as data; nothing is imported here."""
+
+from __future__ import annotations
+
+from stratagem.discovery import (
+    CallbackSpec,
+    ComponentSpec,
+    LoggerSpec,
+    NameSpec,
+    ProfilerSpec,
+    hookimpl,
+)
+
+CALLBACKS = (
+    ("backbone_finetuning", "finetuning:BackboneFinetuning", "unfreeze a backbone later"),
+    ("device_stats", "device_stats:DeviceStatsMonitor", "log the memory and load of devices"),
+    ("ema", "weight_averaging:EMAWeightAveraging", "average the weights exponentially"),
+    (
+        "gradient_accumulation",
+        "gradient_accumulation:GradientAccumulationScheduler",
+        "change the number of accumulated batches by epoch",
+    ),
+    ("lambda", "lambda_callback:LambdaCallback", "call functions at events"),
+    ("lr_monitor", "lr_monitor:LearningRateMonitor", "log the learning rates"),
+    (
+        "on_exception_checkpoint",
+        "on_exception_checkpoint:OnExceptionCheckpoint",
+        "save a checkpoint when training fails",
+    ),
+    ("pruning", "pruning:ModelPruning", "prune weights while training"),
+    ("rich_progress_bar", "progress_bar_names:RichProgressBar", "the bar under Rich's name"),
+    (
+        "swa",
+        "stochastic_weight_averaging:StochasticWeightAveraging",
+        "average the weights of the last epochs",
+    ),
+    ("throughput", "throughput:ThroughputMonitor", "log samples and batches per second"),
+    ("timer", "timer:Timer", "end training after a time"),
+    ("tqdm_progress_bar", "progress_bar_names:TQDMProgressBar", "the bar under tqdm's name"),
+    ("weight_averaging", "weight_averaging:WeightAveraging", "average the weights"),
+)
+LOGGERS = (
+    ("tensorboard", "tensorboard_logger:TensorBoardLogger", "files that TensorBoard shows"),
+    ("mlflow", "mlflow_logger:MLFlowLogger", "an MLflow server, or a local database"),
+    ("wandb", "wandb_logger:WandbLogger", "Weights & Biases"),
+    ("comet", "comet_logger:CometLogger", "Comet"),
+    ("neptune", "neptune_logger:NeptuneLogger", "a Neptune server"),
+)
+PROFILERS = (
+    ("simple", "simple:SimpleProfiler", "the time of each action"),
+    ("advanced", "advanced:AdvancedProfiler", "the functions of each action, by cProfile"),
+    ("pytorch", "pytorch:PyTorchProfiler", "operators and kernels, by torch.profiler"),
+)
+NAMES = (
+    ("stratagem", "Tuner", "tuner"),
+    ("stratagem.callbacks", "BaseFinetuning", "callbacks.finetuning"),
+    ("stratagem.callbacks", "BasePredictionWriter", "callbacks.prediction_writer"),
+    ("stratagem.cli", "LRSchedulerCallable", "cli.parser"),
+    ("stratagem.cli", "OptimizerCallable", "cli.parser"),
+    ("stratagem.cli", "SaveConfigCallback", "cli.save_config"),
+    ("stratagem.cli", "TrainerArgumentParser", "cli.parser"),
+    ("stratagem.cli", "TrainerCLI", "cli.trainer_cli"),
+    ("stratagem.module", "to_onnx", "export"),
+    ("stratagem.module", "to_torchscript", "export"),
+)
+
+
+@hookimpl
+def stratagem_components() -> tuple[ComponentSpec, ...]:
+    """Return the callbacks, loggers, profilers and import names of this distribution."""
+    here = "stratagem_extras"
+    return (
+        *(
+            CallbackSpec(name=n, target=f"{here}.callbacks.{t}", api_version=1, summary=s)
+            for n, t, s in CALLBACKS
+        ),
+        *(
+            LoggerSpec(name=n, target=f"{here}.loggers.{t}", api_version=1, summary=s)
+            for n, t, s in LOGGERS
+        ),
+        *(
+            ProfilerSpec(name=n, target=f"{here}.profilers.{t}", api_version=1, summary=s)
+            for n, t, s in PROFILERS
+        ),
+        *(
+            NameSpec(name=n, module=module, target=f"{here}.{t}:{n}", api_version=1)
+            for module, n, t in NAMES
+        ),
+    )

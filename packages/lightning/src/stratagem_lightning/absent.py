@@ -1,0 +1,51 @@
+"""What Lightning has and Stratagem has not, under these names: what to use in its place."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from stratagem_lightning.layout import LAYOUT
+
+INSTEAD = {
+    "pytorch.accelerators.MPSAccelerator": "accelerator='cpu'; no backend for MPS is there yet",
+    "pytorch.loggers.LitLogger": "CSVLogger, TensorBoardLogger or WandbLogger",
+    "pytorch.profilers.XLAProfiler": "PyTorchProfiler",
+    "pytorch.plugins.precision.XLAPrecision": "precision='bf16-true' with accelerator='tpu'",
+    "pytorch.utilities.migration": "stratagem.checkpoint, which reads checkpoints of Lightning 2.x",
+    "pytorch.utilities.upgrade_checkpoint": "Lightning's own, where Lightning is installed, for "
+    "checkpoints of its versions before 2.0",
+    "pytorch.loops": "Trainer's attributes, and stratagem.Lite for a loop of your own",
+    "fabric.plugins.collectives": "Fabric.all_gather, all_reduce, broadcast and barrier",
+    "pytorch.core.saving": "LightningModule.load_from_checkpoint",
+}
+"""By the module or name, as it stands under `lightning`."""
+
+
+def explain(module: str, name: str) -> str:
+    """Return what is said of a name that is not here.
+
+    Args:
+        module: in Stratagem, "stratagem_lightning" or one under it.
+        name: in it.
+
+    Example:
+        >>> explain("stratagem_lightning.pytorch", "_graveyard")
+        "'lightning.pytorch._graveyard' is private to Lightning (a leading underscore): \
+stratagem_lightning serves public names only"
+    """
+    place = f"{module}.{name}".removeprefix("stratagem_lightning").removeprefix(".")
+    shown = f"'lightning.{place}'"
+    private = next((part for part in place.split(".") if part.startswith("_")), "")
+    if private:
+        return (
+            f"{shown} is private to Lightning (a leading underscore): stratagem_lightning serves "
+            "public names only"
+        )
+    parts = place.split(".")
+    places = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    instead = next((INSTEAD[known] for known in places if known in INSTEAD), "")
+    if instead:
+        return f"Stratagem has no {shown}; use {instead}"
+    near = get_close_matches(name, LAYOUT.get(".".join(parts[:-1]), ()), n=1, cutoff=0.8)
+    advice = f"did you mean {near[0]!r}?" if near else "docs/from-lightning.md says what differs"
+    return f"Stratagem has no {shown}; {advice}"

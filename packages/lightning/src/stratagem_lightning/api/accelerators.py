@@ -1,0 +1,217 @@
+"""Lightning's accelerators: ours, with the questions that its classes answer without an object."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed
+
+from stratagem import accelerators
+from stratagem.discovery import PLUGIN_API_VERSION, AcceleratorSpec, Availability, get_registry
+from stratagem.errors import ConfigurationError
+from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+
+
+class Accelerator(accelerators.Accelerator, metaclass=InstanceCheck):
+    """An accelerator that is written for Lightning, and answers what Stratagem asks of its own.
+
+    Example:
+        >>> class Own(Accelerator):
+        ...     name = "own"
+        ...     def setup_device(self, device): ...
+        ...     def teardown(self): ...
+        ...     @staticmethod
+        ...     def parse_devices(devices): return devices
+        ...     @staticmethod
+        ...     def get_parallel_devices(devices): return [torch.device("cpu") for _ in devices]
+        ...     @staticmethod
+        ...     def auto_device_count(): return 1
+        ...     @staticmethod
+        ...     def is_available(): return True
+        >>> Own().availability()
+        Availability(count=1, reason='Own', auto_count=None, indexed=True, problems=())
+        >>> Own().device(0)
+        device(type='cpu')
+    """
+
+    is_instance = of_class(accelerators.Accelerator)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let a method `name` be the attribute that Stratagem reads."""
+        super().__init_subclass__(**options)
+        given = vars(cls).get("name")
+        if isinstance(given, staticmethod):
+            cls.name = given()
+        elif callable(given):
+            cls.name = property(given)  # type: ignore[assignment]
+
+    @staticmethod
+    @abstractmethod
+    def parse_devices(devices: Any) -> Any:
+        """Return which devices are meant, in the form that `get_parallel_devices` takes."""
+
+    @staticmethod
+    @abstractmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        """Return the devices of these indices."""
+
+    @staticmethod
+    @abstractmethod
+    def auto_device_count() -> int:
+        """Return how many devices "auto" takes."""
+
+    @staticmethod
+    @abstractmethod
+    def is_available() -> bool:
+        """Whether there is one."""
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        """Return what is in use."""
+        return {}
+
+    @property
+    def process_group_backend(self) -> str:  # type: ignore[override]  # which torch knows
+        """The backend that torch has for these devices."""
+        return str(torch.distributed.get_default_backend_for_device(self.device(0)))
+
+    def availability(self) -> Availability:
+        """Return how many devices it counts."""
+        count = self.auto_device_count() if self.is_available() else 0
+        return Availability(count, type(self).__name__)
+
+    def device(self, index: int) -> torch.device:
+        """Return the device with this index."""
+        try:
+            return self.get_parallel_devices(self.parse_devices([index]))[0]
+        except TypeError:  # they are counted, as the processor's are
+            return self.get_parallel_devices(self.parse_devices(index + 1))[index]
+
+    def device_stats(self, device: torch.device) -> dict[str, Any]:
+        """Return what is in use."""
+        return self.get_device_stats(device)
+
+
+class _AcceleratorRegistry:
+    """Accelerators by name, for code that registers Lightning's kind of them at run time."""
+
+    def register(
+        self,
+        name: str,
+        accelerator: type[Accelerator],
+        description: str = "",
+        override: bool = False,
+        **init_params: Any,
+    ) -> None:
+        """Make `Trainer(accelerator=name)` mean `accelerator(**init_params)`, in this process.
+
+        Args:
+            name: the name to select it by; "auto" does not choose it before the processor.
+            accelerator: an Accelerator class.
+            description: one line for listings.
+            override: replace one that has this name.
+            **init_params: keyword arguments of the class.
+
+        Raises:
+            ConfigurationError: the name is taken and `override` is False.
+        """
+        spec = AcceleratorSpec(
+            name=name,
+            target=accelerator,
+            api_version=PLUGIN_API_VERSION,
+            summary=description,
+            init_args=init_params,
+            probe=lambda: accelerator(**init_params).availability(),
+            priority=-1,
+        )
+        get_registry().add(spec, override=override)
+
+    def get(self, name: str) -> Any:
+        """Return a new accelerator.
+
+        Raises:
+            UnknownNameError: none has that name.
+        """
+        return get_registry().find("accelerator", name).spec.build()
+
+    def remove(self, name: str) -> None:
+        """Take back a registration made in this process."""
+        get_registry().remove("accelerator", name)
+
+    def available_accelerators(self) -> list[str]:
+        """Return the names of all accelerators, sorted."""
+        return get_registry().names("accelerator")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.available_accelerators()
+
+
+AcceleratorRegistry = _AcceleratorRegistry()
+"""Accelerators by name; see `register`, `get`, `remove` and `available_accelerators`."""
+
+
+class CPUAccelerator(accelerators.CPUAccelerator, metaclass=InstanceCheck):
+    """The processor."""
+
+    is_instance = of_class(accelerators.CPUAccelerator)
+
+    @staticmethod
+    def parse_devices(devices: int | str | list[int]) -> int:
+        """Return a number of processes.
+
+        Raises:
+            ConfigurationError: it is none.
+        """
+        if isinstance(devices, str) and devices.strip().isdigit():
+            devices = int(devices)
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+            raise ConfigurationError(
+                f"devices={devices!r} with accelerator='cpu': expected a number above 0"
+            )
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: int | str | list[int]) -> list[torch.device]:
+        """Return the devices of so many processes."""
+        return [torch.device("cpu")] * CPUAccelerator.parse_devices(devices)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return how many devices "auto" takes."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether there is one."""
+        return True
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        """Return what is in use."""
+        return self.device_stats(torch.device(device))
+
+
+def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
+    """Return the indices of GPUs on which memory can be allocated.
+
+    Args:
+        num_devices: how many; -1: all.
+
+    Raises:
+        ConfigurationError: there are not as many.
+    """
+    usable: list[int] = []
+    for index in range(torch.cuda.device_count()):
+        if num_devices not in (-1, 0) and len(usable) == num_devices:
+            break
+        try:
+            torch.tensor(0.0, device=torch.device("cuda", index))
+        except RuntimeError:  # exclusive, and another process has it
+            continue
+        usable.append(index)
+    if num_devices > len(usable):
+        raise ConfigurationError(
+            f"num_devices={num_devices}: expected at most the {len(usable)} GPUs that are usable "
+            f"of {torch.cuda.device_count()}"
+        )
+    return usable

@@ -1,0 +1,50 @@
+"""CUDAAccelerator: the backend's, with what Lightning's class answers without an object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stratagem import accelerators
+from stratagem.plan import parse_devices
+from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+
+# Served by the backend that provides it; an error names the one to install.
+_CUDAAccelerator: Any = accelerators.CUDAAccelerator  # type: ignore[attr-defined]
+
+
+class CUDAAccelerator(_CUDAAccelerator, metaclass=InstanceCheck):  # type: ignore[misc]
+    """NVIDIA GPUs."""
+
+    is_instance = of_class(_CUDAAccelerator)
+
+    @staticmethod
+    def parse_devices(devices: int | str | list[int]) -> list[int]:
+        """Return the indices that a number or a list of devices means.
+
+        Raises:
+            ConfigurationError: it is neither.
+        """
+        found = accelerators.Availability(CUDAAccelerator.auto_device_count(), "")
+        return list(parse_devices(devices, found, "cuda"))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        """Return the devices with these indices."""
+        return [torch.device("cuda", index) for index in devices]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return how many there are."""
+        return torch.cuda.device_count()
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether there is one."""
+        return torch.cuda.device_count() > 0
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        """Return what is in use."""
+        stats: dict[str, Any] = self.device_stats(torch.device(device))
+        return stats

@@ -1,0 +1,134 @@
+"""Lightning's cluster environments: ours, with what its interface has beside."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from stratagem import environments
+from stratagem.errors import ConfigurationError
+from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+
+_log = logging.getLogger("lightning.fabric.plugins.environments")
+
+
+class _Detected(environments.ClusterEnvironment):
+    """What Lightning's environments have beside: `detect`, and setters of ranks."""
+
+    variables: tuple[str, ...] = ()
+    """Set, all of them, where the environment is there."""
+
+    @classmethod
+    def detect(cls) -> bool:
+        """Whether this process was started by it."""
+        return all(name in os.environ for name in cls.variables)
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the environment says the rank."""
+        _log.debug("setting global rank is not allowed; ignored.")
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the environment says how many ranks there are."""
+        _log.debug("setting world size is not allowed; ignored.")
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare what was asked for with what the environment has started.
+
+        Raises:
+            ConfigurationError: it is another number of ranks.
+        """
+        if num_devices * num_nodes != self.world_size():
+            raise ConfigurationError(
+                f"devices={num_devices} and num_nodes={num_nodes} are {num_devices * num_nodes} "
+                f"ranks, and {type(self).__name__} has started {self.world_size()}: expected as "
+                "many, so change one of the two, or what the job asks for"
+            )
+
+
+class LightningEnvironment(_Detected, environments.PlainEnvironment, metaclass=InstanceCheck):
+    """Processes that a launcher here starts, or that were started by hand."""
+
+    is_instance = of_class(environments.PlainEnvironment)
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._size: int | None = None
+
+    def set_global_rank(self, rank: int) -> None:
+        """Let this process have a rank."""
+        self._rank = rank
+
+    def set_world_size(self, size: int) -> None:
+        """Let there be so many ranks."""
+        self._size = size
+
+    def global_rank(self) -> int:
+        """Return this process's rank among all."""
+        return super().global_rank() if self._rank is None else self._rank
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return super().world_size() if self._size is None else self._size
+
+
+class TorchElasticEnvironment(_Detected, environments.TorchElasticEnvironment):
+    """Processes started by torchrun."""
+
+    variables = ("TORCHELASTIC_RUN_ID",)
+
+
+class LSFEnvironment(_Detected, environments.LSFEnvironment):
+    """Processes started by jsrun in an LSF job."""
+
+    variables = (
+        "LSB_DJOB_RANKFILE",
+        "LSB_JOBID",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+    )
+
+
+class SLURMEnvironment(_Detected, environments.SLURMEnvironment):
+    """Processes started by srun."""
+
+    variables = ("SLURM_NTASKS",)
+
+    @classmethod
+    def detect(cls) -> bool:
+        """Whether srun has started this process, and not as a shell."""
+        return super().detect() and cls.job_name() not in ("bash", "interactive")
+
+    @staticmethod
+    def job_name() -> str | None:
+        """Return the job's name, or None."""
+        return os.environ.get("SLURM_JOB_NAME")
+
+    @staticmethod
+    def job_id() -> int | None:
+        """Return the job's number, or None; also None in an interactive shell."""
+        if SLURMEnvironment.job_name() in ("bash", "interactive"):
+            return None
+        number = os.environ.get("SLURM_JOB_ID", "")
+        return int(number) if number.isdigit() else None
+
+
+class KubeflowEnvironment(_Detected, environments.KubeflowEnvironment):
+    """Pods of a PyTorchJob."""
+
+    @classmethod
+    def detect(cls) -> bool:
+        """Nothing tells such a pod from another: name the environment.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "KubeflowEnvironment.detect(): nothing tells a pod of a PyTorchJob from another one; "
+            "name the environment: plugins='kubeflow'"
+        )
+
+
+class MPIEnvironment(_Detected, environments.MPIEnvironment):
+    """Processes started by mpirun."""
+
+    variables = ("OMPI_COMM_WORLD_SIZE",)

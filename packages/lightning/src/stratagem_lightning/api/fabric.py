@@ -1,0 +1,222 @@
+"""Fabric: Lite by Lightning's name."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stratagem.errors import ConfigurationError
+from stratagem.lite import Lite, LiteDataLoader, LiteModule, PathLike, numbers_of
+from stratagem.runtime import LiteOptimizer
+from stratagem_lightning.api.data import first_of_one
+from stratagem_lightning.api.filtering import Filter, filtered
+from stratagem_lightning.api.module import LightningModule
+from stratagem_lightning.api.strategies import SingleDeviceStrategy
+
+
+def is_wrapped(obj: object) -> bool:
+    """Whether an object is what `setup` or `setup_dataloaders` returned."""
+    return isinstance(obj, (LiteModule, LiteOptimizer, LiteDataLoader))
+
+
+class Fabric(Lite):
+    """Lite, with the arguments and methods that Fabric has beside."""
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write several values to every logger, on rank 0; as Fabric's, by keyword."""
+        if self.is_global_zero:
+            for logger in self.loggers:
+                logger.log_metrics(metrics=numbers_of(metrics), step=step)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every callback that has it, with the arguments that it takes.
+
+        What is no method is left out with a warning.
+        """
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if callable(method):
+                method(*args, **_taken(method, kwargs))
+                continue
+            warnings.warn(
+                f"call({hook_name!r}): expected a method, and {type(callback).__name__}."
+                f"{hook_name} is a {type(method).__name__}: it is left out",
+                stacklevel=2,
+            )
+
+    def setup(self, module: Any, *optimizers: Any, **options: Any) -> Any:
+        """Prepare a model and its optimizers; as `Lite.setup`.
+
+        Args:
+            module: a LightningModule logs through this Fabric from now on.
+            *optimizers, **options: as there.
+        """
+        result = super().setup(module, *optimizers, **options)
+        if isinstance(module, LightningModule):
+            module.fabric = self
+            wrapped = result[1:] if isinstance(result, tuple) else ()
+            module.__dict__["_fabric_optimizers"] = wrapped
+            module.__dict__["_fabric_module"] = result[0] if wrapped else result
+        return result
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return every rank's tensors, each of shape (world_size, *shape); of one rank as they are.
+
+        Args:
+            data: tensors, or numbers.
+            group: not needed here.
+            sync_grads: let gradients flow through it.
+        """
+        return first_of_one(super().all_gather(data, sync_grads=sync_grads), self)
+
+    def clip_gradients(
+        self,
+        module: Any,
+        optimizer: Any,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Any:
+        """Clip gradients; as `Lite.clip_gradients`.
+
+        Args:
+            module: what `setup` returned; or a LightningModule, which it was given.
+            optimizer, clip_val, max_norm, norm_type, error_if_nonfinite: as there.
+        """
+        return super().clip_gradients(
+            vars(module).get("_fabric_module", module),
+            optimizer,
+            clip_val=clip_val,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def setup_dataloaders(self, *dataloaders: Any, **options: Any) -> Any:
+        """Prepare data loaders; as `Lite.setup_dataloaders`.
+
+        Raises:
+            ConfigurationError: there is none, or one was set up before.
+        """
+        if not dataloaders:
+            raise ConfigurationError(
+                "setup_dataloaders(): expected a loader, received none: pass one"
+            )
+        if any(isinstance(loader, LiteDataLoader) for loader in dataloaders):
+            raise ConfigurationError(
+                "setup_dataloaders: expected loaders as they were made, received one that it has "
+                "returned before: set up each of them once"
+            )
+        return super().setup_dataloaders(*dataloaders, **options)
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Start the processes; as `Lite.launch`.
+
+        Raises:
+            TypeError: the function takes no argument, and is to be given this object.
+        """
+        if function is not None and not inspect.signature(function).parameters:
+            raise TypeError(
+                f"launch({function}): expected a function whose first argument is the Fabric of "
+                "its rank, received one without arguments: give it one"
+            )
+        return super().launch(function, *args, **kwargs)
+
+    def save(
+        self, path: PathLike | Mapping[str, Any], state: Any = None, filter: Filter | None = None
+    ) -> None:
+        """Save state; as `Lite.save`.
+
+        Args:
+            path, state: as there.
+            filter: for names in `state`, a function of a key and its value: whether to save it.
+
+        Raises:
+            TypeError: `filter` is no dict of functions.
+            ValueError: it names what is not in `state`.
+        """
+        state, path = (path, state) if isinstance(path, Mapping) else (state, path)
+        if (own := self._of_strategy("save_checkpoint")) is not None:
+            own(path=path, state=_unwrapped(state), filter=filter)
+            return
+        super().save(path, state if filter is None else filtered(state, filter))
+
+    def load(
+        self,
+        path: PathLike,
+        state: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint; as `Lite.load`.
+
+        Args:
+            path, state, strict: as there.
+            weights_only: not needed here: nothing in a checkpoint is ever executed.
+        """
+        own = self._of_strategy("load_checkpoint")
+        if own is None:
+            return super().load(path, state, strict=strict)
+        plain = None if state is None else _unwrapped(state)
+        left: dict[str, Any] = own(path=path, state=plain, strict=strict, weights_only=weights_only)
+        for name, value in (plain or {}).items():
+            if state is not None and not is_wrapped(state.get(name)):
+                state[name] = value
+        return left
+
+    def load_raw(
+        self, path: PathLike, obj: Any, *, strict: bool = True, weights_only: bool | None = None
+    ) -> None:
+        """Fill a model or an optimizer from a file that is its state dict.
+
+        Args:
+            path: where from.
+            obj: a model or an optimizer.
+            strict: refuse weights that do not match the model's.
+            weights_only: not needed here: nothing in a checkpoint is ever executed.
+        """
+        own = self._of_strategy("load_checkpoint")
+        if own is not None:
+            plain = _unwrapped({"": obj})[""]
+            own(path=path, state=plain, strict=strict, weights_only=weights_only)
+            return
+        state = super().load(path)
+        if isinstance(obj, (LiteOptimizer,)) or not hasattr(obj, "named_parameters"):
+            obj.load_state_dict(state)
+        else:
+            obj.load_state_dict(state, strict=strict)
+
+    def _of_strategy(self, name: str) -> Callable[..., Any] | None:
+        """Return a method of the strategy's that saves or loads, where a user has written one."""
+        method: Callable[..., Any] | None = getattr(self.strategy, name, None)
+        ours = getattr(SingleDeviceStrategy, name)
+        return None if getattr(method, "__func__", None) is ours else method
+
+
+def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with models and optimizers as they were handed to `setup`."""
+    plain = dict(state)
+    for name, value in state.items():
+        if isinstance(value, LiteModule):
+            plain[name] = vars(value)["module"]
+        elif isinstance(value, LiteOptimizer):
+            plain[name] = value.optimizer
+    return plain
+
+
+def _taken(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return those keyword arguments that a method takes; all, if it does not say which."""
+    try:
+        accepted = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return arguments
+    if any(p.kind is p.VAR_KEYWORD for p in accepted):
+        return arguments
+    names = {p.name for p in accepted if p.kind is not p.VAR_POSITIONAL}
+    return {name: value for name, value in arguments.items() if name in names}

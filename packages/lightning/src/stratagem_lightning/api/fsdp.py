@@ -1,0 +1,93 @@
+"""FSDPStrategy by Lightning's arguments."""
+
+# Annotations are objects here, since jsonargparse is handed them one by one.
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+
+from stratagem import strategies
+from stratagem.errors import ConfigurationError
+from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+
+
+class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
+    """Shards parameters, gradients and optimizer state; as `stratagem.strategies.FSDPStrategy`.
+
+    Args:
+        mixed_precision, device_mesh, activation_checkpointing: as there.
+        activation_checkpointing_policy: the later name of `activation_checkpointing`; also a
+            policy of `torch.distributed.fsdp.wrap`, or a function of a module, of whether to look
+            at its submodules, and of a number of parameters.
+        use_orig_params, sync_module_states: True, which is how FSDP2 works.
+        precision, precision_plugin: both names of one argument.
+        **options: see `stratagem.strategies.FSDPStrategy`.
+
+    Attributes:
+        mixed_precision_config: as given.
+
+    Raises:
+        ConfigurationError: an option is something else, or there are two for one thing.
+
+    Example:
+        >>> strategy = FSDPStrategy(activation_checkpointing_policy={nn.TransformerEncoderLayer})
+        >>> strategy.mixed_precision_config is None
+        True
+    """
+
+    is_instance = of_class(strategies.FSDPStrategy)
+
+    def __init__(
+        self,
+        *,
+        mixed_precision: Any = None,
+        device_mesh: tuple[int, int] | None = None,
+        activation_checkpointing: Any = None,
+        activation_checkpointing_policy: Any = None,
+        use_orig_params: bool = True,
+        sync_module_states: bool = True,
+        precision: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        flags = {"use_orig_params": use_orig_params, "sync_module_states": sync_module_states}
+        for name, value in flags.items():
+            if value is not True:
+                raise ConfigurationError(
+                    f"FSDPStrategy({name}={value!r}): expected True, which is how FSDP2 works: "
+                    "leave it out"
+                )
+        if activation_checkpointing is not None and activation_checkpointing_policy is not None:
+            raise ConfigurationError(
+                f"FSDPStrategy(activation_checkpointing={activation_checkpointing!r}, "
+                f"activation_checkpointing_policy={activation_checkpointing_policy!r}): "
+                "two names of one argument: leave one out"
+            )
+        super().__init__(
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            activation_checkpointing=_of_policy(activation_checkpointing_policy)
+            if activation_checkpointing is None
+            else _as_set(activation_checkpointing),
+            precision_plugin=precision if precision_plugin is None else precision_plugin,
+            **options,
+        )
+        self.mixed_precision_config: MixedPrecision | None = mixed_precision
+
+
+def _as_set(choice: Any) -> Any:
+    return set(choice) if isinstance(choice, list) else choice
+
+
+def _of_policy(policy: Any) -> Any:
+    """Return a choice of modules as ours are made: a function takes a module."""
+    if isinstance(policy, type) or not callable(policy):
+        return _as_set(policy)
+    asked: Callable[..., bool] = policy
+
+    def chosen(module: nn.Module) -> bool:
+        return bool(asked(module=module, recurse=False, nonwrapped_numel=0))
+
+    return chosen

@@ -1,0 +1,196 @@
+"""Loggers: with the defaults that Lightning's have, where they differ."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stratagem import loggers
+from stratagem.launch import rank_zero_only
+from stratagem.loggers import write_hyperparameters
+from stratagem_extras.loggers import comet_logger, mlflow_logger, tensorboard_logger, wandb_logger
+from stratagem_extras.loggers.sdk_logger import DummyExperiment
+
+_NAME = "lightning_logs"
+
+
+class CSVLogger(loggers.CSVLogger):
+    """A CSVLogger of the folder `lightning_logs`; rows without a step are counted.
+
+    Args:
+        save_dir, name, version, **options: of `stratagem.loggers.CSVLogger`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = _NAME,
+        version: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, **options)
+        self._next_step = 0
+
+    hparams_file = "hparams.yaml"
+    NAME_HPARAMS_FILE = hparams_file
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append a row.
+
+        Args:
+            metrics: its values.
+            step: None: the one after that of the row before; 0 at first.
+        """
+        step = self._next_step if step is None else step
+        self._next_step = step + 1
+        super().log_metrics(metrics, step)
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        """Choose the folder, and write a file of no hyperparameters until there are some."""
+        super().begin_run(run_id, resumed_at)
+        _write_none(self._folder.make() / self.hparams_file)
+
+    def log_hyperparams(self, params: Any = None) -> None:
+        """Write them, as JSON, which is YAML too; None: there are none."""
+        super().log_hyperparams(params)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows that are held back, each with its step."""
+        return [{"step": step, **values} for step, values in self._held]
+
+    @property
+    def metrics_file_path(self) -> str:
+        """The file of the rows."""
+        return str(self._file)
+
+
+class ExperimentWriter:
+    """Names of the files of a CSVLogger."""
+
+    NAME_HPARAMS_FILE = CSVLogger.hparams_file
+    NAME_METRICS_FILE = "metrics.csv"
+
+
+class TensorBoardLogger(tensorboard_logger.TensorBoardLogger):
+    """A TensorBoardLogger of the folder `lightning_logs`.
+
+    Args:
+        save_dir, name, version, **options: of `stratagem.loggers.TensorBoardLogger`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = _NAME,
+        version: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, **options)
+
+    def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
+        """Choose the folder, and write a file of no hyperparameters until there are some."""
+        super().begin_run(run_id, resumed_at)
+        _write_none(Path(self.log_dir) / self.NAME_HPARAMS_FILE)
+
+
+def _write_none(file: Path) -> None:
+    """Write a file of no hyperparameters where there is none: scripts pass it on unseen."""
+    if not file.exists():
+        write_hyperparameters(file, {})
+
+
+class DummyLogger(loggers.Logger):
+    """Stands for the loggers of a quick run: it takes every call, and writes nothing."""
+
+    name = version = ""
+
+    def __init__(self) -> None:
+        self.experiment = DummyExperiment()
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.experiment, name)
+
+    def __getitem__(self, index: int) -> DummyLogger:
+        return self
+
+    def __iter__(self) -> Iterator[DummyLogger]:
+        yield self
+
+
+def rank_zero_experiment(experiment: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a logger's `experiment` be made on rank 0 only; elsewhere it takes every call.
+
+    Args:
+        experiment: the method, which a property is made of.
+
+    Example:
+        >>> class Mine(loggers.Logger):
+        ...     def log_metrics(self, metrics, step=None):
+        ...         self.experiment.append((step, dict(metrics)))
+        ...     @property
+        ...     @rank_zero_experiment
+        ...     def experiment(self):
+        ...         return vars(self).setdefault("rows", [])
+        >>> logger = Mine()
+        >>> logger.log_metrics({"loss": 0.5}, 3)
+        >>> logger.experiment
+        [(3, {'loss': 0.5})]
+    """
+
+    @functools.wraps(experiment)
+    def of_rank(logger: Any) -> Any:
+        return experiment(logger) if rank_zero_only.rank == 0 else DummyExperiment()
+
+    return of_rank
+
+
+class MLFlowLogger(mlflow_logger.MLFlowLogger):
+    """An MLFlowLogger of the experiment `lightning_logs`.
+
+    Args:
+        experiment_name, *args, **options: of `stratagem.loggers.MLFlowLogger`.
+    """
+
+    def __init__(self, experiment_name: str = _NAME, *args: Any, **options: Any) -> None:
+        super().__init__(experiment_name, *args, **options)
+
+
+class WandbLogger(wandb_logger.WandbLogger):
+    """A WandbLogger of the project `lightning_logs`.
+
+    Args:
+        *args, project, **options: of `stratagem.loggers.WandbLogger`.
+    """
+
+    default_project = _NAME
+
+
+class CometLogger(comet_logger.CometLogger):
+    """A CometLogger that takes the names of Lightning's older arguments.
+
+    Args:
+        project_name, experiment_name: `project` and `name` of `stratagem.loggers.CometLogger`.
+        **options: the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        if project_name is not None:
+            options["project"] = project_name
+        if experiment_name is not None:
+            options["name"] = experiment_name
+        super().__init__(**options)

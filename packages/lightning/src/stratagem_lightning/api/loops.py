@@ -1,0 +1,195 @@
+"""What scripts read of Lightning's loops, as views of a Trainer that has none of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from stratagem import trainer
+from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
+from stratagem_lightning.api import fit_loop as fit_loop_view
+
+
+class Counts(NamedTuple):
+    """How many of something were begun and ended; here nothing is in between when it is asked."""
+
+    ready: int
+    started: int
+    processed: int
+    completed: int
+
+
+class Progress(NamedTuple):
+    """How far a loop is: in this epoch or run, and in all."""
+
+    current: Counts
+    total: Counts
+
+
+def _progress(current: int, total: int) -> Progress:
+    return Progress(Counts(*[current] * 4), Counts(*[total] * 4))
+
+
+class _View:
+    """Reads and sets what a Trainer has under a loop's names."""
+
+    shown: tuple[str, ...] = ()
+
+    def __init__(self, of: trainer.Trainer) -> None:
+        vars(self)["trainer"] = of
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.shown:
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r} here; it shows {', '.join(self.shown)} of "
+                "the Trainer: docs/from-lightning.md says what differs"
+            )
+        return getattr(vars(self)["trainer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.shown:
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be set here")
+        setattr(vars(self)["trainer"], name, value)
+
+
+class EvaluationLoop(_View):
+    """`validate_loop` and `test_loop`."""
+
+    shown = ("trainer", "inference_mode")
+
+    @property
+    def batch_progress(self) -> Progress:
+        """The batches of the last run."""
+        run = self.trainer._run
+        count = 0 if run is None else run.evaluated_batches
+        return _progress(count, count)
+
+
+class ValidationData(NamedTuple):
+    """`fit_loop.epoch_loop.val_loop._data_source`, which GluonTS asks."""
+
+    of: trainer.Trainer
+
+    def is_defined(self) -> bool:
+        """Whether the fit has data for validation."""
+        return bool(self.of.run.has_validation)
+
+
+class ValidationLoop(EvaluationLoop):
+    """`fit_loop.epoch_loop.val_loop`."""
+
+    @property
+    def _data_source(self) -> ValidationData:
+        return ValidationData(self.trainer)
+
+    @property
+    def batch_progress(self) -> Progress:
+        """The batches of the last validation, and those of all in this epoch."""
+        run, progress = self.trainer._run, self.trainer._progress
+        if run is None or run.stage != "fit":
+            return _progress(0, 0)
+        own = run.validation
+        has_begun = progress.batches > 0
+        is_of_this_epoch = own.last_epoch == progress.epoch - (not has_begun)
+        return _progress(own.last_batches, own.batches_of_epoch if is_of_this_epoch else 0)
+
+
+class PredictionLoop(EvaluationLoop):
+    """`predict_loop`."""
+
+    @property
+    def return_predictions(self) -> bool:
+        """Whether `predict` keeps what `predict_step` returns."""
+        run = self.trainer._run
+        return run is None or run.job.keeps_predictions
+
+    @property
+    def predictions(self) -> list[Any]:
+        """What `predict_step` has returned so far; of several loaders, a list for each."""
+        run = self.trainer._run
+        kept = [] if run is None else list(run.predictions)
+        return kept[0] if len(kept) == 1 else kept
+
+    @property
+    def epoch_batch_indices(self) -> list[list[Any]]:
+        """The samples of each batch that a BasePredictionWriter keeps, a list for each loader."""
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, BasePredictionWriter):
+                return callback.epoch_batch_indices
+        return [[] for _ in self.trainer.num_predict_batches]
+
+
+class EpochLoop(_View):
+    """`fit_loop.epoch_loop`."""
+
+    shown = ("trainer", "max_steps", "min_steps", "global_step")
+
+    @property
+    def batch_idx(self) -> int:
+        """The batch of this epoch that is trained on, or was last; -1: none."""
+        run, done = self.trainer._run, int(self.trainer.batches_that_trained)
+        step = None if run is None else run.step
+        # Between two epochs nothing is under way, and nothing is done.
+        if step is None or (not done and not step.is_under_way):
+            return done - 1
+        return int(step.last_batch_idx)
+
+    @property
+    def batch_progress(self) -> Progress:
+        """The batches of this epoch that were trained on, and those of all epochs."""
+        count = self.trainer.batches_that_trained
+        return _progress(count, self.trainer._progress.batches_before + count)
+
+    @property
+    def val_loop(self) -> ValidationLoop:
+        """The validation within a fit."""
+        return ValidationLoop(self.trainer)
+
+
+class FitLoop(fit_loop_view.FitLoop):
+    """`trainer.fit_loop`: Stratagem's, and what follows from its limits and its position."""
+
+    @property
+    def trainer(self) -> trainer.Trainer:
+        """Whose it is."""
+        of: trainer.Trainer = vars(self)["_trainer"]
+        return of
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, counted from 0."""
+        return self.trainer.current_epoch
+
+    @property
+    def epoch_loop(self) -> EpochLoop:  # type: ignore[override]  # which has a loop of its own
+        """The loop over batches."""
+        return EpochLoop(self.trainer)
+
+    @property
+    def epoch_progress(self) -> Progress:
+        """The epochs that were trained."""
+        return _progress(self.trainer.current_epoch, self.trainer.current_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as it is in checkpoints."""
+        return self.trainer._progress.state_dict()
+
+    @property
+    def batch_idx(self) -> int:
+        """The batch of this epoch that is trained on, or was last; -1: none."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def max_batches(self) -> float:
+        """Batches of an epoch."""
+        return float(self.trainer.num_training_batches)
+
+    @property
+    def done(self) -> bool:
+        """Whether a limit is reached."""
+        of = self.trainer
+        return bool(
+            of.should_stop
+            or of.limit_train_batches == 0
+            or -1 < of.max_steps <= of.global_step
+            or -1 < of.max_epochs <= of.current_epoch
+        )

@@ -1,0 +1,208 @@
+"""ModelCheckpoint: with the arguments, in the order that Lightning's has them."""
+
+# Without the __future__ import: command lines read the types of the arguments as they stand here.
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from stratagem import callbacks
+from stratagem.callbacks import filled
+from stratagem.checkpoint import SUFFIX
+from stratagem.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stratagem.module import Module
+    from stratagem.trainer import Trainer
+
+
+class ModelCheckpoint(callbacks.ModelCheckpoint):
+    """Stratagem's; what an error ends is saved under `filename`, and `dirpath` is a string.
+
+    `CHECKPOINT_NAME_LAST`, which may have values in braces as `filename` has them, and
+    `CHECKPOINT_EQUALS_CHAR` are looked at at each save; `CHECKPOINT_JOIN_CHAR` stands in
+    `format_checkpoint_name` before a version and after a prefix.
+
+    Args:
+        dirpath: as in `stratagem.callbacks.ModelCheckpoint`.
+        filename: as there.
+        monitor: as there.
+        verbose: as there.
+        save_last: as there.
+        save_top_k: as there.
+        save_on_exception: as there.
+        save_weights_only: as there.
+        mode: as there.
+        auto_insert_metric_name: as there.
+        every_n_train_steps: as there.
+        train_time_interval: as there.
+        every_n_epochs: as there.
+        save_on_train_epoch_end: as there.
+        enable_version_counter: as there.
+
+    Raises:
+        ConfigurationError: a value out of range; when a fit begins, another `FILE_EXTENSION`.
+
+    Example:
+        >>> from stratagem_lightning.api.model_checkpoint import ModelCheckpoint
+        >>> saver = ModelCheckpoint(filename="{epoch}-{val_loss:.2f}", monitor="val_loss")
+        >>> saver.format_checkpoint_name({"epoch": 2, "val_loss": 0.123456})
+        'epoch=2-val_loss=0.12.ckpt'
+    """
+
+    CHECKPOINT_NAME_LAST = "last"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_JOIN_CHAR = "-"
+    FILE_EXTENSION = SUFFIX
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        super().__init__(
+            dirpath or None,
+            filename,
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            save_on_exception=save_on_exception,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            enable_version_counter=enable_version_counter,
+        )
+
+    @property
+    def dirpath(self) -> str | None:
+        """The folder that it saves in, absolute if it is local; None: not known before a run."""
+        folder = self._folder
+        return str(folder.absolute() if isinstance(folder, Path) else folder) if folder else None
+
+    @dirpath.setter
+    def dirpath(self, folder: str | Path | None) -> None:
+        callbacks.ModelCheckpoint.dirpath.fset(self, folder)  # type: ignore[attr-defined]
+
+    @property
+    def best_model_score(self) -> Any:
+        """The value of the best, a tensor; None: there is none."""
+        return _tensor(super().best_model_score)
+
+    @property
+    def current_score(self) -> Any:
+        """The value that was looked at last, a tensor; None: there is none."""
+        return _tensor(self._current_score)
+
+    @current_score.setter
+    def current_score(self, score: float | None) -> None:
+        self._current_score = score
+
+    @property
+    def kth_value(self) -> Any:
+        """The value of `kth_best_model_path`, a tensor; None: there is none."""
+        return _tensor(self.best_k_models.get(self.kth_best_model_path))
+
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        """Value by path of those that are kept as the best; without a monitor there are none."""
+        return super().best_k_models if self.monitor is not None else {}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of them, or ""."""
+        return super().kth_best_model_path if self.monitor is not None else ""
+
+    def format_checkpoint_name(  # type: ignore[override]
+        self,
+        metrics: Mapping[str, Any],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """Return the path for values.
+
+        Args:
+            metrics: values by name; 0 for what is missing.
+            filename: None: this one's.
+            ver: a number for the end of the name.
+            prefix: for its beginning.
+        """
+        name = filename or self.filename
+        text = self._with_values(name, _Zeros(metrics))
+        text = self.CHECKPOINT_JOIN_CHAR.join(
+            [*([prefix] if prefix else []), text, *([] if ver is None else [f"v{ver}"])]
+        )
+        return str(Path(self.dirpath or "") / f"{text}.ckpt")
+
+    def to_yaml(self, filepath: str | Path | None = None) -> None:
+        """Write the best checkpoints' values by path.
+
+        Args:
+            filepath: None: `best_k_models.yaml` in the folder.
+        """
+        # JSON is YAML.
+        text = json.dumps(self.best_k_models, indent=2)
+        Path(filepath or Path(self.dirpath or "") / "best_k_models.yaml").write_text(text + "\n")
+
+    def setup(self, trainer: "Trainer", module: "Module", stage: str) -> None:
+        """Choose the folder; refuse an ending by which nothing is found again."""
+        if self.FILE_EXTENSION != SUFFIX:
+            raise ConfigurationError(
+                f"{type(self).__name__}.FILE_EXTENSION is {self.FILE_EXTENSION!r}: expected "
+                f"{SUFFIX!r}, by which checkpoints are found again; put what tells them apart into "
+                "filename"
+            )
+        super().setup(trainer, module, stage)
+
+    def _name_of_last(self, trainer: "Trainer") -> str:
+        return self._filled(self.CHECKPOINT_NAME_LAST, trainer)
+
+    def _with_values(self, filename: str, values: Mapping[str, Any]) -> str:
+        return filled(
+            filename,
+            values,
+            with_names=self.auto_insert_metric_name,
+            equals=self.CHECKPOINT_EQUALS_CHAR,
+        )
+
+    def _name_to_resume_from(self, trainer: "Trainer", why: str) -> str:
+        if why == "exception":
+            return self._name(trainer)
+        return super()._name_to_resume_from(trainer, why)
+
+
+def _tensor(score: float | None) -> Tensor | None:
+    return None if score is None else torch.tensor(score)
+
+
+class _Zeros(dict[str, Any]):
+    """0 for every name that it has not."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> int:
+        return 0

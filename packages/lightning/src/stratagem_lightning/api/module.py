@@ -1,0 +1,142 @@
+"""LightningModule: a Module by Lightning's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem.errors import CheckpointMismatchError
+from stratagem.launch import rank_zero_warn
+from stratagem.module import Module
+from stratagem_lightning.api.data import first_of_one
+from stratagem_lightning.api.exceptions import StateDictError
+from stratagem_lightning.api.saving import of_file
+
+ModuleType = TypeVar("ModuleType", bound="LightningModule")
+
+
+class LightningModule(Module):
+    """A Module, under the name that Lightning has for it."""
+
+    needs_optimizer = False
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
+    __jit_unused_properties__ = [*Module.__jit_unused_properties__, "fabric"]  # noqa: RUF012 - torch.jit reads a list
+
+    # -- with Fabric in the place of a Trainer
+
+    @property
+    def fabric(self) -> Any:
+        """The Fabric that has set this model up, or None."""
+        return self.__dict__.get("_fabric")
+
+    @fabric.setter
+    def fabric(self, fabric: Any) -> None:
+        self.__dict__["_fabric"] = fabric
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The Trainer's loggers, or Fabric's."""
+        return super().loggers if self.fabric is None else list(self.fabric.loggers)
+
+    def _log_outside_of_a_run(self, name: str, value: Any) -> None:
+        """Let Fabric log; without it say that nothing does."""
+        if self.__dict__["_trainer"] is not None:
+            super()._log_outside_of_a_run(name, value)
+        if self.fabric is None:
+            rank_zero_warn(
+                f"self.log({name!r}, ...): {type(self).__name__} has neither a Trainer nor a Fabric"
+                " yet, so that nothing is logged"
+            )
+            return
+        self.fabric.log(name, value)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, or a list of them, of the Trainer or of Fabric.
+
+        Args:
+            use_pl_optimizer: not needed here: a step always goes through the strategy.
+        """
+        if self.fabric is None:
+            return super().optimizers()
+        found = self.__dict__["_fabric_optimizers"]
+        return found[0] if len(found) == 1 else list(found)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `forward` makes of a batch."""
+        return self(kwargs["batch"] if "batch" in kwargs else args[0])
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward through the strategy, of the Trainer or of Fabric."""
+        if self.fabric is None:
+            super().manual_backward(loss, *args, **kwargs)
+        else:
+            self.fabric.backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of an optimizer's parameters; as there, or through Fabric."""
+        if self.fabric is None:
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val is not None:
+            by_value = gradient_clip_algorithm == "value"
+            self.fabric.clip_gradients(
+                self,
+                optimizer,
+                clip_val=gradient_clip_val if by_value else None,
+                max_norm=None if by_value else gradient_clip_val,
+            )
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return every rank's tensors, each of shape (world_size, *shape); of one rank as they are.
+
+        Args:
+            data: tensors, or numbers.
+            group: not needed here.
+            sync_grads: let gradients flow through it.
+        """
+        if self.fabric is not None:
+            return self.fabric.all_gather(data, group, sync_grads)
+        return first_of_one(super().all_gather(data, sync_grads=sync_grads), self.trainer)
+
+    # -- from a checkpoint
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[ModuleType],
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> ModuleType:
+        """Make a model from a checkpoint; as `Module.load_from_checkpoint`.
+
+        Args:
+            checkpoint_path, map_location, **kwargs: as there.
+            hparams_file: a YAML file whose values go before those of the checkpoint.
+            strict: as there.
+            weights_only: not needed here: nothing in a checkpoint is ever executed.
+
+        Raises:
+            StateDictError: the weights are another model's; a RuntimeError too.
+        """
+        try:
+            return super().load_from_checkpoint(
+                checkpoint_path,
+                map_location=map_location,
+                strict=strict,
+                **of_file(hparams_file),
+                **kwargs,
+            )
+        except CheckpointMismatchError as error:
+            raise StateDictError.of(error) from error

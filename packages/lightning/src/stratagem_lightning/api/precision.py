@@ -1,0 +1,260 @@
+"""Precision by the classes that Lightning has for it, with the methods that those have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem import precision
+from stratagem.errors import ConfigurationError
+from stratagem.precision import default_dtype
+from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+from stratagem_lightning.api.warnings import rank_zero_deprecation
+
+
+class Precision(precision.Precision, metaclass=InstanceCheck):
+    """A precision whose batches are converted by methods, as Lightning's are.
+
+    A subclass names itself by `precision`, and overrides `convert_module`, `convert_input`,
+    `convert_output`, `module_init_context` and `forward_context` as it likes.
+
+    Example:
+        >>> import torch
+        >>> from stratagem import Trainer
+        >>> class Halves(Precision):
+        ...     precision = "halves"
+        ...     def convert_input(self, data):
+        ...         return data / 2
+        >>> Trainer(accelerator="cpu", plugins=Halves()).plan.precision.name
+        'halves'
+        >>> Halves().input_converter()(torch.ones(1))
+        tensor([0.5000])
+    """
+
+    name = "32-true"
+    is_instance = of_class(precision.Precision)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if isinstance(vars(cls).get("precision"), str):
+            cls.name = vars(cls)["precision"]
+
+    @property
+    def precision(self) -> str:
+        """The name that it is selected by."""
+        return self.name
+
+    # -- what Stratagem calls, in Lightning's words
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which to build a model."""
+        return super().init_context()
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new tensors have the parameters' dtype."""
+        return super().init_context()
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Return `module_init_context`."""
+        return self.module_init_context()
+
+    def convert_input(self, data: Any) -> Any:
+        """Return a batch as the model takes it."""
+        convert = super().input_converter()
+        return data if convert is None else convert(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Return a model's output as Fabric hands it out."""
+        convert = super().output_converter()
+        return data if convert is None else convert(data)
+
+    def input_converter(self) -> Callable[[Any], Any] | None:
+        """Return `convert_input` where a subclass has its own."""
+        return self.convert_input if self._overrides("convert_input") else super().input_converter()
+
+    def output_converter(self) -> Callable[[Any], Any] | None:
+        """Return `convert_output` where a subclass has its own."""
+        own = self._overrides("convert_output")
+        return self.convert_output if own else super().output_converter()
+
+    def _overrides(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(Precision, method)
+
+    # -- for a loop of one's own
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward from a loss, scaled where this precision scales it.
+
+        Args:
+            tensor: the loss.
+            model: not needed here.
+            *args, **kwargs: those of `Tensor.backward`.
+        """
+        self.scale_loss(tensor).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Step the optimizer; `kwargs` are those of its `step`."""
+        if self.scales_loss:
+            super().optimizer_step(optimizer, **kwargs)
+        else:
+            optimizer.step(**kwargs)
+
+
+class DoublePrecision(Precision, precision.TruePrecision):
+    """float64 throughout: "64-true"."""
+
+    is_instance = of_class(precision.TruePrecision, "64-true")
+
+    def __init__(self) -> None:
+        super().__init__("64-true")
+
+
+class HalfPrecision(Precision, precision.TruePrecision):
+    """float16 or bfloat16 throughout.
+
+    Args:
+        precision: "16-true" or "bf16-true".
+    """
+
+    is_instance = of_class(precision.TruePrecision, "16-true", "bf16-true")
+
+    def __init__(self, precision: str = "16-true") -> None:
+        super().__init__(precision)
+
+
+class MixedPrecision(Precision, precision.MixedPrecision):
+    """float32 parameters; bfloat16 or float16 where autocast finds it safe.
+
+    Args:
+        precision: "bf16-mixed"; or "16-mixed", which stratagem-backend-cuda provides.
+        device: as Lightning asks for it; the accelerator's is used.
+        scaler: for "16-mixed": what scales the loss; None: one of torch's defaults.
+
+    Raises:
+        ConfigurationError: it is another precision, or a scaler that is not needed.
+    """
+
+    scaler: Any = None
+    is_instance = of_class(precision.Precision, "16-mixed", "bf16-mixed")
+
+    def __new__(cls, precision: str = "", *args: Any, **options: Any) -> MixedPrecision:
+        """Return one that scales the loss for "16-mixed"."""
+        if cls is not MixedPrecision or precision != "16-mixed":
+            return super().__new__(cls)
+        from stratagem_lightning.api.float16 import Float16MixedPrecision
+
+        return Float16MixedPrecision.__new__(Float16MixedPrecision)
+
+    def __init__(self, precision: str, device: str = "cuda", scaler: Any = None) -> None:
+        if precision == "bf16-mixed" and scaler is not None:
+            raise ConfigurationError(
+                "MixedPrecision('bf16-mixed', scaler=...): expected no scaler, since bfloat16 has "
+                "the range of float32: leave it out, or pass '16-mixed'"
+            )
+        super().__init__(precision, **({} if scaler is None else {"scaler": scaler}))
+        self.device = device
+
+    def autocast_context_manager(self) -> Any:
+        """Return the context of forward passes."""
+        return self.forward_context()
+
+
+class _TruePrecision(Precision, precision.TruePrecision):
+    """One dtype throughout."""
+
+
+_OF_SHARDING = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
+
+
+class FSDPPrecision(Precision):
+    """The precision of that name; a sharding strategy needs no other one.
+
+    Args:
+        precision: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
+        scaler: see `MixedPrecision`.
+
+    Raises:
+        ConfigurationError: it is none of these, or there is a scaler that is not needed.
+
+    Example:
+        >>> precision = FSDPPrecision("bf16-mixed")
+        >>> isinstance(precision, FSDPPrecision), isinstance(precision, MixedPrecision)
+        (True, True)
+    """
+
+    is_instance = of_class(precision.Precision, *_OF_SHARDING)
+
+    def __new__(cls, precision: str = "", scaler: Any = None) -> Any:
+        """Return the one that computes so."""
+        _check("FSDPPrecision", precision)
+        if precision.endswith("mixed"):
+            return MixedPrecision(precision, scaler=scaler)
+        return _TruePrecision(precision)
+
+
+def _check(who: str, precision: str) -> None:
+    if precision not in _OF_SHARDING:
+        expected = ", ".join(map(repr, _OF_SHARDING))
+        raise ConfigurationError(f"{who}({precision!r}): expected one of {expected}")
+
+
+class DeepSpeedPrecision(Precision, precision.EnginePrecision):
+    """The precision that DeepSpeed's engine computes in.
+
+    Args:
+        precision: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+
+    is_instance = of_class(precision.EnginePrecision)
+
+    def __init__(self, precision: str) -> None:
+        _check("DeepSpeedPrecision", precision)
+        super().__init__(precision)
+        if precision == "32-true":
+            self.dtype = torch.float32
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which to build a model; "true" names have half-precision ones."""
+        stays = self.name.endswith("mixed")
+        return super().module_init_context() if stays else default_dtype(self.dtype)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Let the engine run backward.
+
+        Args:
+            tensor: the loss.
+            model: the engine.
+            *args, **kwargs: for its `backward`.
+        """
+        model.backward(tensor, *args, **kwargs)
+
+
+def _earlier(name: str, kind: Any) -> Any:
+    """Return a class under the name that it had before: making one warns."""
+
+    def make(cls: Any, *args: Any, **options: Any) -> Any:
+        if cls is not earlier:
+            return kind.__new__(cls, *args, **options)  # a user's subclass
+        rank_zero_deprecation(f"The `{name}` is deprecated: its name is `{kind.__name__}` now")
+        return kind(*args, **options)
+
+    inherited = {"is_instance": kind.is_instance, "__module__": __name__, "__doc__": kind.__doc__}
+    earlier = type(kind)(name, (kind,), {**inherited, "__new__": make})
+    return earlier
+
+
+PrecisionPlugin = _earlier("PrecisionPlugin", Precision)
+DoublePrecisionPlugin = _earlier("DoublePrecisionPlugin", DoublePrecision)
+HalfPrecisionPlugin = _earlier("HalfPrecisionPlugin", HalfPrecision)
+MixedPrecisionPlugin = _earlier("MixedPrecisionPlugin", MixedPrecision)
+FSDPPrecisionPlugin = _earlier("FSDPPrecisionPlugin", FSDPPrecision)
+DeepSpeedPrecisionPlugin = _earlier("DeepSpeedPrecisionPlugin", DeepSpeedPrecision)
+FSDPMixedPrecisionPlugin = _earlier("FSDPMixedPrecisionPlugin", MixedPrecision)

@@ -1,0 +1,74 @@
+"""Samplers of ranks, by Lightning's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from torch.utils.data import Dataset, DistributedSampler, Sampler
+
+
+class UnrepeatedDistributedSampler(DistributedSampler[Any]):
+    """Shares samples between ranks without repeating any: some ranks may have one more.
+
+    Args:
+        dataset: what has a length.
+        *args, **kwargs: those of `torch.utils.data.DistributedSampler`.
+
+    Example:
+        >>> from stratagem_lightning.api.samplers import UnrepeatedDistributedSampler
+        >>> one = UnrepeatedDistributedSampler(range(5), rank=0, num_replicas=2, shuffle=False)
+        >>> other = UnrepeatedDistributedSampler(range(5), rank=1, num_replicas=2, shuffle=False)
+        >>> list(one), list(other)
+        ([0, 2, 4], [1, 3])
+    """
+
+    def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dataset, *args, **kwargs)
+        self.total_size = len(dataset)
+        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
+
+
+class DistributedSamplerWrapper(DistributedSampler[Any]):
+    """Shares what another sampler yields between ranks.
+
+    Args:
+        sampler: one that yields the same on every rank, and has a length.
+        *args, **kwargs: those of `torch.utils.data.DistributedSampler`.
+
+    Example:
+        >>> from torch.utils.data import SequentialSampler
+        >>> from stratagem_lightning.api.samplers import DistributedSamplerWrapper
+        >>> sampler = SequentialSampler("abcd")
+        >>> list(DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False))
+        [1, 3]
+    """
+
+    def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(_Positions(sampler), *args, **kwargs)
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        yielded = list(self._sampler)
+        return (yielded[position] for position in super().__iter__())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let this sampler, and the other one where it has epochs, shuffle for an epoch."""
+        super().set_epoch(epoch)
+        of_other = getattr(self._sampler, "set_epoch", None)
+        if callable(of_other):
+            of_other(epoch)
+
+
+class _Positions(Dataset[int]):
+    """As long as a sampler."""
+
+    def __init__(self, sampler: Sampler[Any]) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        assert isinstance(self._sampler, Sized)
+        return len(self._sampler)
+
+    def __getitem__(self, position: int) -> int:
+        return position

@@ -1,0 +1,172 @@
+"""Lightning's enumerations: strings that compare equal to what Stratagem says."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from stratagem import trainer
+from stratagem.trainer import RunState
+
+
+class LightningEnum(str, Enum):
+    """A string with a closed set of values; compared without regard to case."""
+
+    @classmethod
+    def from_str(cls, value: str) -> LightningEnum | None:
+        """Return the member of this value or name, or None."""
+        wanted = value.casefold().replace("-", "_")
+        found = (one for one in cls if wanted in (one.value.casefold(), one.name.casefold()))
+        return next(found, None)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Enum):
+            other = other.value
+        return isinstance(other, str) and self.value.casefold() == other.casefold()
+
+    def __hash__(self) -> int:
+        return hash(self.value.casefold())
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class TrainerStatus(LightningEnum):
+    """What has become of a run."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended, by itself or by an exception."""
+        return self in (type(self).FINISHED, type(self).INTERRUPTED)
+
+
+class TrainerFn(LightningEnum):
+    """Which of the Trainer's four methods runs; what `setup(stage)` is given."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(LightningEnum):
+    """What is going on within it."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it is a validation, a sanity check or a test."""
+        stage = type(self)
+        return self in (stage.VALIDATING, stage.TESTING, stage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> str | None:
+        """What names of loaders begin with."""
+        if self in (type(self).VALIDATING, type(self).SANITY_CHECKING):
+            return "val"
+        return self.value
+
+
+class TrainerState:
+    """What a Trainer is doing, in Lightning's enumerations; equal to one that says the same.
+
+    Args:
+        of: the Trainer; None: what the others say.
+        status, fn, stage: of a state that is compared with a Trainer's.
+    """
+
+    def __init__(
+        self,
+        of: trainer.Trainer | None = None,
+        *,
+        status: TrainerStatus = TrainerStatus.INITIALIZING,
+        fn: TrainerFn | None = None,
+        stage: RunningStage | None = None,
+    ) -> None:
+        self._trainer = of
+        self._stage = stage
+        if of is not None:
+            self._state = of._state
+        else:
+            self._state = RunState(status=status.value, fn=None if fn is None else fn.value)
+
+    @property
+    def status(self) -> TrainerStatus:
+        """How far its last run is."""
+        begun = self._trainer is None or self._state.fn is not None
+        return TrainerStatus(self._state.status) if begun else TrainerStatus.INITIALIZING
+
+    @status.setter
+    def status(self, status: str) -> None:
+        self._state.status = str(TrainerStatus(status))
+
+    @property
+    def fn(self) -> TrainerFn | None:
+        """Which run it was; None: there was none."""
+        return None if self._state.fn is None else TrainerFn(self._state.fn)
+
+    @fn.setter
+    def fn(self, fn: str | None) -> None:
+        self._state.fn = None if fn is None else str(TrainerFn(fn))
+
+    @property
+    def stage(self) -> RunningStage | None:
+        """What is going on within it; None: it has ended."""
+        of = self._trainer
+        if of is None:
+            return self._stage
+        if self._state.status != "running":
+            return None
+        if of.sanity_checking:
+            return RunningStage.SANITY_CHECKING
+        if of.validating:
+            return RunningStage.VALIDATING
+        if of.testing:
+            return RunningStage.TESTING
+        return RunningStage.PREDICTING if of.predicting else RunningStage.TRAINING
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last run has ended without an exception."""
+        return self.status == TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last run has ended."""
+        return self.status.stopped
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TrainerState):
+            return NotImplemented
+        return (self.status, self.fn, self.stage) == (other.status, other.fn, other.stage)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes as its Trainer runs
+
+    def __repr__(self) -> str:
+        return f"TrainerState(status={self.status}, fn={self.fn}, stage={self.stage})"
+
+
+class GradClipAlgorithmType(LightningEnum):
+    """What of the gradients is clipped."""
+
+    VALUE = "value"
+    NORM = "norm"
+
+    @staticmethod
+    def supported_type(value: str) -> bool:
+        """Whether there is such an algorithm."""
+        return any(value == one.value for one in GradClipAlgorithmType)
+
+    @staticmethod
+    def supported_types() -> list[str]:
+        """Return all of them."""
+        return [one.value for one in GradClipAlgorithmType]

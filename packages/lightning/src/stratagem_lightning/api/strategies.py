@@ -1,0 +1,211 @@
+"""Fabric's strategies, with what code calls on one that no Fabric has taken yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stratagem import strategies
+from stratagem.checkpoint import SingleFileCheckpointIO
+from stratagem.errors import ConfigurationError
+from stratagem.lite import LiteModule, collect, restore
+from stratagem.precision import TruePrecision
+from stratagem.strategies import Ranks
+from stratagem_lightning.api.filtering import Filter, filtered
+from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+
+PathLike = str | os.PathLike[str]
+
+_ALONE = {"ranks": Ranks, "checkpoint_io": SingleFileCheckpointIO, "precision": TruePrecision}
+"""What is there before a Fabric brings its own, unless something else was asked for."""
+
+
+class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCheck):
+    """One device; as `stratagem.strategies.SingleDeviceStrategy`, and of use without a Fabric.
+
+    Args:
+        device: as there; None: the CPU, until a Fabric says otherwise.
+        accelerator, checkpoint_io: as for every strategy.
+        precision, precision_plugin: both names of one argument.
+        **components: see `stratagem.strategies.Strategy`.
+
+    Example:
+        >>> import torch
+        >>> strategy = SingleDeviceStrategy("cpu")
+        >>> model = strategy.setup_module(torch.nn.Linear(2, 1))
+        >>> strategy.root_device, strategy.world_size, list(strategy.get_module_state_dict(model))
+        (device(type='cpu'), 1, ['weight', 'bias'])
+    """
+
+    is_instance = of_class(strategies.SingleDeviceStrategy)
+
+    def __init__(
+        self,
+        device: str | int | torch.device | None = None,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        *,
+        precision_plugin: Any = None,
+        **components: Any,
+    ) -> None:
+        super().__init__(
+            device,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision if precision_plugin is None else precision_plugin,
+            **components,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if "components" not in own and "requested" in own:
+            if name in ("device", "root_device"):
+                return self._wanted or torch.device("cpu")
+            if name in _ALONE and not isinstance(asked := self.requested.get(name), str):
+                own[name] = _ALONE[name]() if asked is None else asked
+                return own[name]
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set it; a component that is set before a Fabric has taken this one is asked for."""
+        components = ("accelerator", "precision", "checkpoint_io", "cluster_environment")
+        if name in components and "components" not in vars(self):
+            self.requested = {**self.requested, name: value}
+        super().__setattr__(name, value)
+
+    # -- models and tensors
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return the module: one device needs no wrapper."""
+        return module
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a module to the device."""
+        module.to(self.root_device)
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which to build a model: on the device, of the right dtype.
+
+        Args:
+            empty_init: whether first values may be left out; they are drawn all the same.
+        """
+        return self.tensor_init_context()
+
+    @contextmanager
+    def tensor_init_context(self) -> Iterator[None]:
+        """Return a context in which new tensors are on the device, of the right dtype."""
+        with self.root_device, self.precision.init_context():
+            yield
+
+    # -- collectives
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return it: there is one rank."""
+        return tensor
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
+        """Return it: there is one rank."""
+        return tensor
+
+    # -- state
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return a module's weights by name."""
+        return (
+            self.model_state(module.prepared)
+            if isinstance(module, LiteModule)
+            else (module.state_dict())
+        )
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        """Load a module's weights.
+
+        Args:
+            module: the module.
+            state_dict: what `get_module_state_dict` returned.
+            strict: refuse missing and unexpected names.
+        """
+        module.load_state_dict(state_dict, strict=strict)
+
+    def save_checkpoint(
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Filter | None = None,
+    ) -> None:
+        """Save modules, optimizers, what has a state_dict, and plain values, on rank 0.
+
+        Args:
+            path: where to.
+            state: by name.
+            storage_options: not taken by any format here.
+            filter: see `Fabric.save`.
+
+        Raises:
+            ConfigurationError: there are storage options.
+        """
+        if storage_options is not None:
+            raise ConfigurationError(
+                f"save_checkpoint(storage_options={storage_options!r}): expected None; give them "
+                "to a CheckpointIO of your own"
+            )
+        checkpoint = collect(self, state if filter is None else filtered(state, filter))
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint=checkpoint, path=path)  # type: ignore[arg-type]
+
+    def load_checkpoint(
+        self,
+        path: PathLike,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load what `save_checkpoint` has saved, or a file that is one state dict.
+
+        Args:
+            path: where from.
+            state: a dict that is filled in place; a module or an optimizer, for a file that is its
+                state dict; None: nothing is filled.
+            strict: refuse a file that lacks an entry of `state`, or weights that do not match.
+            weights_only: not needed here: nothing in a checkpoint is ever executed.
+
+        Returns:
+            What was not filled in.
+
+        Raises:
+            KeyError: an entry of `state` is not in the file.
+        """
+        checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(path)  # type: ignore[arg-type]
+        if not state:
+            return checkpoint
+        if isinstance(state, Optimizer):
+            state.load_state_dict(checkpoint)
+            return {}
+        if isinstance(state, nn.Module):
+            self.load_module_state_dict(state, checkpoint, strict=strict)
+            return {}
+        for name in state if strict else ():
+            if name not in checkpoint:
+                raise KeyError(
+                    f"{path} holds no {name!r}, which is to be filled from it; "
+                    "pass strict=False to leave it as it is"
+                )
+        rest = dict(state)
+        for name, target in state.items():
+            if isinstance(target, nn.Module) and not isinstance(target, LiteModule):
+                del rest[name]
+                if name in checkpoint:
+                    self.load_module_state_dict(target, checkpoint.pop(name), strict=strict)
+        restore(self, checkpoint, rest, path=path, strict=strict)
+        state.update(rest)
+        return checkpoint

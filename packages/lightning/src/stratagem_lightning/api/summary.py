@@ -1,0 +1,84 @@
+"""The table of layers, as a class and as a function of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratagem.callbacks import summarize as table_of
+from stratagem.errors import ConfigurationError
+
+NOT_APPLICABLE = "n/a"
+UNKNOWN_SIZE = "?"
+LEFTOVER_PARAMS_NAME = "other params"
+
+
+class ModelSummary:
+    """The layers of a model; as a string it is their table.
+
+    Args:
+        model: with `example_input_array`, sizes and FLOPs are known too.
+        max_depth: how deep submodules are listed; -1: all; 0: none.
+
+    Attributes:
+        layer_names, layer_types, param_nums, in_sizes, out_sizes: of each layer in turn.
+        total_parameters, trainable_parameters: numbers in the whole model.
+        total_layer_params: numbers in its layers; the others are its own parameters.
+        model_size: MB of its parameters.
+        total_flops: of one forward of the example; 0: not known.
+
+    Raises:
+        ConfigurationError: `max_depth` is less than -1 or no whole number.
+
+    Example:
+        >>> from torch import nn
+        >>> from stratagem_lightning.api.summary import ModelSummary
+        >>> summary = ModelSummary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+        >>> summary.layer_types, summary.param_nums, summary.total_parameters
+        (['Linear', 'ReLU'], [9, 0], 9)
+    """
+
+    def __init__(self, model: Any, max_depth: int = 1) -> None:
+        if not isinstance(max_depth, int) or max_depth < -1:
+            raise ConfigurationError(f"`max_depth` can be -1, 0 or > 0, got {max_depth}")
+        self._model = model
+        example = getattr(model, "example_input_array", None)
+        table = table_of(model, max_depth, example=example, call=model)
+        self._table = table
+        self.max_depth = max_depth
+        self.layer_names = [layer.name for layer in table.layers]
+        self.layer_types = [layer.kind for layer in table.layers]
+        self.param_nums = [layer.parameters for layer in table.layers]
+        self.in_sizes = [layer.in_size for layer in table.layers]
+        self.out_sizes = [layer.out_size for layer in table.layers]
+        self.training_modes = [layer.mode == "train" for layer in table.layers]
+        self.total_parameters = table.total_parameters
+        self.trainable_parameters = table.trainable_parameters
+        self.total_layer_params = sum(
+            layer.parameters for layer in table.layers if "." not in layer.name
+        )
+        self.model_size = table.model_size
+        self.total_flops = table.total_flops or 0
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """How many submodules are in which mode by now."""
+        modes = [part.training for part in self._model.modules() if part is not self._model]
+        return {"train": sum(modes), "eval": len(modes) - sum(modes)}
+
+    def __str__(self) -> str:
+        return str(self._table)
+
+    __repr__ = __str__
+
+
+def summarize(lightning_module: Any, max_depth: int = 1) -> ModelSummary:
+    """Return the table of a model's layers.
+
+    Args:
+        lightning_module: the model.
+        max_depth: how deep submodules are listed; -1: all.
+
+    Raises:
+        ConfigurationError: as for `ModelSummary`.
+    """
+    return ModelSummary(lightning_module, max_depth)

@@ -1,0 +1,13 @@
+"""The version of Lightning whose public names these are."""
+
+from __future__ import annotations
+
+from stratagem.launch import rank_zero_info
+
+LIGHTNING_VERSION = "2.6.6"
+"""What `lightning.__version__` is, for scripts that compare it."""
+
+
+def cli_lightning_logo() -> None:
+    """Say by what the script runs; Lightning's examples call it."""
+    rank_zero_info("Stratagem, by Lightning's names")

@@ -1,0 +1,438 @@
+"""Which names Lightning's public modules have, and which object of Stratagem each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_API = "stratagem_lightning.api"
+
+
+def _names(homes: Mapping[str, str]) -> dict[str, str]:
+    """Return names with their places.
+
+    Args:
+        homes: module -> names that it holds; `name=other` where it calls it `other`.
+    """
+    places = {}
+    for home, names in homes.items():
+        for name in names.split():
+            own, _, other = name.partition("=")
+            places[own] = f"{home}:{other or own}"
+    return places
+
+
+_CALLBACKS = _names(
+    {
+        "stratagem.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter Callback "
+        "DeviceStatsMonitor EMAWeightAveraging GradientAccumulationScheduler "
+        "LambdaCallback LearningRateMonitor ModelPruning ModelSummary "
+        "OnExceptionCheckpoint RichModelSummary=ModelSummary "
+        "StochasticWeightAveraging ThroughputMonitor Timer WeightAveraging",
+        f"{_API}.progress": "ProgressBar",
+        f"{_API}.tqdm_bar": "TQDMProgressBar",
+        f"{_API}.callbacks": "EarlyStopping EarlyStoppingReason RichProgressBar",
+        f"{_API}.model_checkpoint": "ModelCheckpoint",
+        "stratagem_extras.tuner": "BatchSizeFinder LearningRateFinder",
+    }
+)
+_LOGGERS = _names(
+    {
+        "stratagem.loggers": "Logger NeptuneLogger",
+        f"{_API}.loggers": "CSVLogger CometLogger DummyLogger ExperimentWriter MLFlowLogger "
+        "TensorBoardLogger WandbLogger rank_zero_experiment",
+        "stratagem_extras.loggers.sdk_logger": "DummyExperiment",
+    }
+)
+_LOGGER_LEAVES = {
+    "csv_logs": "CSVLogger ExperimentWriter",
+    "logger": "Logger DummyExperiment DummyLogger rank_zero_experiment",
+    "tensorboard": "TensorBoardLogger",
+}
+_FURTHER_LOGGERS = {
+    "comet": "CometLogger",
+    "mlflow": "MLFlowLogger",
+    "neptune": "NeptuneLogger",
+    "wandb": "WandbLogger",
+}
+_CLI = _names(
+    {
+        f"{_API}.cli": "ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple "
+        "LRSchedulerTypeUnion LightningArgumentParser LightningCLI OptimizerCallable "
+        "ReduceLROnPlateau SaveConfigCallback instantiate_class"
+    }
+)
+_PROGRESS = _names(
+    {
+        f"{_API}.progress": "ProgressBar get_standard_metrics",
+        f"{_API}.tqdm_bar": "TQDMProgressBar Tqdm",
+        f"{_API}.callbacks": "RichProgressBar RichProgressBarTheme",
+    }
+)
+_PROFILERS = _names(
+    {
+        "stratagem.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler "
+        "SimpleProfiler",
+    }
+)
+_STRATEGIES = _names(
+    {
+        "stratagem.strategies": "DDPStrategy DeepSpeedStrategy ModelParallelStrategy "
+        "ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy=SingleXLAStrategy Strategy "
+        "XLAFSDPStrategy XLAStrategy StrategyRegistry STRATEGY_REGISTRY=StrategyRegistry "
+        "DataParallelStrategy",
+        f"{_API}.fsdp": "FSDPStrategy",
+    }
+)
+_FABRIC_STRATEGIES = {**_STRATEGIES, **_names({f"{_API}.strategies": "SingleDeviceStrategy"})}
+_ACCELERATORS = _names(
+    {
+        "stratagem.accelerators": "XLAAccelerator",
+        f"{_API}.cuda": "CUDAAccelerator",
+        f"{_API}.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator "
+        "find_usable_cuda_devices",
+    }
+)
+_PRECISION = _names(
+    {
+        "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision",
+        f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
+        "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
+        "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
+        "FSDPMixedPrecisionPlugin MixedPrecision MixedPrecisionPlugin Precision PrecisionPlugin",
+    }
+)
+_ENVIRONMENTS = _names(
+    {
+        "stratagem.environments": "ClusterEnvironment",
+        f"{_API}.environments": "KubeflowEnvironment LSFEnvironment LightningEnvironment "
+        "MPIEnvironment SLURMEnvironment TorchElasticEnvironment",
+    }
+)
+_IO = _names(
+    {
+        "stratagem.checkpoint": "CheckpointIO TorchCheckpointIO=SingleFileCheckpointIO",
+        f"{_API}.checkpoint_io": "AsyncCheckpointIO",
+    }
+)
+_RANK_ZERO = _names(
+    {
+        "stratagem.launch.rank_zero": "rank_zero_debug rank_zero_info rank_zero_only "
+        "rank_zero_warn",
+        f"{_API}.warnings": "LightningDeprecationWarning rank_zero_deprecation WarningCache "
+        "rank_prefixed_message",
+    }
+)
+_SEED = _names({f"{_API}.seed": "isolate_rng pl_worker_init_function reset_seed seed_everything"})
+_EXCEPTIONS = _names({f"{_API}.exceptions": "MisconfigurationException SIGTERMException"})
+_WARNINGS = _names({f"{_API}.warnings": "PossibleUserWarning disable_possible_user_warnings"})
+_DATA = _names(
+    {
+        f"{_API}.data": "AttributeDict extract_batch_size has_iterable_dataset has_len "
+        "has_len_all_ranks sized_len suggested_max_num_workers"
+    }
+)
+_MOVING = _names(
+    {f"{_API}.data": "convert_tensors_to_scalars convert_to_tensors move_data_to_device"}
+)
+_MODELS = _names(
+    {
+        f"{_API}.models": "find_shared_parameters from_compiled get_torchvision_model grad_norm "
+        "is_overridden set_shared_parameters to_uncompiled"
+    }
+)
+_MEMORY = _names(
+    {
+        f"{_API}.memory": "garbage_collection_cuda is_cuda_out_of_memory is_cudnn_snafu "
+        "is_oom_error is_out_of_cpu_memory recursive_detach"
+    }
+)
+_PARSING = _names(
+    {
+        f"{_API}.data": "AttributeDict",
+        f"{_API}.parsing": "clean_namespace get_init_args is_picklable lightning_getattr "
+        "lightning_hasattr lightning_setattr parse_class_init_keys",
+    }
+)
+_ENUMS = _names({f"{_API}.states": "GradClipAlgorithmType LightningEnum"})
+_THROUGHPUT = _names(
+    {
+        "stratagem_extras.callbacks.throughput": "Throughput",
+        f"{_API}.throughput": "ThroughputMonitor measure_flops",
+    }
+)
+_COMBINED = _names({"stratagem.data": "CombinedLoader"})
+_TYPES = _names(
+    {
+        f"{_API}.types": "EVAL_DATALOADERS LRSchedulerConfig LRSchedulerConfigType "
+        "LRSchedulerPLType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerConfig "
+        "OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS "
+        "_EVALUATE_OUTPUT=EVALUATE_OUTPUT _PREDICT_OUTPUT=PREDICT_OUTPUT"
+    }
+)
+_BORING = _names(
+    {
+        f"{_API}.demos.boring_classes": "BoringDataModule BoringDataModuleNoLen "
+        "BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel Net RandomDataset "
+        "RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen"
+    }
+)
+_TRANSFORMER = _names({f"{_API}.demos.transformer": "LightningTransformer Transformer WikiText2"})
+_LSTM = _names({f"{_API}.demos.lstm": "LightningLSTM SequenceSampler SimpleLSTM"})
+_MODULES = _names(
+    {f"{_API}.module": "LightningModule", f"{_API}.datamodule": "LightningDataModule"}
+)
+_MIXINS = _names({"stratagem.module.hyperparameters": "HyperparametersMixin=HyperParametersMixin"})
+_TRAINER = _names({f"{_API}.trainer": "Trainer"})
+_TUNER = _names({"stratagem_extras.tuner": "Tuner"})
+_FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})
+_CALLBACK = {"Callback": _CALLBACKS["Callback"]}
+_SEED_EVERYTHING = {"seed_everything": _SEED["seed_everything"]}
+_VERSION = {"__version__": f"{_API}.version:LIGHTNING_VERSION"}
+_UTILITIES = {**_DATA, **_MOVING, **_RANK_ZERO, **_WARNINGS, **_ENUMS, **_THROUGHPUT}
+
+
+def _some(whole: Mapping[str, str], names: str) -> dict[str, str]:
+    return {name: whole[name] for name in names.split()}
+
+
+def _package(name: str, whole: Mapping[str, str], leaves: Mapping[str, str]) -> _Layout:
+    """Return a package, and the modules in it that have some of its names.
+
+    Args:
+        name: of the package.
+        whole: its names.
+        leaves: module -> some of the names.
+    """
+    return {name: whole, **{f"{name}.{leaf}": _some(whole, of) for leaf, of in leaves.items()}}
+
+
+_Layout = dict[str, Mapping[str, str]]
+
+_PRECISION_LEAVES = {
+    "amp": "MixedPrecision MixedPrecisionPlugin",
+    "deepspeed": "DeepSpeedPrecision DeepSpeedPrecisionPlugin",
+    "bitsandbytes": "BitsandbytesPrecision",
+    "double": "DoublePrecision DoublePrecisionPlugin",
+    "fsdp": "FSDPMixedPrecisionPlugin FSDPPrecision FSDPPrecisionPlugin",
+    "half": "HalfPrecision HalfPrecisionPlugin",
+    "precision": "Precision PrecisionPlugin",
+    "precision_plugin": "PrecisionPlugin",
+    "transformer_engine": "TransformerEnginePrecision",
+}
+_STRATEGY_LEAVES = {
+    "ddp": "DDPStrategy",
+    "deepspeed": "DeepSpeedStrategy",
+    "fsdp": "FSDPStrategy",
+    "model_parallel": "ModelParallelStrategy",
+    "parallel": "ParallelStrategy",
+    "single_device": "SingleDeviceStrategy",
+    "single_xla": "SingleDeviceXLAStrategy",
+    "strategy": "Strategy",
+    "xla": "XLAStrategy",
+}
+_ACCELERATOR_LEAVES = {
+    "accelerator": "Accelerator",
+    "cpu": "CPUAccelerator",
+    "cuda": "CUDAAccelerator find_usable_cuda_devices",
+    "xla": "XLAAccelerator",
+}
+_ENVIRONMENT_LEAVES = {
+    "cluster_environment": "ClusterEnvironment",
+    "kubeflow": "KubeflowEnvironment",
+    "lightning": "LightningEnvironment",
+    "lsf": "LSFEnvironment",
+    "mpi": "MPIEnvironment",
+    "slurm": "SLURMEnvironment",
+    "torchelastic": "TorchElasticEnvironment",
+}
+_PLUGINS = {**_PRECISION, **_IO}
+
+_PYTORCH: _Layout = {
+    "pytorch": {
+        **_TRAINER,
+        **_MODULES,
+        **_CALLBACK,
+        **_SEED_EVERYTHING,
+        **_VERSION,
+        **_names({f"{_API}.version": "cli_lightning_logo"}),
+    },
+    **_package(
+        "pytorch.callbacks",
+        _CALLBACKS,
+        {
+            "batch_size_finder": "BatchSizeFinder",
+            "callback": "Callback",
+            "device_stats_monitor": "DeviceStatsMonitor",
+            "early_stopping": "EarlyStopping EarlyStoppingReason",
+            "finetuning": "BackboneFinetuning BaseFinetuning",
+            "gradient_accumulation_scheduler": "GradientAccumulationScheduler",
+            "lambda_function": "LambdaCallback",
+            "lr_finder": "LearningRateFinder",
+            "lr_monitor": "LearningRateMonitor",
+            "model_checkpoint": "ModelCheckpoint",
+            "model_summary": "ModelSummary",
+            "on_exception_checkpoint": "OnExceptionCheckpoint",
+            "prediction_writer": "BasePredictionWriter",
+            "progress": "ProgressBar RichProgressBar TQDMProgressBar",
+            "pruning": "ModelPruning",
+            "rich_model_summary": "RichModelSummary",
+            "stochastic_weight_avg": "StochasticWeightAveraging",
+            "throughput_monitor": "ThroughputMonitor",
+            "timer": "Timer",
+            "weight_averaging": "EMAWeightAveraging WeightAveraging",
+        },
+    ),
+    **_package("pytorch.loggers", _LOGGERS, {**_LOGGER_LEAVES, **_FURTHER_LOGGERS}),
+    "pytorch.cli": _CLI,
+    "pytorch.callbacks.progress.progress_bar": _some(_PROGRESS, "ProgressBar get_standard_metrics"),
+    "pytorch.callbacks.progress.rich_progress": _some(
+        _PROGRESS, "RichProgressBar RichProgressBarTheme"
+    ),
+    "pytorch.callbacks.progress.tqdm_progress": _some(_PROGRESS, "TQDMProgressBar Tqdm"),
+    **_package(
+        "pytorch.profilers",
+        _PROFILERS,
+        {
+            "advanced": "AdvancedProfiler",
+            "base": "PassThroughProfiler",
+            "profiler": "Profiler",
+            "pytorch": "PyTorchProfiler",
+            "simple": "SimpleProfiler",
+        },
+    ),
+    **_package("pytorch.strategies", _STRATEGIES, _STRATEGY_LEAVES),
+    **_package("pytorch.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
+    "pytorch.plugins": _PLUGINS,
+    **_package("pytorch.plugins.precision", _PRECISION, _PRECISION_LEAVES),
+    **_package("pytorch.plugins.environments", _ENVIRONMENTS, _ENVIRONMENT_LEAVES),
+    **_package(
+        "pytorch.plugins.io",
+        _IO,
+        {
+            "async_plugin": "AsyncCheckpointIO",
+            "checkpoint_plugin": "CheckpointIO",
+            "torch_plugin": "TorchCheckpointIO",
+        },
+    ),
+    **_package(
+        "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
+    ),
+    **_package("pytorch.core.mixins", _MIXINS, {"hparams_mixin": "HyperparametersMixin"}),
+    "pytorch.core.optimizer": _names(
+        {"stratagem.runtime.optimizer": "LightningOptimizer=LiteOptimizer"}
+    ),
+    "pytorch.core.saving": _names(
+        {
+            f"{_API}.cloud_io": "get_filesystem",
+            f"{_API}.saving": "load_hparams_from_yaml save_hparams_to_yaml",
+        }
+    ),
+    "pytorch.core.hooks": _names({"stratagem.module.hooks": "DataHooks ModelHooks=ModuleHooks"}),
+    **_package("pytorch.trainer", {**_TRAINER, **_SEED_EVERYTHING}, {"trainer": "Trainer"}),
+    # Private, and in a library that many use.
+    "pytorch.trainer.connectors": {},
+    "pytorch.trainer.connectors.accelerator_connector": _names(
+        {f"{_API}.connector": "_AcceleratorConnector=AcceleratorConnector"}
+    ),
+    "pytorch.trainer.states": _names(
+        {f"{_API}.states": "RunningStage TrainerFn TrainerState TrainerStatus"}
+    ),
+    **_package("pytorch.tuner", _TUNER, {"tuning": "Tuner"}),
+    "pytorch.utilities": {
+        **{name: place for name, place in _UTILITIES.items() if "Throughput" not in name},
+        **_COMBINED,
+        **_EXCEPTIONS,
+        **_MODELS,
+        "is_picklable": _PARSING["is_picklable"],
+    },
+    "pytorch.utilities.combined_loader": _COMBINED,
+    "pytorch.utilities.compile": _some(_MODELS, "from_compiled to_uncompiled"),
+    "pytorch.utilities.data": _DATA,
+    "pytorch.utilities.enums": _ENUMS,
+    "pytorch.utilities.exceptions": _EXCEPTIONS,
+    "pytorch.utilities.grads": {"grad_norm": _MODELS["grad_norm"]},
+    "pytorch.utilities.memory": _MEMORY,
+    "pytorch.utilities.imports": _names(
+        # Private, and in Lightning's own examples.
+        {f"{_API}.models": "_OMEGACONF_AVAILABLE _RICH_AVAILABLE _TORCHVISION_AVAILABLE"}
+    ),
+    "pytorch.utilities.model_helpers": _some(_MODELS, "get_torchvision_model is_overridden"),
+    "pytorch.utilities.model_summary": _names({f"{_API}.summary": "ModelSummary summarize"}),
+    "pytorch.utilities.model_summary.model_summary": _names(
+        {
+            f"{_API}.summary": "LEFTOVER_PARAMS_NAME ModelSummary NOT_APPLICABLE UNKNOWN_SIZE "
+            "summarize"
+        }
+    ),
+    "pytorch.utilities.parameter_tying": _some(
+        _MODELS, "find_shared_parameters set_shared_parameters"
+    ),
+    "pytorch.utilities.parsing": _PARSING,
+    "pytorch.utilities.rank_zero": _RANK_ZERO,
+    "pytorch.utilities.signature_utils": _names({f"{_API}.parsing": "is_param_in_hook_signature"}),
+    "pytorch.utilities.seed": {"isolate_rng": _SEED["isolate_rng"]},
+    "pytorch.utilities.types": _TYPES,
+    "pytorch.utilities.warnings": _WARNINGS,
+    "pytorch.overrides": {},
+    "pytorch.overrides.distributed": _names({f"{_API}.samplers": "UnrepeatedDistributedSampler"}),
+    "pytorch.demos": {**_BORING, **_TRANSFORMER, **_LSTM},
+    "pytorch.demos.boring_classes": _BORING,
+    "pytorch.demos.lstm": _LSTM,
+    "pytorch.demos.mnist_datamodule": _names({f"{_API}.demos.mnist": "MNIST MNISTDataModule"}),
+    "pytorch.demos.transformer": _TRANSFORMER,
+}
+
+_FABRIC_SIDE: _Layout = {
+    "fabric": {**_FABRIC, **_SEED_EVERYTHING, **_VERSION},
+    "fabric.fabric": {"Fabric": _FABRIC["Fabric"]},
+    "fabric.wrappers": {"is_wrapped": _FABRIC["is_wrapped"]},
+    **_package("fabric.loggers", _LOGGERS, _LOGGER_LEAVES),
+    **_package("fabric.strategies", _FABRIC_STRATEGIES, _STRATEGY_LEAVES),
+    **_package("fabric.accelerators", _ACCELERATORS, _ACCELERATOR_LEAVES),
+    "fabric.plugins": {**_PLUGINS, "ClusterEnvironment": _ENVIRONMENTS["ClusterEnvironment"]},
+    **_package("fabric.plugins.precision", _PRECISION, _PRECISION_LEAVES),
+    **_package("fabric.plugins.environments", _ENVIRONMENTS, _ENVIRONMENT_LEAVES),
+    **_package(
+        "fabric.plugins.io", _IO, {"checkpoint_io": "CheckpointIO", "torch_io": "TorchCheckpointIO"}
+    ),
+    "fabric.utilities": _UTILITIES,
+    "fabric.utilities.apply_func": _MOVING,
+    "fabric.utilities.cloud_io": _names({f"{_API}.cloud_io": "get_filesystem"}),
+    "fabric.utilities.data": _DATA,
+    "fabric.utilities.distributed": _names({f"{_API}.samplers": "DistributedSamplerWrapper"}),
+    "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
+    "fabric.utilities.exceptions": _EXCEPTIONS,
+    # Private, and in libraries that many use.
+    "fabric.utilities.init": _names(
+        {f"{_API}.loading": "_materialize_meta_tensors=materialize_meta_tensors"}
+    ),
+    "fabric.utilities.load": _names(
+        {f"{_API}.loading": "_NotYetLoadedTensor=NotYetLoadedTensor _lazy_load=lazy_load"}
+    ),
+    "fabric.utilities.rank_zero": _RANK_ZERO,
+    "fabric.utilities.seed": _SEED,
+    "fabric.utilities.throughput": _THROUGHPUT,
+    # Private, and in annotations of libraries that many use.
+    "fabric.utilities.types": _names(
+        {
+            f"{_API}.types": "LRScheduler Optimizable=Optimizer ReduceLROnPlateau _DEVICE=DEVICE "
+            "_MAP_LOCATION_TYPE=MAP_LOCATION _PATH=PATH"
+        }
+    ),
+    "fabric.utilities.warnings": _WARNINGS,
+}
+
+LAYOUT: _Layout = {
+    "": {
+        **_TRAINER,
+        **_MODULES,
+        **_CALLBACK,
+        **_SEED_EVERYTHING,
+        **_VERSION,
+        "Fabric": _FABRIC["Fabric"],
+    },
+    **_PYTORCH,
+    **_FABRIC_SIDE,
+}
+"""Of each module: name -> `module:name` of the object. Modules as Lightning names them, within
+`lightning`; "" is `lightning` itself."""

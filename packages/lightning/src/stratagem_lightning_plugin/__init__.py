@@ -1,0 +1,1 @@
+"""The plugin of stratagem-lightning, and the form of Lightning's checkpoints."""

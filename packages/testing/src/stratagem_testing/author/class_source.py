@@ -1,0 +1,204 @@
+"""What a strategy's class says in its source, compared with its spec; nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib.machinery import ModuleSpec
+
+from stratagem.discovery import (
+    CORE,
+    OWN_BACKWARD,
+    OWN_CLIPPING,
+    OWN_STEP,
+    Capabilities,
+    Registry,
+    StrategySpec,
+    contradictions,
+    difference,
+    one_process_of,
+)
+from stratagem.errors import PluginError
+
+_FROM_IMPORT = re.compile(r"^from [\w.]+ import (?:\([^)]*\)|[^(\n]+)$", re.MULTILINE)
+_CLASS = re.compile(r"^class (\w+)\b.*?(?=^[^\s#)]|\Z)", re.MULTILINE | re.DOTALL)
+_HEAD = re.compile(r"class \w+\s*(?:\([^()]*\))?\s*:")
+_FUNCTION = re.compile(r"^([ \t]+)(?:async )?def (\w+)", re.MULTILINE)
+_CAPABILITIES = re.compile(r"^([ \t]+)capabilities\b.*?(?=^\1[^\s)]|\Z)", re.MULTILINE | re.DOTALL)
+
+_BASES = {"Strategy": True, "ParallelStrategy": False, "SingleDeviceStrategy": True}
+"""Bases that leave every part of a step as it is, and whether they are one process."""
+
+
+def check_source(spec: StrategySpec, registry: Registry) -> Iterator[str]:
+    """Yield where a strategy's class contradicts its spec, as far as its source shows.
+
+    Args:
+        spec: whose target's module is there.
+        registry: what the base classes of core are looked up in.
+    """
+    source = _source_of(spec.target) if isinstance(spec.target, str) else None
+    if source is None:
+        return
+    own, bases = source.capabilities, source.bases
+    if source.assigns_capabilities:
+        if own is not None and (text := difference(source.name, spec.capabilities, own)):
+            yield text
+    elif len(bases) == 1 and all(bases):
+        inherited = _capabilities_of_core(bases[0], registry)
+        is_known = inherited is not None or bases[0] in ("Strategy", "ParallelStrategy")
+        if is_known and (text := difference(source.name, spec.capabilities, inherited)):
+            yield text
+    can = spec.capabilities
+    if bases and all(_leaves_steps(base, registry) for base in bases):
+        yield from contradictions(
+            source.name,
+            can,
+            clips=not source.methods.isdisjoint(OWN_CLIPPING),
+            steps=not source.methods.isdisjoint(OWN_STEP),
+            runs_backward=not source.methods.isdisjoint(OWN_BACKWARD),
+        )
+    drives_one = [_BASES.get(base, True) for base in bases]
+    if drives_one and not any(drives_one) and can.one_process and can.many_devices:
+        yield one_process_of(source.name)
+
+
+def _leaves_steps(base: str, registry: Registry) -> bool:
+    """Whether a base class is one that neither clips nor runs backward in place of the user."""
+    can = Capabilities() if base in _BASES else _capabilities_of_core(base, registry)
+    return can is not None and can.manual_backward and not (can.owns_clipping or can.owns_step)
+
+
+def _capabilities_of_core(class_name: str, registry: Registry) -> Capabilities | None:
+    for candidate in registry.candidates("strategy"):
+        spec = candidate.spec
+        if (
+            candidate.distribution == CORE
+            and spec.class_name == class_name
+            and isinstance(spec, StrategySpec)
+        ):
+            return spec.capabilities
+    return None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A class in the text of its module.
+
+    Attributes:
+        name: of the class.
+        module: the text of its module.
+        text: that of the class.
+        tree: the class without its body.
+        methods: the names of the functions in its body.
+    """
+
+    name: str
+    module: str
+    text: str
+    tree: ast.ClassDef
+    methods: frozenset[str]
+
+    def imported(self, expression: ast.expr) -> tuple[str, str]:
+        """Return the (module, name) that a `from` import binds to a name; ("", ""): it does not."""
+        if not isinstance(expression, ast.Name):
+            return "", ""
+        for line in _FROM_IMPORT.findall(self.module):
+            # What names it alone: parsing every import takes as long as parsing the class.
+            for node in ast.parse(line).body if expression.id in line else ():
+                if isinstance(node, ast.ImportFrom):
+                    for alias in node.names:
+                        if expression.id == (alias.asname or alias.name):
+                            return node.module or "", alias.name
+        return "", ""
+
+    @cached_property
+    def bases(self) -> list[str]:
+        """The base classes by their names in stratagem.strategies; "": it is not from there."""
+        return [
+            name if module == "stratagem.strategies" else ""
+            for module, name in map(self.imported, self.tree.bases)
+        ]
+
+    @cached_property
+    def _assigned(self) -> ast.expr | None:
+        found = _CAPABILITIES.search(self.text)
+        if found is None:
+            return None
+        try:
+            (node,) = ast.parse(found[0].strip()).body
+        except (SyntaxError, ValueError):
+            return None
+        return node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+
+    @property
+    def assigns_capabilities(self) -> bool:
+        """Whether the body says what the class can do."""
+        return _CAPABILITIES.search(self.text) is not None or "capabilities" in self.methods
+
+    @cached_property
+    def capabilities(self) -> Capabilities | None:
+        """What the body says that it can do; None: only an import would show."""
+        value = self._assigned
+        if isinstance(value, ast.Name):
+            module, name = self.imported(value)
+            # The plugin module, which is imported already, mostly has them.
+            found = getattr(sys.modules.get(module), name, None) if module else None
+            return found if isinstance(found, Capabilities) else None
+        if isinstance(value, ast.Call) and not value.args:
+            if self.imported(value.func)[1] != "Capabilities":
+                return None
+            try:
+                arguments = {str(k.arg): ast.literal_eval(k.value) for k in value.keywords}
+                return Capabilities(**arguments)
+            except (ValueError, TypeError, PluginError):
+                return None
+        return None
+
+
+def find_module(module: str) -> ModuleSpec | str:
+    """Return where a module lies, or why it cannot be found; it is not executed."""
+    try:
+        found = importlib.util.find_spec(module)
+    # A package above it may raise whatever a vendor's SDK raises.
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"there is no module {module}" if found is None else found
+
+
+def _source_of(target: str) -> _Source | None:
+    """Return the class that a target names, where it lies in a file of its own module."""
+    module, _, name = target.partition(":")
+    place = find_module(module)
+    if isinstance(place, str) or not (place.origin or "").endswith(".py"):
+        return None
+    path = str(place.origin)
+    changed = os.stat(path).st_mtime_ns  # noqa: PTH116 - pathlib is slow to import
+    return _class_in(path, changed, name)
+
+
+@lru_cache(maxsize=64)
+def _class_in(path: str, changed: int, name: str) -> _Source | None:
+    """Return a class of a file that was `changed` at that time; several specs share one."""
+    with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib is slow to import
+        text = file.read()
+    # Only what is asked for is parsed: whole classes take as long as a fifth of doctor. No pattern
+    # has the name in it, since compiling one takes long too.
+    found = next((match for match in _CLASS.finditer(text) if match[1] == name), None)
+    head = None if found is None else _HEAD.match(found[0])
+    if found is None or head is None:
+        return None
+    try:
+        (tree,) = ast.parse(f"{head[0]} pass").body
+    except (SyntaxError, ValueError):
+        return None
+    functions = _FUNCTION.findall(found[0])
+    outer = min((indentation for indentation, _ in functions), default="")
+    methods = frozenset(function for indentation, function in functions if indentation == outer)
+    return _Source(name, text, found[0], tree, methods) if isinstance(tree, ast.ClassDef) else None

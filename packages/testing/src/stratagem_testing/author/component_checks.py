@@ -1,0 +1,240 @@
+"""Checks of a spec against what it describes, by importing it: `stratagem doctor NAME` asks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
+from difflib import get_close_matches
+from types import FunctionType
+from typing import Any
+
+from stratagem.accelerators import Accelerator
+from stratagem.checkpoint import CheckpointIO
+from stratagem.discovery import (
+    Capabilities,
+    ComponentSpec,
+    StrategySpec,
+    load_target,
+    one_process_of,
+)
+from stratagem.environments import ClusterEnvironment
+from stratagem.errors import ConfigurationError, PluginError
+from stratagem.launch import Launcher
+from stratagem.precision import Precision
+from stratagem.strategies import Strategy, check_capabilities, check_overrides
+
+INTERFACES: dict[str, type | str] = {
+    "accelerator": Accelerator,
+    "checkpoint_io": CheckpointIO,
+    "cluster_environment": ClusterEnvironment,
+    "launcher": Launcher,
+    "logger": "stratagem.loggers:Logger",  # which lies above
+    "precision": Precision,
+    "strategy": Strategy,
+}
+"""What a component of each kind is an instance of."""
+
+_SAID_TWICE = {
+    "accelerator": ("own_strategies", "data_parallel_kernels"),
+    "precision": ("name", "shardable"),
+    "launcher": (
+        *("interactive", "new_processes", "spans_nodes", "devices_elsewhere"),
+        "cluster_environment",
+    ),
+}
+"""The fields of a spec that its class has too."""
+_OF_ONE_KIND = {"accelerator": ("process_group_backend",)}
+"""What an interface only annotates, so that each class, or what is made of it, has its own."""
+_FUNCTIONS = {"probe": 0, "objection": 1, "local_world_size": 1}
+"""The fields that name a function, and with how many arguments it is called."""
+_NOT_MADE = ("cluster_environment", "logger")
+"""Kinds whose constructors read the machine, or may write."""
+_PARALLEL = "stratagem.strategies:ParallelStrategy"
+
+
+def kinds() -> list[str]:
+    """Return the kinds of component that an installed distribution may provide.
+
+    Example:
+        >>> "logger" in kinds()
+        True
+    """
+    return list(INTERFACES)
+
+
+def interface_of(spec: ComponentSpec) -> Any:
+    """Return the class of which a component is an instance.
+
+    Example:
+        >>> from stratagem.discovery import LoggerSpec
+        >>> interface_of(LoggerSpec(name="mine", target="my_package:Mine", api_version=1)).__name__
+        'Logger'
+    """
+    named = INTERFACES[spec.kind]
+    return load_target(named, what=f"the interface of a {spec.kind}")
+
+
+def mistakes_of(spec: ComponentSpec) -> list[str]:
+    """Return what is wrong with a component, a sentence each, by importing its target.
+
+    A strategy is also made, with the spec's arguments: no constructor of one asks the machine.
+
+    Example:
+        >>> from stratagem.discovery import StrategySpec
+        >>> mistakes_of(StrategySpec(name="mine", target="pathlib:Path", api_version=1))
+        ["its target 'pathlib:Path' is no subclass of Strategy"]
+    """
+    try:
+        target = spec.load()
+    except PluginError as error:
+        cause = error.__cause__
+        return [
+            f"its target {spec.target!r} cannot be imported: {type(cause).__name__}: {cause}"
+            + _missing_module(cause, spec)
+        ]
+    interface = interface_of(spec)
+    if isinstance(target, type):
+        if not issubclass(target, interface):
+            return [f"its target {spec.target!r} is no subclass of {interface.__name__}"]
+        if inspect.isabstract(target):
+            missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
+            return [f"its target {spec.target!r} does not define {missing}"]
+    elif not callable(target):
+        return [f"its target {spec.target!r} is {target!r}; expected a class, or a function"]
+    return [*_wrong_functions(spec), *_mistakes_of_made(spec, target, interface)]
+
+
+def doubts_of(spec: ComponentSpec) -> list[str]:
+    """Return what an author has probably not meant, of a component without mistakes.
+
+    Example:
+        >>> from stratagem.discovery import StrategySpec
+        >>> from stratagem.strategies import SingleDeviceStrategy
+        >>> class Mine(SingleDeviceStrategy):
+        ...     __module__ = "my_package"
+        ...     def end_trainig(self, prepared): ...
+        >>> doubts_of(StrategySpec(name="mine", target=Mine, api_version=1))
+        ['Mine.end_trainig overrides nothing, and nothing calls it; did you mean end_training?']
+    """
+    target = spec.load()
+    if not isinstance(target, type):
+        return []
+    ours = next(c for c in target.__mro__ if f"{c.__module__}.".startswith("stratagem."))
+    known = [name for name in dir(ours) if not name.startswith("_")]
+    found = []
+    for kind in target.__mro__[: target.__mro__.index(ours)]:
+        for name, member in vars(kind).items():
+            if name.startswith("_") or name in known or not isinstance(member, FunctionType):
+                continue
+            if near := get_close_matches(name, known, n=1, cutoff=0.88):
+                found.append(
+                    f"{kind.__name__}.{name} overrides nothing, and nothing calls it; did you mean "
+                    f"{near[0]}?"
+                )
+    return found
+
+
+def _missing_module(error: BaseException | None, spec: ComponentSpec) -> str:
+    """Return what to say of a module that is of another distribution, and not there."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    own = spec.target.partition(".")[0].partition(":")[0] if isinstance(spec.target, str) else ""
+    if not name or name.partition(".")[0] == own:
+        return ""
+    if name.partition(".")[0] == "stratagem":
+        return (
+            " (this stratagem-core has no such module: docs/plugin-api.md lists those that plugins "
+            "may import)"
+        )
+    return f" ({name.partition('.')[0]} has to be installed beside it)"
+
+
+def _wrong_functions(spec: ComponentSpec) -> Iterator[str]:
+    """Yield which functions that a spec names are not there, or are none of their arguments."""
+    for field, count in _FUNCTIONS.items():
+        named = getattr(spec, field, None)
+        if named is None:
+            continue
+        try:
+            inspect.signature(load_target(named, what=field)).bind(*[None] * count)
+        except PluginError as error:
+            cause = error.__cause__
+            yield f"its {field} {named!r} cannot be imported: {type(cause).__name__}: {cause}"
+        except TypeError as error:
+            yield f"its {field} {named!r} cannot be called with {count} argument(s): {error}"
+        except ValueError:
+            pass  # of a builtin, which has no signature
+
+
+def _mistakes_of_made(spec: ComponentSpec, target: Any, interface: type) -> Iterator[str]:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in spec.init_args.items())
+    # The boundary at which a constructor's failure becomes a sentence of doctor's.
+    try:
+        if spec.kind in _NOT_MADE:
+            inspect.signature(target).bind(**spec.init_args)
+            made = None
+        else:
+            made = spec.build()
+    except (Exception, SystemExit) as error:
+        yield f"{spec.class_name}({arguments}) failed with {type(error).__name__}: {error}"
+        return
+    if spec.kind not in _NOT_MADE and not isinstance(made, interface):
+        yield f"its target {spec.target!r} made {made!r}, which is no {interface.__name__}"
+        return
+    kind = target if made is None else type(made)
+    if isinstance(kind, type):
+        try:
+            check_overrides(kind, interface, by_name=True)
+        except ConfigurationError as error:
+            yield str(error)
+    if isinstance(made, Strategy) and isinstance(spec, StrategySpec):
+        yield from _mistakes_of_strategy(spec, made)
+    elif made is not None:
+        yield from _mistakes_of_fields(spec, made)
+
+
+def _mistakes_of_fields(spec: ComponentSpec, made: object) -> Iterator[str]:
+    """Yield which attributes are missing, or are not what the spec says."""
+    name = type(made).__name__
+    for field in _OF_ONE_KIND.get(spec.kind, ()):
+        if not hasattr(made, field):
+            yield f"{name} has no {field}, which each {spec.kind} has to set"
+    for field in _SAID_TWICE.get(spec.kind, ()):
+        said, own = getattr(spec, field), getattr(made, field, None)
+        # A class of launchers may serve several names: it says the least that all of them can do.
+        is_least = spec.kind == "launcher" and own == getattr(Launcher, field)
+        if said != own and not is_least:
+            yield (
+                f"its spec says {field}={said!r}, and {name} {field}={own!r}: a plan is made by "
+                "the first and run by the second; let both be the same"
+            )
+
+
+def _mistakes_of_strategy(spec: StrategySpec, made: Strategy) -> Iterator[str]:
+    kind = type(made)
+    own: object = getattr(made, "capabilities", None)
+    if not isinstance(own, Capabilities):
+        yield f"{kind.__name__}.capabilities is {own!r}; expected the Capabilities of its spec"
+        return
+    if own != spec.capabilities:
+        yield (
+            f"its spec and {kind.__name__}.capabilities differ: {_differences(spec, own)}; let "
+            "both hold one object"
+        )
+    parallel = load_target(_PARALLEL, what="the base of strategies of several processes")
+    if isinstance(made, parallel) and own.one_process and own.many_devices:
+        yield one_process_of(kind.__name__)
+    try:
+        made.requested  # noqa: B018 - which __init__ sets, or says that it was not called
+        check_capabilities(kind, Strategy, own)
+    except ConfigurationError as error:
+        yield str(error)
+
+
+def _differences(spec: StrategySpec, own: Capabilities) -> str:
+    return ", ".join(
+        f"{field.name} is {getattr(spec.capabilities, field.name)!r} in the spec and "
+        f"{getattr(own, field.name)!r} in the class"
+        for field in fields(Capabilities)
+        if getattr(spec.capabilities, field.name) != getattr(own, field.name)
+    )

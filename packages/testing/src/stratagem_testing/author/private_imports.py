@@ -1,0 +1,94 @@
+"""What a plugin imports of core that is not public, by its source, and what is there instead."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from stratagem_testing.author.class_source import find_module
+
+PUBLIC_MODULES = (
+    *("stratagem", "stratagem.accelerators", "stratagem.callbacks", "stratagem.checkpoint"),
+    *("stratagem.data", "stratagem.discovery", "stratagem.environments", "stratagem.errors"),
+    *("stratagem.launch", "stratagem.loggers", "stratagem.precision", "stratagem.profilers"),
+    *("stratagem.strategies", "stratagem_testing"),
+)
+"""The modules that users and authors of plugins import from."""
+
+
+def private_imports(named: Iterable[str]) -> list[str]:
+    """Return a sentence for each import of what may change in any release.
+
+    Args:
+        named: modules, or places in them ("package.module:name"), of one distribution; all of a
+            package is looked at.
+    """
+    files = {
+        path: None
+        for package in dict.fromkeys(each.partition(":")[0].partition(".")[0] for each in named)
+        for path in _files_of(package)
+    }
+    return [sentence for path in files for sentence in private_imports_of(path)]
+
+
+def private_imports_of(path: Path) -> list[str]:
+    """Return the same for a file; nothing of one that is no Python."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    return [
+        f"{path.name}, line {line}: {module}{f' {name}' if name else ''} is not public, and may "
+        f"change in any release{_instead_of(name)}"
+        for line, module, name in _imported(tree)
+        if module.partition(".")[0] == "stratagem" and not _is_public(module, name)
+    ]
+
+
+def _files_of(package: str) -> list[Path]:
+    found = find_module(package)
+    if isinstance(found, str):
+        return []
+    folders = found.submodule_search_locations
+    if folders is None:
+        origin = found.origin or ""
+        return [Path(origin)] if origin.endswith(".py") else []
+    return [path for folder in folders for path in sorted(Path(folder).rglob("*.py"))]
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, module, name) of each import; the name "" stands for the module itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield from ((node.lineno, node.module, alias.name) for alias in node.names)
+
+
+def _is_public(module: str, name: str) -> bool:
+    if name and f"{module}.{name}" in PUBLIC_MODULES:
+        return True
+    if module not in PUBLIC_MODULES or name.startswith("_"):
+        return False
+    return name in ("", "*") or name in _names_of(module) or not _names_of(module)
+
+
+def _names_of(module: str) -> list[str]:
+    """Return the public names of a public module; none of one that lacks what it needs."""
+    try:
+        found = importlib.import_module(module)
+    except ImportError:  # stratagem_testing without pytest
+        return []
+    # Not by getattr: a list that is made when it is asked for imports whatever is installed.
+    listed: list[str] | None = vars(found).get("__all__")
+    return dir(found) if listed is None else listed
+
+
+def _instead_of(name: str) -> str:
+    """Return where a name can be imported from instead, or ""."""
+    for module in PUBLIC_MODULES if name and not name.startswith("_") else ():
+        if name in _names_of(module):
+            return f": import {name} from {module}"
+    return ""

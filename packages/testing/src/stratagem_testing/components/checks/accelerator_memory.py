@@ -1,0 +1,231 @@
+"""Accelerators: batches on their way to a device, memory, and errors of devices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stratagem.accelerators import DeviceMemory
+from stratagem.data import map_tensors
+from stratagem_testing.components.bench import Bench
+from stratagem_testing.components.check import check
+from stratagem_testing.components.checks.accelerator import devices_of
+
+KIND = "accelerator"
+
+
+class _Pair(NamedTuple):
+    first: Tensor
+    second: list[Tensor]
+
+
+def _batch(number: int = 0) -> dict[str, Any]:
+    """Return a batch with one of everything that a DataLoader yields."""
+    generator = torch.Generator().manual_seed(number)
+    values = torch.randn(6, 8, generator=generator)
+    return {
+        "floats": values,
+        "transposed": values.t(),
+        "part": values[::2, 1:5],
+        "half": values.to(torch.bfloat16),
+        "double": values.double(),
+        "integers": torch.arange(7) + number,
+        "flags": values > 0,
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(1.5 + number),
+        "pair": _Pair(values + 1, [values + 2, values + 3]),
+        "nested": ({"deep": [values.sum(0)]}, "text", None, 7, b"bytes", 1.5),
+    }
+
+
+def _flat(data: Any) -> list[Any]:
+    """Return the leaves of a batch in order."""
+    if isinstance(data, dict):
+        return [leaf for key in data for leaf in [key, *_flat(data[key])]]
+    if isinstance(data, (list, tuple)):
+        return [type(data).__name__, *(leaf for each in data for leaf in _flat(each))]
+    return [data]
+
+
+def _compare(moved: Any, original: Any, device: torch.device) -> None:
+    own, expected = _flat(moved), _flat(original)
+    assert len(own) == len(expected), (
+        f"the mover returned {len(own)} values and containers of {len(expected)}: part of a "
+        "nested batch is lost"
+    )
+    for mine, other in zip(own, expected, strict=True):
+        if not isinstance(other, Tensor):
+            assert type(mine) is type(other) and mine == other, (  # noqa: PT018
+                f"the mover returned {mine!r} for {other!r}"
+            )
+            continue
+        assert isinstance(mine, Tensor), f"the mover returned {mine!r} for a tensor"
+        assert mine.device == device, f"a tensor of a batch is on {mine.device}, expected {device}"
+        assert mine.dtype is other.dtype, (
+            f"the mover returned {mine.dtype} for {other.dtype}: dtypes are the precision's affair"
+        )
+        assert mine.shape == other.shape, f"the mover returned {mine.shape} for {other.shape}"
+        assert torch.equal(mine.cpu(), other), (
+            f"the mover changed the values of a tensor of shape {tuple(other.shape)} and "
+            f"{other.dtype}: data are lost, or the copy was not waited for"
+        )
+
+
+@check(KIND, "batches/moved", needs_device=True)
+def _moved(bench: Bench) -> None:
+    """batch_mover moves nested batches, with all values, dtypes and containers as they are."""
+    accelerator = bench.make()
+    for device in devices_of(bench, accelerator):
+        accelerator.setup_device(device)
+        mover = accelerator.batch_mover(device)
+        original = _batch()
+        _compare(mover(original), _batch(), device)
+        assert all(
+            leaf.device.type == "cpu" for leaf in _flat(original) if isinstance(leaf, Tensor)
+        ), "the mover changed the batch that it was given"
+
+
+@check(KIND, "batches/in flight", needs_device=True)
+def _in_flight(bench: Bench) -> None:
+    """Batches that follow one another in pinned memory are each found whole on the device."""
+    accelerator = bench.make()
+    device = devices_of(bench, accelerator)[0]
+    mover = accelerator.batch_mover(device)
+    if accelerator.pins_memory:
+        pinned = torch.empty(4, pin_memory=True)
+        assert pinned.is_pinned(), (
+            "pins_memory=True, and torch.empty(4, pin_memory=True) is not pinned: torch needs an "
+            "allocator of page-locked memory for the device"
+        )
+    sums = []
+    for number in range(24):
+        batch = _batch(number)
+        if accelerator.pins_memory:
+            batch = map_tensors(lambda tensor: tensor.pin_memory(), batch)
+        moved = mover(batch)
+        del batch  # as a loader does: its memory may be used for the next one
+        sums.append((moved["floats"] * 2).sum())
+    accelerator.synchronize(device)
+    for number, total in enumerate(sums):
+        expected = float((_batch(number)["floats"] * 2).sum())
+        assert abs(float(total) - expected) < 1e-3, (
+            f"batch {number} of 24 arrived with the sum {float(total):.5g}, expected "
+            f"{expected:.5g}: it was used before its copy was done, or its memory was used again"
+        )
+
+
+@check(KIND, "memory/stats", needs_device=True)
+def _stats(bench: Bench) -> None:
+    """device_stats returns numbers by name, those in bytes as whole ones that are not negative."""
+    accelerator = bench.make()
+    device = devices_of(bench, accelerator)[0]
+    before = accelerator.device_stats(device)
+    kept = torch.ones(1 << 20, device=device)  # 4 MiB
+    after = accelerator.device_stats(device)
+    for name, value in after.items():
+        assert isinstance(value, (int, float)) and not isinstance(value, bool), (  # noqa: PT018
+            f"device_stats()[{name!r}] is {value!r}; expected a number, for the loggers"
+        )
+        if name.endswith("_bytes"):
+            assert isinstance(value, int) and value >= 0, (  # noqa: PT018
+                f"device_stats()[{name!r}] is {value!r}; expected a whole number of bytes"
+            )
+    if "allocated_bytes" in after:
+        grown = after["allocated_bytes"] - before.get("allocated_bytes", 0)
+        assert grown >= kept.numel() * 4, (
+            f"allocated_bytes grew by {grown} with a tensor of {kept.numel() * 4} bytes: it is "
+            "another unit, or another device's"
+        )
+
+
+@check(KIND, "memory/who holds it", needs_device=True)
+def _device_memory(bench: Bench) -> None:
+    """device_memory returns None or a DeviceMemory in bytes that adds up."""
+    accelerator = bench.make()
+    device = devices_of(bench, accelerator)[0]
+    kept = torch.ones(1 << 20, device=device)
+    found = accelerator.device_memory(device)
+    if found is None:
+        return
+    assert isinstance(found, DeviceMemory), (
+        f"device_memory returned {found!r}; expected DeviceMemory or None"
+    )
+    told = {"allocated": found.allocated, "peak": found.peak, "reserved": found.reserved}
+    for name, value in {**told, "total": found.total or 0, **dict(found.others)}.items():
+        assert isinstance(value, int) and value >= 0, (  # noqa: PT018
+            f"device_memory has {name}={value!r}; expected bytes, a whole number"
+        )
+    assert found.peak >= found.allocated, (
+        f"device_memory has peak={found.peak} below allocated={found.allocated}"
+    )
+    if found.total is not None:
+        assert max(found.allocated, found.reserved) <= found.total, (
+            f"device_memory has {found.allocated} bytes allocated and {found.reserved} reserved of "
+            f"a total of {found.total}"
+        )
+    del kept
+
+
+@check(KIND, "memory/reading values", needs_device=True)
+def _reading(bench: Bench) -> None:
+    """start_reading returns the numbers of tensors of one element, whatever their dtypes."""
+    accelerator = bench.make()
+    device = devices_of(bench, accelerator)[0]
+    if accelerator.is_host:
+        return  # nobody asks for a copy of what is there
+    tensors = [
+        torch.tensor(1.5, device=device),
+        torch.tensor([7], device=device),
+        torch.tensor([[0.25]], device=device, dtype=torch.bfloat16),
+        torch.tensor(True, device=device),
+    ]
+    read = accelerator.start_reading(tensors)
+    for tensor in tensors:
+        tensor.zero_()  # as the next step does
+    numbers = read()
+    assert numbers == [1.5, 7.0, 0.25, 1.0], (
+        f"start_reading returned a function that returned {numbers}, expected [1.5, 7.0, 0.25, "
+        "1.0]: values are those of the moment of the call, in order"
+    )
+
+
+@check(KIND, "errors/out of memory", needs_device=True)
+def _out_of_memory(bench: Bench) -> None:
+    """is_out_of_memory knows the error of an allocation that does not fit, and no other one."""
+    accelerator = bench.make()
+    device = devices_of(bench, accelerator)[0]
+    error = bench.error(lambda: torch.empty(1 << 50, dtype=torch.uint8, device=device))
+    assert error is not None, f"{device} has given 1 PiB: the check cannot tell"
+    assert accelerator.is_out_of_memory(error), (
+        f"is_out_of_memory is False for what an allocation of 1 PiB raises: "
+        f"{type(error).__name__}: {str(error)[:300]}"
+    )
+    for other in _OTHERS:
+        assert not accelerator.is_out_of_memory(other), (
+            f"is_out_of_memory is True for {other!r}: the user would be told to save memory"
+        )
+
+
+_OTHERS = (
+    ValueError("shapes do not match"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
+    KeyboardInterrupt(),
+)
+
+
+@check(KIND, "errors/lost device")
+def _lost(bench: Bench) -> None:
+    """explain_lost_device is None for errors of the user's code, else a sentence."""
+    accelerator = bench.make()
+    for other in _OTHERS:
+        said = accelerator.explain_lost_device(other)
+        assert said is None, (
+            f"explain_lost_device says {said!r} of {other!r}: nothing would touch the device from "
+            "then on"
+        )
+    told = accelerator.explain_lost_device(torch.AcceleratorError("device-side assert triggered"))
+    assert told is None or (isinstance(told, str) and told.strip()), (
+        f"explain_lost_device returned {told!r}; expected a sentence, or None"
+    )

@@ -1,0 +1,346 @@
+"""Checkpoint formats: what comes back, and what else is at a path."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.checkpoint import CheckpointIO, Shards
+from stratagem.errors import CheckpointContentError, CheckpointNotFoundError
+from stratagem_testing.components.bench import Bench, brief
+from stratagem_testing.components.check import check
+
+KIND = "checkpoint_io"
+NAME = "model.ckpt"
+
+
+def contents(number: int = 0, *, shards: bool = False) -> dict[str, Any]:
+    """Return a checkpoint with tensors that hold one number."""
+    weight: Any = torch.full((6, 4), float(number))
+    if shards:
+        weight = Shards.of_flat(weight.shape, weight.flatten(), start=0)
+    return {"state_dict": {"weight": weight}, "number": number}
+
+
+def saved(io: CheckpointIO, path: Path, number: int) -> None:
+    """Save a checkpoint, and wait until it is durable."""
+    io.save_checkpoint(contents(number, shards=io.takes_shards), path)
+    io.wait()
+
+
+def number_in(io: CheckpointIO, path: Path) -> int:
+    """Return the number that a checkpoint holds."""
+    loaded = io.load_checkpoint(path)
+    numbers = {int(loaded["number"]), *map(int, loaded["state_dict"]["weight"].unique().tolist())}
+    assert len(numbers) == 1, f"the checkpoint at {path.name} mixes the saves {sorted(numbers)}"
+    return numbers.pop()
+
+
+def _values() -> dict[str, Any]:
+    """Return a checkpoint with one of everything that one may hold."""
+    shared = torch.arange(6.0)
+    floats = ("float64", "float32", "float16", "bfloat16", "complex64")
+    integers = ("int64", "int32", "int16", "int8", "uint8")
+    tensors = {name: torch.arange(5).to(getattr(torch, name)) for name in (*floats, *integers)}
+    return {
+        **tensors,
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(0.1),
+        "empty": torch.empty(0, 7),
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "part": torch.arange(12.0)[3:7],
+        "not finite": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "shared": [shared, shared[2:], shared],
+        "plain": [None, True, 1 << 80, -1.5, float("inf"), 2 + 3j, "text \u2713 \n\0", b"\0\xff"],
+        "nested": {"tuple": (1, ("two", [3])), "set": {1, "a"}, 7: "a key", (1, 2): "a tuple"},
+        "ordered": OrderedDict(b=1, a=2),
+        "counter": Counter("aab"),
+        "shape": torch.Size((2, 3)),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "empties": [{}, [], (), set(), "", b""],
+    }
+
+
+def _difference(own: Any, other: Any, where: str = "it") -> str | None:
+    """Return where two checkpoints differ, and how."""
+    if isinstance(other, Tensor):
+        if not isinstance(own, Tensor) or own.dtype is not other.dtype or own.shape != other.shape:
+            return f"{where} is {_kind(own)}, expected {_kind(other)}"
+        return (
+            None
+            if _bits(own) == _bits(other)
+            else f"{where} has other values: {own.tolist()}, {other.tolist()}"
+        )
+    # An OrderedDict may come back as a dict, which is in order too.
+    if type(own) is not type(other) and not (isinstance(own, dict) and isinstance(other, dict)):
+        return f"{where} is {_kind(own)}, expected {_kind(other)}"
+    if isinstance(other, dict):
+        if list(own) != list(other):
+            return f"{where} has the keys {list(own)}, expected {list(other)}"
+        inner = (_difference(own[key], other[key], f"{where}[{key!r}]") for key in other)
+        return next((found for found in inner if found), None)
+    if isinstance(other, (list, tuple)) and not isinstance(other, torch.Size):
+        if len(own) != len(other):
+            return f"{where} has {len(own)} entries, expected {len(other)}"
+        pairs = enumerate(zip(own, other, strict=True))
+        inner = (_difference(a, b, f"{where}[{index}]") for index, (a, b) in pairs)
+        return next((found for found in inner if found), None)
+    return None if own == other else f"{where} is {own!r}, expected {other!r}"
+
+
+def _bits(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor: NaN is like itself, and -0.0 is not 0.0."""
+    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist())
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+@check(KIND, "values/round trip")
+def _round_trip(bench: Bench) -> None:
+    """Everything that a checkpoint may hold comes back with its type and its bits, on the CPU."""
+    io = bench.make()
+    assert isinstance(io, CheckpointIO), (
+        f"{bench.component.name} made {io!r}: subclass stratagem.checkpoint.CheckpointIO"
+    )
+    path = bench.folder / NAME
+    io.save_checkpoint(_values(), path)
+    io.wait()
+    loaded = bench.make().load_checkpoint(path)
+    where = _difference(loaded, _values(), "checkpoint")
+    assert where is None, f"a checkpoint came back changed: {where}"
+    assert loaded["shared"][0].data_ptr() == loaded["shared"][2].data_ptr(), (
+        "a tensor that was saved twice came back as two: tied weights would come apart"
+    )
+
+
+@check(KIND, "values/refused")
+def _refused(bench: Bench) -> None:
+    """What is not plain data is refused by its place in the checkpoint, and nothing is written."""
+    io = bench.make()
+    path = bench.folder / NAME
+
+    def save() -> None:
+        io.save_checkpoint({"deep": [1, {"here": Path("x")}]}, path)
+        io.wait()
+
+    error = bench.error(save)
+    assert isinstance(error, CheckpointContentError), (
+        "a checkpoint that holds a Path was not refused with CheckpointContentError, but ended "
+        f"with {brief(error)}: whoever loads it would have to execute something "
+        "(stratagem.state.plain_data.check_contents finds it)"
+    )
+    assert "here" in str(error), f"the refusal does not say where the value is: {error}"
+    assert not bench.files(), f"the refused save left {', '.join(bench.files())}"
+
+
+@check(KIND, "values/snapshot")
+def _snapshot(bench: Bench) -> None:
+    """A checkpoint holds what tensors were when save_checkpoint returned, not what they become."""
+    io = bench.make()
+    made = contents(1, shards=io.takes_shards)
+    weight: Any = made["state_dict"]["weight"]
+    tensors = [piece for _, piece in weight.chunks] if io.takes_shards else [weight]
+    io.save_checkpoint(made, bench.folder / NAME)
+    for tensor in tensors:
+        tensor.fill_(2.0)  # as the next step of training does
+    io.wait()
+    values = io.load_checkpoint(bench.folder / NAME)["state_dict"]["weight"].unique().tolist()
+    assert values == [1.0], (
+        f"the checkpoint holds {values} of a tensor that was changed after save_checkpoint had "
+        "returned: copy it before that"
+    )
+
+
+@check(KIND, "values/shards")
+def _shards(bench: Bench) -> None:
+    """What ranks hand over in shards is whole at load, and can be opened tensor by tensor."""
+    io = bench.make()
+    path = bench.folder / NAME
+    saved(io, path, 3)
+    assert number_in(io, path) == 3
+    opened = io.open_checkpoint(path)
+    assert opened.keys() == io.load_checkpoint(path).keys(), (
+        f"open_checkpoint has the keys {sorted(opened)}, load_checkpoint others"
+    )
+    assert tuple(opened["state_dict"]["weight"].shape) == (6, 4), (
+        "open_checkpoint has another shape of a tensor than was saved"
+    )
+
+
+@check(KIND, "values/through Lite")
+def _lite(bench: Bench) -> None:
+    """Lite saves a model and an optimizer in it, and loads them."""
+    lite = bench.lite(plugins=[bench.component.given])
+    lite.launch()
+    net = torch.nn.Linear(2, 1)
+    model = lite.setup_module(net)
+    lite.save(NAME, {"model": model, "epoch": 3})
+    lite.checkpoint_writer.finish()
+    expected = net.weight.detach().clone()
+    torch.nn.init.zeros_(net.weight)
+    state = {"model": model, "epoch": 0}
+    lite.load(NAME, state)
+    assert torch.equal(net.weight, expected), "Lite.load did not restore a weight"
+    assert state["epoch"] == 3, f"Lite.load left epoch={state['epoch']}, expected 3"
+
+
+@check(KIND, "paths/text and Path")
+def _paths(bench: Bench) -> None:
+    """A path may be a str or a Path, in a folder that is not there yet."""
+    io = bench.make()
+    for path in (bench.folder / "new" / "a.ckpt", str(bench.folder / "other" / "b.ckpt")):
+        error = bench.error(lambda path=path: saved(io, path, 1))  # type: ignore[misc]
+        assert error is None, f"saving to {path!r} ended in {brief(error)}: make its folder"
+        io.verify_checkpoint(path)
+
+
+@check(KIND, "paths/missing")
+def _missing(bench: Bench) -> None:
+    """Where nothing is, reading it is a CheckpointNotFoundError, and removing it no error."""
+    io = bench.make()
+    path = bench.folder / "nothing.ckpt"
+    calls: dict[str, Callable[[Path], Any]] = {
+        "load_checkpoint": io.load_checkpoint,
+        "open_checkpoint": io.open_checkpoint,
+        "verify_checkpoint": io.verify_checkpoint,
+    }
+    for name, call in calls.items():
+        error = bench.error(lambda call=call: call(path))  # type: ignore[misc]
+        assert isinstance(error, CheckpointNotFoundError), (
+            f"{name} of a path where nothing is ended in {brief(error)}; expected "
+            "CheckpointNotFoundError, upon which a run looks for another checkpoint"
+        )
+        assert "nothing.ckpt" in str(error), f"the error of {name} does not name the path: {error}"
+    error = bench.error(lambda: (io.remove_checkpoint(path), io.wait()))
+    assert error is None, f"remove_checkpoint of a path where nothing is ended in {brief(error)}"
+    assert not bench.files(), f"looking at nothing made {', '.join(bench.files())}"
+
+
+@check(KIND, "paths/saved again")
+def _again(bench: Bench) -> None:
+    """A second save to a path takes the place of the first, and leaves nothing of it."""
+    io = bench.make()
+    path = bench.folder / NAME
+    saved(io, path, 1)
+    first = bench.files()
+    saved(io, path, 2)
+    assert number_in(io, path) == 2, "after a second save the first checkpoint is there"
+    assert len(bench.files()) == len(first), (
+        f"a second save left {sorted(set(bench.files()) - set(first))} beside {first}"
+    )
+
+
+@check(KIND, "paths/removed")
+def _removed(bench: Bench) -> None:
+    """remove_checkpoint removes all of one checkpoint, and nothing of those beside it."""
+    io = bench.make()
+    names = (NAME, f"{NAME}.1", f"{NAME}-v1", "model")
+    for number, name in enumerate(names):
+        saved(io, bench.folder / name, number)
+    (bench.folder / "notes.txt").write_text("mine")
+    io.remove_checkpoint(bench.folder / NAME)
+    io.wait()
+    left = [name for name in bench.files() if name == NAME or name.startswith(f"{NAME}/")]
+    assert not left, f"remove_checkpoint left {', '.join(left)}"
+    assert (bench.folder / "notes.txt").exists(), "remove_checkpoint removed a file of the user's"
+    for number, name in enumerate(names[1:], start=1):
+        error = bench.error(lambda name=name: io.verify_checkpoint(bench.folder / name))  # type: ignore[misc]
+        assert error is None, (
+            f"remove_checkpoint({NAME!r}) damaged the checkpoint {name!r} beside it: {brief(error)}"
+        )
+        assert number_in(io, bench.folder / name) == number
+
+
+@check(KIND, "paths/linked")
+def _linked(bench: Bench) -> None:
+    """link_checkpoint gives a checkpoint a second name, or returns False and makes nothing."""
+    io = bench.make()
+    target, link = bench.folder / NAME, bench.folder / "last.ckpt"
+    saved(io, target, 4)
+    before = bench.files()
+    linked = io.link_checkpoint(target, link)
+    io.wait()
+    if linked is False:
+        assert bench.files() == before, (
+            f"link_checkpoint returned False and made {sorted(set(bench.files()) - set(before))}"
+        )
+        return
+    assert linked is True, f"link_checkpoint returned {linked!r}; expected True or False"
+    assert number_in(io, link) == 4
+    io.remove_checkpoint(link)
+    io.wait()
+    assert link.name not in bench.files(), f"remove_checkpoint left the link {link.name}"
+    assert bench.error(lambda: io.verify_checkpoint(target)) is None, (
+        "removing a link removed the checkpoint that it names: `last.ckpt` is replaced that way"
+    )
+    assert number_in(io, target) == 4
+
+
+@check(KIND, "asynchronous/durable after wait")
+def _durable(bench: Bench) -> None:
+    """After wait() a new process finds what was saved, and when_durable has been called."""
+    io = bench.make()
+    path = bench.folder / NAME
+    called: list[bool] = []
+    io.save_checkpoint(contents(5, shards=io.takes_shards), path)
+    io.when_durable(lambda: called.append(path.exists()))
+    if not io.asynchronous:
+        assert called == [True], (
+            "asynchronous=False, and when_durable has not called its function at once with the "
+            f"checkpoint in place: {called}"
+        )
+    io.wait()
+    assert called == [True], f"when_durable has called its function {len(called)} time(s) by wait()"
+    child = bench.in_child(lambda report: report(number=number_in(bench.make(), path)))
+    told = child.next_report()
+    child.end()
+    assert told == {"number": 5}, f"another process finds {told} after wait()"
+
+
+@check(KIND, "asynchronous/prepared save")
+def _prepared(bench: Bench) -> None:
+    """What prepare_save returns writes the checkpoint in another thread."""
+    io = bench.make()
+    path = bench.folder / NAME
+    rest = io.prepare_save(contents(6, shards=io.takes_shards), path)
+    errors: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            rest()
+            io.wait()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    assert not errors, f"what prepare_save returned ended in {brief(errors[0])} in another thread"
+    assert number_in(io, path) == 6
+
+
+@check(KIND, "asynchronous/teardown")
+def _teardown(bench: Bench) -> None:
+    """Teardown finishes what is being written, may be called twice, and leaves no thread."""
+    io = bench.make()
+    path = bench.folder / NAME
+    before = {thread.ident for thread in threading.enumerate()}
+    io.save_checkpoint(contents(7, shards=io.takes_shards), path)
+    io.teardown()
+    io.teardown()
+    error = bench.error(lambda: bench.make().verify_checkpoint(path))
+    assert error is None, f"after teardown() the checkpoint is not there whole: {brief(error)}"
+    left = [thread.name for thread in threading.enumerate() if thread.ident not in before]
+    assert not left, f"after teardown() there are the threads {', '.join(left)}"

@@ -1,0 +1,296 @@
+"""Checkpoint formats: nothing is executed, nothing half is loaded, nothing durable is lost."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratagem.checkpoint import CheckpointIO
+from stratagem.errors import CheckpointError, CheckpointNotFoundError
+from stratagem_testing.components.bench import Bench, brief
+from stratagem_testing.components.check import check
+from stratagem_testing.components.checks.checkpoint_io import NAME, number_in, saved
+from stratagem_testing.durability.faults import note_syncs
+from stratagem_testing.durability.saver import Subject
+from stratagem_testing.durability.scenarios import Row, Scenarios
+
+KIND = "checkpoint_io"
+_MARK = "executed"
+
+
+class _Hostile:
+    """Makes a file when somebody unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (_MARK,)
+
+
+def _opened(io: CheckpointIO, path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield every way to read a checkpoint, by its name."""
+    for call in (io.load_checkpoint, io.open_checkpoint, io.verify_checkpoint):
+        yield call.__name__, lambda call=call: call(path)  # type: ignore[misc]
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint."""
+    return [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+
+
+def _not_executed(bench: Bench, what: str) -> None:
+    assert not (bench.folder / _MARK).exists(), (
+        f"{what} executed code that the checkpoint named: read weights and plain data only "
+        "(torch.load with weights_only=True)"
+    )
+
+
+@check(KIND, "safety/nothing executed")
+def _executed(bench: Bench) -> None:
+    """What pickle would execute is refused at the load, whatever file of a checkpoint has it."""
+    io = bench.make()
+    path = bench.folder / NAME
+    hostile = {"state_dict": {}, "number": _Hostile()}
+    torch.save(hostile, "hostile.pt")
+    for made in (pickle.dumps(hostile), Path("hostile.pt").read_bytes()):
+        saved(io, path, 1)
+        for file in _files(path):
+            whole = file.read_bytes()
+            file.write_bytes(made)
+            for name, call in _opened(io, path):
+                error = bench.error(call)
+                _not_executed(bench, f"{name} of a checkpoint whose {file.name} is a pickle")
+                # What is not read need not be refused, unless the question is whether it is whole.
+                assert error is not None or name == "open_checkpoint", (
+                    f"{name} took a checkpoint whose {file.name} somebody has replaced by a pickle"
+                )
+                assert error is None or isinstance(error, CheckpointError), (
+                    f"{name} of a checkpoint whose {file.name} is a pickle ended in "
+                    f"{brief(error)}; expected CheckpointCorruptError"
+                )
+            file.write_bytes(whole)
+
+
+@check(KIND, "safety/nothing hostile saved")
+def _saved_hostile(bench: Bench) -> None:
+    """An object with code of its own is refused at the save, or not executed at the load."""
+    io = bench.make()
+    path = bench.folder / NAME
+
+    def save() -> None:
+        io.save_checkpoint({"state_dict": {}, "number": _Hostile()}, path)
+        io.wait()
+
+    if bench.error(save) is None:
+        bench.error(lambda: io.load_checkpoint(path))
+        _not_executed(bench, "load_checkpoint")
+
+
+@check(KIND, "safety/names stay inside")
+def _names(bench: Bench) -> None:
+    """Names in a checkpoint, such as '../x', are data: nothing is written beside its path."""
+    io = bench.make()
+    folder = bench.folder / "inner"
+    folder.mkdir()
+    names = ["../outside", str(bench.folder / "absolute"), "a/b/c", "..", "/", "", "x\0y", "~"]
+    state = {name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+    io.save_checkpoint({"state_dict": state, "../key": 1}, folder / NAME)
+    io.wait()
+    loaded = io.load_checkpoint(folder / NAME)["state_dict"]
+    wrong = [
+        name for name in names if name not in loaded or not torch.equal(loaded[name], state[name])
+    ]
+    assert not wrong, f"tensors with the names {wrong} did not come back as they were"
+    outside = [
+        name for name in bench.files() if name != "inner" and not name.startswith(f"inner/{NAME}")
+    ]
+    assert not outside, f"a save wrote {', '.join(outside)}, as names in the checkpoint say"
+    io.remove_checkpoint(folder / NAME)
+    io.wait()
+    assert bench.files() == ["inner"], f"after its removal there is {', '.join(bench.files())}"
+
+
+@check(KIND, "safety/damage")
+def _damage(bench: Bench) -> None:
+    """A checkpoint that is cut short or has a bit flipped is refused, and never half loaded."""
+    io = bench.make()
+    path = bench.folder / NAME
+    saved(io, path, 1)
+    chance = random.Random(0)
+    for file in _files(path):
+        whole = file.read_bytes()
+        size = len(whole)
+        for kept in sorted({0, 1, size // 3, size // 2, max(0, size - 1)}):
+            file.write_bytes(whole[:kept])
+            _judge_damaged(bench, io, path, f"{file.name} is cut to {kept} of {size} bytes")
+        for _ in range(24):
+            flipped = bytearray(whole)
+            where = chance.randrange(size)
+            flipped[where] ^= 1 << chance.randrange(8)
+            file.write_bytes(flipped)
+            _judge_damaged(bench, io, path, f"{file.name} has a bit flipped at {where} of {size}")
+        file.write_bytes(whole)
+        file.unlink()
+        _judge_damaged(bench, io, path, f"{file.name} is missing")
+        file.write_bytes(whole)
+    assert number_in(io, path) == 1
+
+
+def _judge_damaged(bench: Bench, io: CheckpointIO, path: Path, how: str) -> None:
+    error = bench.error(lambda: io.verify_checkpoint(path))
+    if error is None:
+        # Bytes that nobody reads may be any: what comes back must be what was saved.
+        try:
+            number = number_in(io, path)
+        except Exception as other:
+            raise AssertionError(
+                f"verify_checkpoint takes a checkpoint of which {how}, and loading it ends in "
+                f"{brief(other)}: an interrupted run would choose it"
+            ) from None
+        assert number == 1, f"a checkpoint of which {how} was loaded with the number {number}"
+        return
+    assert isinstance(error, CheckpointError), (
+        f"verify_checkpoint of a checkpoint of which {how} ended in {brief(error)}; expected "
+        "CheckpointCorruptError, upon which a run looks for another one"
+    )
+
+
+@check(KIND, "safety/failed save")
+def _failed(bench: Bench) -> None:
+    """A save that fails half way leaves the checkpoint that was there, and no file beside it."""
+    io = bench.make()
+    path = bench.folder / NAME
+    saved(io, path, 1)
+    before = bench.files()
+
+    def save() -> None:
+        # The first tensors are good, so that a format that writes as it goes has begun.
+        values: dict[str, Any] = {f"{i}": torch.ones(1000) for i in range(8)}
+        io.save_checkpoint({"state_dict": values, "number": object()}, path)
+        io.wait()
+
+    error = bench.error(save)
+    assert error is not None, "a checkpoint that holds object() was saved"
+    error = bench.error(lambda: bench.make().verify_checkpoint(path))
+    assert error is None, f"a save that failed destroyed the checkpoint before: {brief(error)}"
+    assert number_in(io, path) == 1
+    left = sorted(set(bench.files()) - set(before))
+    assert not left, f"a save that failed left {', '.join(left)}"
+
+
+@check(KIND, "safety/half written")
+def _half(bench: Bench) -> None:
+    """Of files that lie elsewhere under a new name, none counts before the save is whole."""
+    io = bench.make()
+    path, partial = bench.folder / NAME, bench.folder / "partial.ckpt"
+    saved(io, path, 1)
+    files = _files(path)
+    # As a copy that was interrupted leaves them: the first files whole, the next one in part.
+    for count in range(len(files)):
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        for position, file in enumerate(files[: count + 1]):
+            target = partial if path.is_file() else partial / file.relative_to(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            data = file.read_bytes()
+            target.write_bytes(data if position < count else data[: len(data) // 2])
+        error = bench.error(lambda: io.load_checkpoint(partial))
+        assert isinstance(error, CheckpointError), (
+            f"a copy that ended in {files[count].name} was loaded, or ended in {brief(error)}; "
+            "expected CheckpointCorruptError"
+        )
+    with_nothing = bench.folder / "empty.ckpt"
+    with_nothing.mkdir()
+    error = bench.error(lambda: io.load_checkpoint(with_nothing))
+    assert isinstance(error, CheckpointError), f"an empty folder was loaded: {brief(error)}"
+    assert not isinstance(error, CheckpointNotFoundError) or "empty.ckpt" in str(error)
+
+
+# -- durability: what `stratagem checkpoint durability` does, in small
+
+
+@check(KIND, "durability/fsync")
+def _synced(bench: Bench) -> None:
+    """A save calls fsync on each file when it is whole, and on the folder that names it.
+
+    A kill of the process shows nothing of this: what the kernel holds is lost with the power only.
+    """
+    io = bench.make()
+    path = bench.folder / NAME
+    sizes = note_syncs()
+    saved(io, path, 1)
+    folders = [] if path.is_file() else [path, *(f for f in path.rglob("*") if f.is_dir())]
+    for place in (*_files(path), *folders, bench.folder):
+        status = place.stat()
+        kind = "folder" if place.is_dir() else "file"
+        size = sizes.get(status.st_ino)
+        assert size is not None, (
+            f"the {kind} {place.name!r} was not made durable when the save was over, so that a "
+            "loss of power takes a checkpoint that counts as saved: call os.fsync on each file "
+            "before it gets its name, and on the folder afterwards"
+        )
+        assert place.is_dir() or size == status.st_size, (
+            f"os.fsync was called when {size} of the {status.st_size} bytes of {place.name!r} were "
+            "written: flush the file first"
+        )
+
+
+def _scenarios(bench: Bench) -> tuple[Scenarios, Subject]:
+    io = bench.make()
+    subject = Subject(bench.component.name, io.asynchronous, bench.option("megabytes"))
+    assert isinstance(io, CheckpointIO)
+    return Scenarios(bench.folder, {}, seed=1), subject
+
+
+def _judge(row: Row, scenarios: Scenarios) -> None:
+    assert row.runs, f"{row.scenario}: nothing was tried"
+    assert not row.wrong, (
+        f"{row.scenario}: {len(row.wrong)} of {row.runs} runs went wrong: "
+        f"{'; '.join(row.wrong[:3])}\n{scenarios.log()}"
+    )
+
+
+def _register(name: str, about: str, run: Callable[[Scenarios, Subject, Bench], Row]) -> None:
+    def tried(bench: Bench) -> None:
+        scenarios, subject = _scenarios(bench)
+        _judge(run(scenarios, subject, bench), scenarios)
+
+    tried.__doc__ = about
+    check(KIND, f"durability/{name}", slow=True)(tried)
+
+
+_register(
+    "kill -9",
+    "A process that is killed while it saves leaves the last durable checkpoint or a newer one.",
+    lambda scenarios, subject, bench: scenarios.kill(subject, bench.option("kills")),
+)
+_register(
+    "kill -9 on a slow disk",
+    "The same between any two of the steps that give a file its name and make it durable.",
+    lambda scenarios, subject, bench: scenarios.kill(subject, bench.option("kills"), slow=True),
+)
+_register(
+    "a lost rank",
+    "The same where one of two ranks that save together is killed; the other one ends.",
+    lambda scenarios, subject, bench: scenarios.lose_rank(subject, 1),
+)
+_register(
+    "full disk",
+    "A save that finds no room raises an error, and leaves the checkpoint before.",
+    lambda scenarios, subject, bench: scenarios.fill_disk(subject, 2),
+)
+_register(
+    "failing fsync",
+    "A save whose fsync fails, whichever it is, raises an error and leaves the checkpoint before.",
+    lambda scenarios, subject, bench: scenarios.fail_syncs(subject),
+)
+_register(
+    "read-only folder",
+    "A save that may not write raises an error, and leaves the checkpoint before.",
+    lambda scenarios, subject, bench: scenarios.forbid_writing(subject),
+)

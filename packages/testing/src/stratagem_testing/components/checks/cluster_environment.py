@@ -1,0 +1,333 @@
+"""Cluster environments: ranks that agree, a place to meet, and nothing that stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stratagem.discovery import ClusterEnvironmentSpec, get_registry
+from stratagem.environments import ClusterEnvironment
+from stratagem.errors import ConfigurationError
+from stratagem.launch import LISTEN_FD_VARIABLE, RunRequest
+from stratagem.plan import resolve
+from stratagem_testing.child import Child, Report, StuckError
+from stratagem_testing.components.bench import Bench, brief
+from stratagem_testing.components.check import check
+from stratagem_testing.surroundings import Surroundings
+
+KIND = "cluster_environment"
+_PATIENCE = 40.0
+
+
+def _ranks(bench: Bench) -> list[dict[str, str]]:
+    ranks: list[dict[str, str]] = bench.option("ranks")
+    assert len(ranks) > 1, f"`ranks` has the variables of {len(ranks)} rank(s); expected 2 or more"
+    return ranks
+
+
+def _numbers(environment: ClusterEnvironment) -> dict[str, int]:
+    """Return what a rank learns about its place."""
+    return {
+        "world_size": environment.world_size(),
+        "local_world_size": environment.local_world_size(),
+        "global_rank": environment.global_rank(),
+        "local_rank": environment.local_rank(),
+        "node_rank": environment.node_rank(),
+    }
+
+
+@check(KIND, "ranks/consistent")
+def _consistent(bench: Bench) -> None:
+    """Every rank has its own number, and all agree on how many there are, on how many nodes."""
+    ranks = _ranks(bench)
+    found = []
+    for variables in ranks:
+        with bench.environ(variables):
+            environment = bench.make()
+            assert isinstance(environment, ClusterEnvironment), (
+                f"{bench.component.name} made {environment!r}: subclass "
+                "stratagem.environments.ClusterEnvironment"
+            )
+            found.append(_numbers(environment))
+            environment.teardown()
+    for number, told in enumerate(found):
+        for name, value in told.items():
+            assert type(value) is int, f"{name}() returned {value!r} of rank {number}; expected int"
+        assert told["world_size"] == len(ranks), (
+            f"world_size() is {told['world_size']} of {len(ranks)} ranks, with the variables of "
+            f"`ranks`[{number}]"
+        )
+        assert 0 <= told["local_rank"] < told["local_world_size"], (
+            f"local_rank() is {told['local_rank']}, and local_world_size() "
+            f"{told['local_world_size']}: a device would be chosen that is not there"
+        )
+        place = told["node_rank"] * told["local_world_size"] + told["local_rank"]
+        assert told["global_rank"] == place, (
+            f"global_rank() is {told['global_rank']}, and node_rank() * local_world_size() + "
+            f"local_rank() is {place}: {told}"
+        )
+    numbers = sorted(told["global_rank"] for told in found)
+    assert numbers == list(range(len(ranks))), f"global_rank() is {numbers} of the ranks"
+    nodes = len({told["node_rank"] for told in found})
+    assert nodes == bench.option("nodes"), (
+        f"node_rank() has {nodes} different value(s), and the job has {bench.option('nodes')} "
+        "node(s)"
+    )
+
+
+@check(KIND, "ranks/started by the cluster")
+def _external(bench: Bench) -> None:
+    """creates_processes_externally is True of a rank that the cluster has started."""
+    for number, variables in enumerate(_ranks(bench)):
+        with bench.environ(variables):
+            environment = bench.make()
+            external = environment.creates_processes_externally
+            environment.teardown()
+        assert external is True, (
+            f"creates_processes_externally is {external!r} with the variables of "
+            f"`ranks`[{number}]: each rank would start further ones"
+        )
+
+
+@check(KIND, "ranks/not a number")
+def _not_a_number(bench: Bench) -> None:
+    """A variable that holds no number ends in an error that names the variable."""
+    spec = bench.component.spec
+    if not isinstance(spec, ClusterEnvironmentSpec):
+        return  # only the spec names the variables
+    reads: dict[str, Callable[[ClusterEnvironment], int]] = {
+        spec.world_size_variable: lambda environment: environment.world_size(),
+        spec.rank_variable: lambda environment: environment.global_rank(),
+    }
+    for variable, read in reads.items():
+        if variable not in _ranks(bench)[1]:
+            continue
+        with bench.environ({**_ranks(bench)[1], variable: "two"}):
+            error = bench.error(lambda read=read: read(bench.make()))  # type: ignore[misc]
+        assert isinstance(error, ConfigurationError), (
+            f"{variable}='two' ended in {brief(error)}; expected a ConfigurationError"
+        )
+        assert variable in str(error), f"the error does not name {variable}: {error}"
+
+
+@check(KIND, "detection/by its variables")
+def _detected(bench: Bench) -> None:
+    """The spec detects the cluster by a rank's variables, and not without them."""
+    spec = bench.component.spec
+    if not isinstance(spec, ClusterEnvironmentSpec) or not spec.variables:
+        return  # it is chosen by name
+    for number, variables in enumerate(_ranks(bench)):
+        why_not = spec.why_not(variables)
+        assert not why_not, f"it is not detected with the variables of `ranks`[{number}]: {why_not}"
+    assert spec.why_not({}), "it is detected where none of its variables is set"
+    if len(spec.variables) > 1:
+        said = spec.why_not({spec.variables[0]: "1"})
+        assert spec.variables[1] in said, (
+            f"where only {spec.variables[0]} is set, why_not() says {said!r}, and not what is "
+            "missing"
+        )
+
+
+@check(KIND, "detection/chosen")
+def _chosen(bench: Bench) -> None:
+    """A front end in a rank chooses the environment, and finds as many ranks as there are."""
+    spec = bench.component.spec
+    ranks, nodes = _ranks(bench), bench.option("nodes")
+    named = spec is None or not getattr(spec, "variables", ())
+    for number, variables in enumerate(ranks):
+        with bench.environ(variables):
+            request = RunRequest(
+                accelerator="cpu",
+                strategy="ddp",
+                devices=len(ranks) // nodes,
+                num_nodes=nodes,
+                cluster_environment=bench.component.given if named else None,
+                environ=dict(os.environ),
+                interactive=False,
+            )
+            plan = resolve(request, get_registry())
+        if spec is not None:
+            assert plan.cluster_environment.name == spec.name, (
+                f"with the variables of `ranks`[{number}] a front end takes the cluster "
+                f"environment {plan.cluster_environment.name!r} ({plan.cluster_environment.why}): "
+                "say other variables, or a higher priority"
+            )
+        assert plan.world_size == len(ranks), (
+            f"the plan has {plan.world_size} of {len(ranks)} ranks"
+        )
+        assert plan.launcher.name == "external", (
+            f"with the variables of `ranks`[{number}] the launcher is {plan.launcher.name!r}: a "
+            "rank that is there already would start others"
+        )
+
+
+@check(KIND, "meeting/main address and port", slow=True)
+def _meeting(bench: Bench) -> None:
+    """All ranks learn one address and port, at which rank 0 can listen and the others connect."""
+
+    def meet(report: Report) -> None:
+        environment = bench.make()
+        address, port = environment.main_address, environment.main_port
+        report(address=address, port=port)
+        if environment.global_rank() == 0 and not environment.holds_store:
+            descriptor = environment.take_listener()
+            listener = (
+                socket.create_server((address, port))
+                if descriptor is None
+                else socket.socket(fileno=descriptor)
+            )
+            report(listens=listener.getsockname()[1])
+            again = environment.take_listener()
+            report(again=again is None)
+            signal.pause()  # the others may ask this rank where it is
+
+    children = [bench.in_child(meet, variables) for variables in _ranks(bench)]
+    try:
+        found = [_told(child, number) for number, child in enumerate(children)]
+        address, port = found[0]
+        assert isinstance(address, str) and address, f"main_address is {address!r}"  # noqa: PT018
+        assert isinstance(port, int) and 0 < port < 1 << 16, f"main_port is {port!r}"  # noqa: PT018
+        for number, other in enumerate(found):
+            assert other == (address, port), (
+                f"rank 0 says that ranks meet at {address}:{port}, and rank {number} at "
+                f"{other[0]}:{other[1]}"
+            )
+        if (listens := children[0].next_report(5.0)) is None:
+            return  # the program that started the ranks holds the store
+        assert listens == {"listens": port}, (
+            f"take_listener() returned a socket on port {listens}, and main_port is {port}"
+        )
+        assert children[0].next_report(5.0) == {"again": True}, (
+            "take_listener() returned a socket twice: it is handed over once"
+        )
+        error = bench.error(lambda: socket.create_connection((address, port), 5).close())
+        assert error is None, f"another rank cannot connect to {address}:{port}: {brief(error)}"
+    finally:
+        for child in children:
+            child.end()
+
+
+def _told(child: Child, number: int) -> tuple[Any, Any]:
+    try:
+        told = child.next_report(_PATIENCE)
+    except StuckError:
+        told = None
+    assert told is not None, (
+        f"rank {number} did not learn main_address and main_port in {_PATIENCE:.0f} s, while the "
+        "other ranks were there, or raised an error"
+    )
+    return told["address"], told["port"]
+
+
+@check(KIND, "meeting/sum over ranks", slow=True)
+def _sum(bench: Bench) -> None:
+    """Ranks that have the variables, and nothing else in common, train together."""
+    ranks, nodes = _ranks(bench), bench.option("nodes")
+
+    def add(report: Report) -> None:
+        import torch
+
+        lite = bench.lite(
+            strategy="ddp",
+            devices=len(ranks) // nodes,
+            num_nodes=nodes,
+            plugins=[bench.component.given],
+        )
+        lite.launch()
+        total = lite.all_reduce(torch.tensor(float(lite.global_rank + 1)), "sum")
+        lite.barrier()
+        report(rank=lite.global_rank, total=float(total))
+
+    children = [bench.in_child(add, variables) for variables in ranks]
+    try:
+        told = [_next(child) for child in children]
+    finally:
+        for child in children:
+            child.end()
+    log = bench.folder.parent / "children.log"
+    expected = [
+        {"rank": rank, "total": sum(range(1, len(ranks) + 1))} for rank in range(len(ranks))
+    ]
+    found = sorted(filter(None, told), key=lambda one: int(one["rank"]))
+    assert found == expected, (
+        f"the ranks came to {told}, expected {expected}\n{log.read_text(errors='replace')[-3000:]}"
+    )
+
+
+def _next(child: Child) -> dict[str, Any] | None:
+    try:
+        return child.next_report(_PATIENCE)
+    except StuckError:
+        return None
+
+
+@check(KIND, "life/nothing changed")
+def _nothing_changed(bench: Bench) -> None:
+    """Reading changes no environment variable, and teardown leaves no thread, file or socket."""
+    with bench.environ(_ranks(bench)[0]):
+        before, variables = Surroundings.now(), dict(os.environ)
+        environment = bench.make()
+        _numbers(environment)
+        _read_more(environment)
+        if not environment.holds_store:
+            descriptor = environment.take_listener()
+            if descriptor is not None:
+                os.close(descriptor)
+        environment.teardown()
+        environment.teardown()
+        now = dict(os.environ)
+        changed = before.changes()
+    _judge_variables(variables, now)
+    assert not changed, f"after teardown() there is {'; '.join(changed)}"
+    assert not bench.files(), f"it has left {', '.join(bench.files())} in the current folder"
+
+
+def _read_more(environment: ClusterEnvironment) -> None:
+    """Read where ranks meet, and what the cluster does at the end."""
+    assert environment.main_address
+    assert environment.main_port
+    run_id, agent = environment.run_id(), environment.agent_id()
+    count = environment.restart_count()
+    for name, value in (("run_id", run_id), ("agent_id", agent)):
+        assert value is None or isinstance(value, str), (
+            f"{name}() returned {value!r}; expected a text, or None"
+        )
+    assert isinstance(count, int) and count >= 0, (  # noqa: PT018
+        f"restart_count() returned {count!r}; expected how often the run was started again, from 0"
+    )
+    signals = environment.preemption_signals
+    assert isinstance(signals, tuple) and all(isinstance(s, signal.Signals) for s in signals), (  # noqa: PT018
+        f"preemption_signals is {signals!r}; expected a tuple of signal.Signals"
+    )
+    for number in signals:
+        answer = environment.requeues_upon(number)
+        assert isinstance(answer, bool), f"requeues_upon({number!r}) returned {answer!r}"
+
+
+def _judge_variables(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    changed = sorted(
+        name
+        for name in before.keys() | now.keys()
+        if before.get(name) != now.get(name) and name != LISTEN_FD_VARIABLE
+    )
+    assert not changed, (
+        f"reading the environment changed the variable(s) {', '.join(changed)}: a process that is "
+        "started from this one would take itself for something else"
+    )
+
+
+@check(KIND, "life/same for all")
+def _alike(bench: Bench) -> None:
+    """run_id and restart_count are the same on every rank, and again when they are read again."""
+    told = []
+    for variables in _ranks(bench):
+        with bench.environ(variables):
+            environment = bench.make()
+            told.append((environment.run_id(), environment.restart_count()))
+            again = (environment.run_id(), environment.restart_count())
+            environment.teardown()
+        assert again == told[-1], f"run_id and restart_count are {told[-1]}, and then {again}"
+    assert len(set(told)) == 1, f"run_id and restart_count differ by rank: {told}"

@@ -1,0 +1,271 @@
+"""Loggers: what a run has when it ends, however it ends, and what it has not."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratagem.loggers import Logger
+from stratagem.trainer import Trainer
+from stratagem_testing.components.bench import Bench, brief
+from stratagem_testing.components.check import check
+from stratagem_testing.places import find
+from stratagem_testing.strategies.models import Learner, loader
+from stratagem_testing.surroundings import Surroundings
+
+KIND = "logger"
+Rows = Sequence[tuple[int | None, Mapping[str, float]]]
+ROWS: list[tuple[int, dict[str, float]]] = [
+    (0, {"loss": 1.5, "rate": 0.1}),
+    (1, {"loss": 1.25}),
+    (2, {"loss": 1.0, "val_loss": -2.0}),
+]
+
+
+def _read(bench: Bench, logger: Logger) -> list[tuple[int | None, dict[str, float]]]:
+    """Return what the logger's run has, by the author's function."""
+    rows: Rows = find(bench.option("read"))(logger)
+    return [(step, {name: float(value) for name, value in row.items()}) for step, row in rows]
+
+
+def _judge_rows(bench: Bench, logger: Logger, expected: Rows, when: str) -> None:
+    found = _read(bench, logger)
+    assert found == list(expected), (
+        f"{when} the run has {found}, expected {list(expected)}: each step with its own values, in "
+        "the order in which they were logged"
+    )
+
+
+@check(KIND, "life/nothing logged")
+def _nothing(bench: Bench) -> None:
+    """A logger that is made, and ended without a value, leaves no file and no thread."""
+    before = Surroundings.now()
+    logger = bench.make()
+    assert isinstance(logger, Logger), (
+        f"{bench.component.name} made {logger!r}: subclass stratagem.loggers.Logger"
+    )
+    assert not bench.files(), (
+        f"making a logger wrote {', '.join(bench.files())}: every rank makes one; begin with the "
+        "first value, on rank 0"
+    )
+    logger.save()
+    logger.finalize("success")
+    assert not bench.files(), f"without a value logged there is {', '.join(bench.files())}"
+    changed = before.changes()
+    assert not changed, f"after finalize() there is {'; '.join(changed)}"
+
+
+@check(KIND, "life/folders")
+def _folders(bench: Bench) -> None:
+    """save_dir is a local path or None, and log_dir one text, the same at each look."""
+    logger = bench.make()
+    assert logger.save_dir is None or isinstance(logger.save_dir, (str, Path)), (
+        f"save_dir is {logger.save_dir!r}; expected a path, which a Trainer tries before it starts "
+        "processes, or None"
+    )
+    first, again = logger.log_dir, logger.log_dir
+    assert isinstance(first, str), f"log_dir is {first!r}; expected a str ('': there is none)"
+    assert first == again, f"log_dir is {first!r}, and then {again!r}: checkpoints go beside it"
+
+
+@check(KIND, "rows/values")
+def _values(bench: Bench) -> None:
+    """Rows come back with their steps and values, also those whose names come up later."""
+    logger = bench.make()
+    logger.log_rows(ROWS)
+    logger.finalize("success")
+    _judge_rows(bench, logger, ROWS, "after log_rows and finalize")
+
+
+@check(KIND, "rows/one at a time")
+def _metrics(bench: Bench) -> None:
+    """log_metrics takes one row at a time, as log_rows takes many."""
+    logger = bench.make()
+    for step, values in ROWS:
+        logger.log_metrics(values, step)
+    logger.save()
+    logger.finalize("success")
+    _judge_rows(bench, logger, ROWS, "after log_metrics and save")
+
+
+@check(KIND, "rows/not finite")
+def _not_finite(bench: Bench) -> None:
+    """A value that is NaN or infinite is taken: it is what a user looks for."""
+    logger = bench.make()
+    values = {"nan": math.nan, "inf": math.inf, "large": 1e300}
+    error = bench.error(lambda: (logger.log_rows([(0, values)]), logger.finalize("success")))
+    assert error is None, f"a row with NaN and infinity ended in {brief(error)}"
+    rows = _read(bench, logger)
+    assert len(rows) == 1, f"a row with NaN and infinity became {len(rows)} rows"
+    found = rows[0][1]
+    assert math.isnan(found.get("nan", 0.0)), f"NaN came back as {found.get('nan')}"
+    assert found.get("inf") == math.inf, f"infinity came back as {found.get('inf')}"
+
+
+@check(KIND, "rows/flushed")
+def _flushed(bench: Bench) -> None:
+    """What log_rows was given is there after a kill -9 right behind it."""
+
+    def log(report: Any) -> None:
+        bench.make().log_rows(ROWS)
+        report(logged=True)
+        os.kill(os.getpid(), 9)
+
+    child = bench.in_child(log)
+    told = child.next_report()
+    child.end()
+    assert told == {"logged": True}, "log_rows raised an error"
+    _judge_rows(bench, bench.make(), ROWS, "after a kill behind log_rows,")
+
+
+@check(KIND, "life/continued")
+def _continued(bench: Bench) -> None:
+    """A second logger of the same run appends, and loses nothing of what is there."""
+    first = bench.make()
+    first.log_rows(ROWS[:2])
+    first.finalize("failed")
+    second = bench.make()
+    more = (3, {"loss": 0.5, "new": 7.0})
+    second.log_rows([ROWS[2], more])
+    second.finalize("success")
+    _judge_rows(bench, second, [*ROWS, more], "after a run that was resumed")
+
+
+@check(KIND, "life/finalized twice")
+def _twice(bench: Bench) -> None:
+    """Finalize may be called twice, with either status, and values may come in between."""
+    logger = bench.make()
+    logger.log_rows(ROWS[:1])
+    error = bench.error(lambda: (logger.finalize("failed"), logger.finalize("success")))
+    assert error is None, f"a second finalize ended in {brief(error)}: a Trainer fits, then tests"
+    error = bench.error(lambda: (logger.log_rows(ROWS[1:2]), logger.finalize("success")))
+    assert error is None, (
+        f"a row after finalize ended in {brief(error)}: a Trainer fits, then tests"
+    )
+    _judge_rows(bench, logger, ROWS[:2], "after two runs of one Trainer")
+
+
+@check(KIND, "hyperparameters/taken")
+def _hyperparameters(bench: Bench) -> None:
+    """log_hyperparams takes nested values of any type, and changes none of them."""
+    logger = bench.make()
+    values: dict[str, Any] = {
+        "rate": 0.1,
+        "layers": [1, (2, 3)],
+        "nested": {"path": Path("x"), 7: None, "kind": torch.float32},
+        "function": math.sqrt,
+    }
+    before = repr(values)
+    error = bench.error(lambda: logger.log_hyperparams(values))
+    assert error is None, (
+        f"log_hyperparams of nested values ended in {brief(error)}: write the text of what cannot "
+        "be stored"
+    )
+    assert repr(values) == before, "log_hyperparams changed the user's hyperparameters"
+    logger.finalize("success")
+
+
+class _Noting:
+    """Notes the calls of a logger's methods, with the process, in a file."""
+
+    NAMES = ("log_hyperparams", "log_rows", "log_metrics", "finalize")
+
+    def __init__(self, logger: Logger, file: Path) -> None:
+        self.file = file
+        for name in self.NAMES:
+            setattr(logger, name, self._noted(name, getattr(logger, name)))
+
+    def _noted(self, name: str, method: Any) -> Any:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            with self.file.open("a") as file:
+                file.write(f"{os.getpid()} {name} {arguments[0] if name == 'finalize' else ''}\n")
+            return method(*arguments, **options)
+
+        noted.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+        return noted
+
+
+class _Logging(Learner):
+    """Logs its loss at each step, and fails where it is told to."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.fails_at:
+            raise ValueError("planted by the conformance kit")
+        loss = super().training_step(batch, batch_idx)
+        self.log("step_loss", loss.detach(), on_step=True, on_epoch=False)
+        return loss
+
+
+def _fit(bench: Bench, logger: Logger, fails_at: int = -1, **options: Any) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=logger,
+        max_epochs=1,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=bench.folder.parent / "root",
+        **{"strategy": "single_device", "devices": 1, **options},
+    )
+    trainer.fit(_Logging(fails_at), loader(32, 1))
+
+
+def _steps(rows: Rows) -> list[int | None]:
+    return [step for step, row in rows if "step_loss" in row]
+
+
+@check(KIND, "trainer/a run")
+def _run(bench: Bench) -> None:
+    """Under a Trainer it has every step once, in order, with finite values, and ends once."""
+    logger, file = bench.make(), bench.folder.parent / "calls"
+    _Noting(logger, file)
+    _fit(bench, logger)
+    rows = _read(bench, logger)
+    assert _steps(rows) == [0, 1, 2, 3], (
+        f"a run of 4 steps has rows of the steps {_steps(rows)}, expected [0, 1, 2, 3]"
+    )
+    values = [value for _, row in rows for value in row.values()]
+    assert all(map(math.isfinite, values)), f"values are not finite: {rows}"
+    calls = [line.split()[1:] for line in file.read_text().splitlines()]
+    assert calls[-1] == ["finalize", "success"], f"the last call of a run is {calls[-1]}"
+    assert sum(call[0] == "finalize" for call in calls) == 1, f"finalize was called twice: {calls}"
+
+
+@check(KIND, "trainer/a run that fails")
+def _failed(bench: Bench) -> None:
+    """What was logged before an error is there behind it, and finalize is told that it failed."""
+    logger, file = bench.make(), bench.folder.parent / "calls"
+    _Noting(logger, file)
+    error = bench.error(lambda: _fit(bench, logger, fails_at=3))
+    assert error is not None, "the error of a training step was swallowed"
+    assert "planted" in str(error), f"a training that fails ended in {brief(error)}"
+    assert _steps(_read(bench, logger)) == [0, 1, 2], (
+        f"after an error in step 3 the run has the steps {_steps(_read(bench, logger))}, expected "
+        "[0, 1, 2]"
+    )
+    calls = [line.split()[1:] for line in file.read_text().splitlines()]
+    assert ["finalize", "failed"] in calls, f"finalize('failed') was not called: {calls}"
+
+
+@check(KIND, "trainer/rank 0 only", slow=True)
+def _rank_zero(bench: Bench) -> None:
+    """Of two ranks only one writes, and what it writes is there once."""
+    logger, file = bench.make(), bench.folder.parent / "calls"
+    _Noting(logger, file)
+    _fit(bench, logger, strategy="ddp_fork", devices=2)
+    processes = {line.split()[0] for line in file.read_text().splitlines()}
+    assert len(processes) == 1, (
+        f"{len(processes)} processes have called the logger, expected rank 0"
+    )
+    steps = _steps(_read(bench, logger))
+    assert len(set(steps)) == len(steps), f"steps were written more than once: {steps}"

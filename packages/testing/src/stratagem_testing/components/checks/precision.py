@@ -1,0 +1,322 @@
+"""Precisions: contexts, conversions, and what a precision says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.discovery import AcceleratorSpec, PrecisionSpec, get_registry
+from stratagem.precision import Precision
+from stratagem_testing.components.bench import Bench, brief
+from stratagem_testing.components.check import check
+from stratagem_testing.components.training import WIDTH, build
+
+KIND = "precision"
+
+
+def bound(bench: Bench) -> Precision:
+    """Return a precision that has taken the accelerator."""
+    precision: Precision = bench.make()
+    accelerator = get_registry().find("accelerator", bench.option("accelerator")).spec.build()
+    precision.bind(accelerator)
+    return precision
+
+
+def _settings() -> dict[str, Any]:
+    """Return what contexts of a precision change."""
+    kind = "cpu"
+    return {
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "autocast": torch.is_autocast_enabled(kind),
+        "the dtype of autocast": torch.get_autocast_dtype(kind),
+        "the cache of autocast": torch.is_autocast_cache_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+    }
+
+
+def _changed(before: dict[str, Any]) -> str:
+    now = _settings()
+    return "; ".join(f"{k} was {v}, and is {now[k]}" for k, v in before.items() if now[k] != v)
+
+
+@check(KIND, "itself/name and dtype")
+def _itself(bench: Bench) -> None:
+    """It is a Precision with a name, a dtype, and what its spec says of it."""
+    precision = bench.make()
+    assert isinstance(precision, Precision), (
+        f"{bench.component.name} made {precision!r}: subclass stratagem.precision.Precision"
+    )
+    assert isinstance(getattr(precision, "name", None), str), "it has no name"
+    assert isinstance(precision.dtype, torch.dtype), (
+        f"its dtype is {precision.dtype!r}; expected a torch.dtype: what large matrix products "
+        "are computed in"
+    )
+    spec = bench.component.spec
+    if spec is None:
+        return
+    assert isinstance(spec, PrecisionSpec), f"its spec is {type(spec).__name__}"
+    assert precision.name == spec.name, (
+        f"the spec {spec.name!r} makes a precision with the name {precision.name!r}: preset it by "
+        "init_args"
+    )
+    assert precision.shardable == spec.shardable, (
+        f"the spec says shardable={spec.shardable}, and the class shardable={precision.shardable}: "
+        "a plan is made by the first"
+    )
+
+
+@check(KIND, "itself/accelerators")
+def _accelerators(bench: Bench) -> None:
+    """An accelerator that its spec leaves out is refused; the one it is tested on is taken."""
+    spec = bench.component.spec
+    if not isinstance(spec, PrecisionSpec) or spec.accelerators is None:
+        error = bench.error(lambda: bound(bench))
+        assert error is None, (
+            f"bind(accelerator) of {bench.option('accelerator')!r} ended in {brief(error)}"
+        )
+        return
+    left_out = [
+        candidate.spec
+        for candidate in get_registry().candidates("accelerator")
+        if candidate.spec.name not in spec.accelerators
+    ]
+    for other in left_out:
+        assert isinstance(other, AcceleratorSpec)
+        if other.name != "cpu":
+            continue  # others are refused for the lack of a device
+        error = bench.error(lambda: bench.lite(precision=spec.name))
+        assert type(error).__name__ == "ConfigurationError", (
+            f"accelerators={spec.accelerators} in the spec, and precision={spec.name!r} on the CPU "
+            f"was not refused: {brief(error)}"
+        )
+        assert spec.name in str(error), f"the refusal does not name {spec.name!r}: {error}"
+
+
+@check(KIND, "itself/sharding")
+def _sharding(bench: Bench) -> None:
+    """shardable=False is refused by a strategy with sharded state, with the reason."""
+    precision = bench.make()
+    if precision.shardable:
+        return  # strategies with sharded state are tried by their own kit
+    error = bench.error(lambda: bench.lite(strategy="fsdp", devices=2, plugins=[precision]))
+    assert type(error).__name__ == "ConfigurationError", (
+        f"shardable=False, and strategy='fsdp' was not refused: {brief(error)}"
+    )
+    assert precision.name in str(error), f"the refusal does not name the precision: {error}"
+
+
+@check(KIND, "contexts/restored")
+def _restored(bench: Bench) -> None:
+    """init_context and forward_context restore autocast, default dtype and gradient mode."""
+    precision = bound(bench)
+    for name, make in (
+        ("init_context", precision.init_context),
+        ("forward_context", precision.forward_context),
+    ):
+        before = _settings()
+        context = make()
+        if name == "forward_context" and context is None:
+            continue
+        assert isinstance(context, AbstractContextManager), (
+            f"{name}() returned {context!r}; expected a context manager"
+        )
+        with context:
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert not _changed(before), f"after {name}() {_changed(before)}: restore it on exit"
+        error = bench.error(lambda make=make: _fail_in(make()), ZeroDivisionError)  # type: ignore[misc]
+        assert error is not None, f"{name}() swallows exceptions"
+        assert not _changed(before), (
+            f"after an exception in {name}() {_changed(before)}: restore it on every exit"
+        )
+
+
+def _fail_in(context: Any) -> None:
+    with context:
+        raise ZeroDivisionError
+
+
+@check(KIND, "contexts/entered again")
+def _again(bench: Bench) -> None:
+    """One forward_context serves every step."""
+    precision = bound(bench)
+    context = precision.forward_context()
+    if context is None:
+        return
+    values = torch.ones(4, 4, dtype=precision.dtype)
+    before = _settings()
+    seen = []
+    for _ in range(3):
+        with context:
+            seen.append((values @ values).dtype)
+    assert len(set(seen)) == 1, f"forward_context works once only: products are {seen}"
+    assert not _changed(before), f"after three steps {_changed(before)}"
+
+
+class _Mixed(nn.Module):
+    """A module with tied weights, a frozen layer, and buffers of floats and of an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+        self.frozen = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("position", torch.arange(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.norm(self.second(self.frozen(self.first(x))))
+        return output
+
+
+@check(KIND, "conversions/module")
+def _module(bench: Bench) -> None:
+    """convert_module keeps names, integers, ties and what is frozen, and values up to rounding."""
+    precision = bound(bench)
+    original, module = build(_Mixed), build(_Mixed)
+    converted = precision.convert_module(module)
+    assert isinstance(converted, nn.Module), (
+        f"convert_module returned {converted!r}; expected the module"
+    )
+    before, after = original.state_dict(), converted.state_dict()
+    missing = sorted(before.keys() - after.keys())
+    assert not missing, (
+        f"convert_module lost or renamed {', '.join(missing)}: a checkpoint of another precision "
+        "would not load"
+    )
+    for name in ("position", "norm.num_batches_tracked"):
+        assert after[name].dtype is before[name].dtype, (
+            f"convert_module made the integers {name!r} {after[name].dtype}: convert "
+            "floating-point tensors only"
+        )
+        assert torch.equal(after[name], before[name]), f"convert_module changed {name!r}"
+    named: Any = converted
+    assert named.first.weight is named.second.weight, (
+        "convert_module untied a weight that two layers share"
+    )
+    assert not any(p.requires_grad for p in named.frozen.parameters()), (
+        "convert_module lets a frozen layer be trained"
+    )
+    trained = [name for name, p in converted.named_parameters() if p.requires_grad]
+    assert all(converted.get_parameter(name).is_floating_point() for name in trained), (
+        "convert_module left a parameter to train that is no floating-point tensor"
+    )
+    assert trained, "convert_module froze everything, such as the batch norm's weight"
+    rounding = _rounding(named.norm.weight.dtype)
+    for name in ("norm.weight", "norm.running_var", "frozen.weight"):
+        off = (after[name].double() - before[name].double()).abs().max()
+        assert off <= rounding * before[name].abs().max(), (
+            f"convert_module changed the values of {name!r} by {float(off):.2g}"
+        )
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+@check(KIND, "conversions/batches")
+def _batches(bench: Bench) -> None:
+    """Converters change floating-point tensors alone, in any nesting, and not the original."""
+    precision = bound(bench)
+    for name, make in (
+        ("input_converter", precision.input_converter),
+        ("output_converter", precision.output_converter),
+    ):
+        convert = make()
+        if convert is None:
+            continue
+        _judge_converter(name, convert)
+    convert = precision.output_converter()
+    if convert is not None:
+        output = convert(torch.ones(2, dtype=precision.dtype))
+        assert output.dtype is torch.get_default_dtype(), (
+            f"output_converter() makes {output.dtype} of {precision.dtype}; expected the default "
+            f"dtype, {torch.get_default_dtype()}, in which a user computes a loss"
+        )
+
+
+class _Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def _judge_converter(name: str, convert: Callable[[Any], Any]) -> None:
+    floats = torch.linspace(0, 1, 6)
+    batch = {
+        "floats": floats,
+        "integers": torch.arange(5),
+        "flags": torch.tensor([True]),
+        "nested": [(floats * 2, "text", None, 7)],
+    }
+    converted = convert(batch)
+    assert batch["floats"] is floats and floats.dtype is torch.float32, (  # noqa: PT018
+        f"{name}() changes the batch in place: the loader's own tensors are converted"
+    )
+    assert isinstance(converted, dict) and converted.keys() == batch.keys(), (  # noqa: PT018
+        f"{name}() returned {converted!r} for a dict of tensors"
+    )
+    for key in ("integers", "flags"):
+        assert converted[key].dtype is batch[key].dtype, (  # type: ignore[attr-defined]
+            f"{name}() made {key} {converted[key].dtype}: labels and masks stay what they are"
+        )
+    ((inner, text, nothing, number),) = converted["nested"]
+    assert (text, nothing, number) == ("text", None, 7), f"{name}() changed what is no tensor"
+    assert inner.dtype is converted["floats"].dtype, (
+        f"{name}() converts a tensor to {converted['floats'].dtype}, and one in a list in a dict "
+        f"to {inner.dtype}"
+    )
+    try:
+        pair = convert(_Pair(floats, torch.arange(2)))
+    except TypeError as error:
+        raise AssertionError(
+            f"{name}() of a named tuple, which datasets yield too, ended in TypeError: {error}; "
+            "such a one is made of its parts as arguments"
+        ) from None
+    assert isinstance(pair, _Pair), f"{name}() made a {type(pair).__name__} of a named tuple"
+    assert pair.first.dtype is inner.dtype, f"{name}() left a tensor in a named tuple as it was"
+    off = float((converted["floats"].double() - floats.double()).abs().max())
+    assert off <= _rounding(converted["floats"].dtype), f"{name}() changed values by {off:.2g}"
+
+
+@check(KIND, "conversions/dtype of products")
+def _products(bench: Bench) -> None:
+    """A layer of a converted model computes in `dtype` under forward_context."""
+    precision = bound(bench)
+    seen: list[torch.dtype] = []
+    with precision.init_context():
+        model = build(lambda: nn.Linear(WIDTH, WIDTH))
+    model = precision.convert_module(model)
+    model.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
+    convert = precision.input_converter() or (lambda batch: batch)
+    with precision.forward_context() or nullcontext():
+        model(convert(torch.ones(2, WIDTH)))
+    assert seen == [precision.dtype], (
+        f"dtype is {precision.dtype}, and a linear layer's output is {seen[0]}: say in `dtype` "
+        "what products are computed in, or let forward_context and convert_module do it"
+    )
+
+
+@check(KIND, "evaluation/inference mode")
+def _inference(bench: Bench) -> None:
+    """A converted model works under torch.inference_mode, or inference_mode=False says no."""
+    precision = bound(bench)
+    if not precision.inference_mode:
+        return
+    model = precision.convert_module(build(_Mixed)).eval()
+    convert = precision.input_converter() or (lambda batch: batch)
+
+    def evaluate() -> None:
+        with torch.inference_mode(), precision.forward_context() or nullcontext():
+            model(convert(torch.ones(2, WIDTH))).sum().item()
+
+    error = bench.error(evaluate)
+    assert error is None, (
+        "inference_mode=True, and a forward pass under torch.inference_mode ended in "
+        f"{brief(error)}"
+    )

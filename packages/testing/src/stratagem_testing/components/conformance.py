@@ -1,0 +1,216 @@
+"""The classes that authors of components subclass; nothing else has to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from stratagem_testing.components.check import checks_of
+from stratagem_testing.components.component import Component
+from stratagem_testing.components.server import Server
+from stratagem_testing.conformance import Conformance
+from stratagem_testing.places import place_of
+
+Named = str | Callable[..., Any]
+"""A discovered name; or a class, or a function without arguments that makes one, at the top of a
+module; or the place of one, "package.module:name"."""
+
+
+class ComponentConformance(Conformance):
+    """Tests of one component, each in a process of its own.
+
+    A subclass says `kind`, and has an attribute of that name: what is tested.
+    """
+
+    kind: ClassVar[str]
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return what the checks read of this class; plain data."""
+        return {}
+
+    @classmethod
+    def target(cls) -> Component:
+        """Return what is tested, by the attributes of this class."""
+        named: Named = getattr(cls, cls.kind)
+        return Component(kind=cls.kind, name=place_of(named), options=cls.options())
+
+    @classmethod
+    def checks(cls) -> Sequence[str]:
+        """Return the names of all checks of the kind."""
+        return list(checks_of(cls.kind))
+
+    def test_conforms(self, check: str, stratagem_server: Server) -> None:
+        """Fail with what the check finds wrong; the check's name says what."""
+        failure = stratagem_server.failure(self.target(), check, self.deadline)
+        if failure:
+            pytest.fail(failure, pytrace=False)
+
+
+class AcceleratorConformance(ComponentConformance):
+    """Tests of an accelerator, on its devices.
+
+    Attributes:
+        accelerator: a name, class, function or place.
+        without_devices: only what can be checked where there is no device, such as the reason.
+        tolerance: how far losses may be from the CPU's, relative and absolute.
+        devices: how many are used at most.
+
+    Example:
+        >>> from stratagem_testing import AcceleratorConformance
+        >>> class TestMine(AcceleratorConformance):
+        ...     accelerator = "cpu"
+        >>> TestMine.target().name
+        'cpu'
+    """
+
+    kind = "accelerator"
+    accelerator: ClassVar[Named]
+    without_devices: ClassVar[bool] = False
+    tolerance: ClassVar[float] = 1e-5
+    devices: ClassVar[int] = 2
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return how far losses may be off, and how many devices are used."""
+        return {"tolerance": cls.tolerance, "devices": cls.devices}
+
+    @classmethod
+    def checks(cls) -> Sequence[str]:
+        """Return the names of all checks that can run here."""
+        return [
+            name
+            for name, check in checks_of(cls.kind).items()
+            if not (check.needs_device and cls.without_devices)
+        ]
+
+
+class PrecisionConformance(ComponentConformance):
+    """Tests of a precision.
+
+    Attributes:
+        precision: a name, class, function or place.
+        accelerator: a discovered name, on which it computes.
+        tolerance: how far losses may be from those of 32-true, relative and absolute; None: by
+            `dtype`, 1e-5 in float64 and float32, 0.01 in float16, 0.05 in bfloat16.
+        models: functions without arguments that make a model of inputs (n, 16) and outputs
+            (n, 16), which is trained beside the kit's own.
+    """
+
+    kind = "precision"
+    precision: ClassVar[Named]
+    accelerator: ClassVar[str] = "cpu"
+    tolerance: ClassVar[float | None] = None
+    models: ClassVar[Sequence[Named]] = ()
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return the accelerator, the tolerance and the models."""
+        return {
+            "accelerator": cls.accelerator,
+            "tolerance": cls.tolerance,
+            "models": [place_of(model) for model in cls.models],
+        }
+
+
+class CheckpointIOConformance(ComponentConformance):
+    """Tests of a checkpoint format, with the durability scenarios of `stratagem checkpoint`.
+
+    Attributes:
+        checkpoint_io: a name, class, function or place.
+        kills: how often a process is killed while it saves, on a fast and on a slow disk each.
+        megabytes: size of the checkpoints of the durability scenarios.
+    """
+
+    kind = "checkpoint_io"
+    checkpoint_io: ClassVar[Named]
+    kills: ClassVar[int] = 4
+    megabytes: ClassVar[float] = 1.0
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return how durability is tried."""
+        return {"kills": cls.kills, "megabytes": cls.megabytes}
+
+
+class ClusterEnvironmentConformance(ComponentConformance):
+    """Tests of a cluster environment, in processes that have the variables of ranks.
+
+    Attributes:
+        cluster_environment: a name, class, function or place.
+        ranks: the environment variables of each rank of one job, as the cluster sets them; at
+            least two ranks. Rank 0's host has to be this one.
+        nodes: how many nodes that job has.
+    """
+
+    kind = "cluster_environment"
+    cluster_environment: ClassVar[Named]
+    ranks: ClassVar[Sequence[Mapping[str, str]]]
+    nodes: ClassVar[int] = 1
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return the variables and the number of nodes."""
+        return {"ranks": [dict(variables) for variables in cls.ranks], "nodes": cls.nodes}
+
+
+class LauncherConformance(ComponentConformance):
+    """Tests of a launcher, which starts ranks for real.
+
+    Attributes:
+        launcher: a name, class, function or place.
+        devices: how many ranks; None: 2, or 1 of one that starts none (`starts_ranks=False`).
+        plain_results: what comes back is read without executing anything. False: it is pickled
+            between the user's own processes, by a program that every rank trusts.
+    """
+
+    kind = "launcher"
+    launcher: ClassVar[Named]
+    deadline = 240.0
+    devices: ClassVar[int | None] = None
+    plain_results: ClassVar[bool] = True
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return the number of ranks, and how results come back."""
+        return {"devices": cls.devices, "plain_results": cls.plain_results}
+
+
+class LoggerConformance(ComponentConformance):
+    """Tests of a logger.
+
+    Attributes:
+        logger: a class, function or place. It is called in an empty folder, which is the current
+            one, and is to write there, each time to the same run: the second one continues it.
+        read: a function (or its place) that takes a logger and returns what its run has, as
+            pairs of a step and a mapping of values, in the order in which they were logged.
+    """
+
+    kind = "logger"
+    logger: ClassVar[Named]
+    read: ClassVar[Named]
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return where the function that reads is."""
+        return {"read": place_of(cls.read)}
+
+
+class PluginConformance(ComponentConformance):
+    """Tests of a distribution's plugin: what it says of its components, and what it costs.
+
+    Attributes:
+        plugin: the distribution's name, such as "my-backend".
+        cpu_seconds: processor time that the import of the plugin module may take.
+    """
+
+    kind = "plugin"
+    plugin: ClassVar[str]
+    cpu_seconds: ClassVar[float] = 0.1
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return what an import may cost."""
+        return {"cpu_seconds": cls.cpu_seconds}

@@ -1,0 +1,152 @@
+"""What programs do whose launcher is tested: each function here is called on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratagem.lite import Lite
+from stratagem_testing.components.component import Component
+
+PLANTED = "planted by the conformance kit"
+_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+_calls = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a program launches; a JSON file.
+
+    Attributes:
+        what: "note", "return", "hostile", "fail", "killed" or "wait".
+        kind: the launcher, by name or place.
+        devices: how many ranks.
+        folder: where processes note what they have found.
+        search_path: folders that are searched for modules before others.
+    """
+
+    what: str
+    kind: str
+    devices: int
+    folder: str
+    search_path: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self))
+
+
+def main(path: str) -> None:
+    """Launch what a file says; called by the program, on each rank that runs it."""
+    warnings.simplefilter("ignore")
+    told = json.loads(Path(path).read_text())
+    sys.path[:0] = told["search_path"]
+    launch = Launch(**told)
+    folder = Path(launch.folder)
+    for number in range(2 if launch.what == "note" else 1):
+        before = dict(os.environ)
+        lite = _lite(launch)
+        if launch.what == "note":
+            lite.launch(note, f"{folder}/rank{number}", 1, "two", three=3.0)
+            changed = sorted(k for k in before.keys() | os.environ.keys()
+                             if before.get(k) != os.environ.get(k))  # fmt: skip
+            _note(f"{folder}/program{number}", changed=changed)
+        elif launch.what == "return":
+            returned = lite.launch(returns)
+            values = [returned["rank"], returned["text"], returned["tensor"].tolist()]
+            _note(f"{folder}/returned", returned=values)
+        else:
+            lite.launch(_FUNCTIONS[launch.what], str(folder))
+
+
+def _lite(launch: Launch) -> Lite:
+    component = Component(kind="launcher", name=launch.kind)
+    # One that starts no ranks is not asked for: a front end finds that it is what there is.
+    is_found = not getattr(component.spec, "starts_ranks", True)
+    lite = Lite(
+        accelerator="cpu",
+        strategy="ddp" if launch.devices > 1 or "RANK" in os.environ else "single_device",
+        devices=launch.devices,
+        plugins=None if is_found else [component.given],
+    )
+    chosen = lite.plan.launcher
+    if is_found and chosen.name != launch.kind:
+        raise RuntimeError(f"the launcher is {chosen.name!r} ({chosen.why}), not {launch.kind!r}")
+    return lite
+
+
+def note(lite: Lite, place: str, *args: Any, **kwargs: Any) -> None:
+    """Note rank, process and arguments."""
+    global _calls
+    _calls += 1
+    calls, _calls = _calls, 0
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    _note(place, variables=variables, arguments=[args, kwargs], calls=calls)
+    lite.barrier()
+
+
+def returns(lite: Lite) -> dict[str, Any]:
+    """Return plain data."""
+    return {"rank": lite.global_rank, "text": "text", "tensor": torch.tensor([1.0, 2.0])}
+
+
+class _Hostile:
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (f"{self.folder}/executed",)
+
+
+def hostile(lite: Lite, folder: str) -> Any:
+    """Return what executes code when it is unpickled."""
+    return _Hostile(folder)
+
+
+def fails_here(lite: Lite, folder: str) -> None:
+    """Let the last rank raise while the others wait for it."""
+    if lite.global_rank == lite.world_size - 1:
+        _note(f"{folder}/failed", at=time.time())
+        raise ValueError(PLANTED)
+    lite.barrier()
+
+
+def killed(lite: Lite, folder: str) -> None:
+    """Let the last rank be killed while the others wait for it."""
+    if lite.global_rank == lite.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    lite.barrier()
+
+
+def wait(lite: Lite, folder: str) -> None:
+    """Wait for the end, and note a signal that comes in between."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: _note(f"{folder}/signal"))
+    _note(f"{folder}/waiting")
+    until = time.monotonic() + 60.0
+    while time.monotonic() < until and not Path(f"{folder}/end").exists():
+        time.sleep(0.05)
+    signal.signal(signal.SIGUSR1, before)
+
+
+_FUNCTIONS = {"hostile": hostile, "fail": fails_here, "killed": killed, "wait": wait}
+
+
+def _note(place: str, **what: Any) -> None:
+    """Write a file of this process."""
+    rank = os.environ.get("RANK")
+    told = {"pid": os.getpid(), "rank": None if rank is None else int(rank), **what}
+    temporary = Path(f"{place}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(told))
+    temporary.replace(f"{place}.{os.getpid()}.json")

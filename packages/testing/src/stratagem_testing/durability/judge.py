@@ -1,0 +1,93 @@
+"""Judge: what runs in the process that looks at what a scenario has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from stratagem.checkpoint import CheckpointIO
+from stratagem.errors import CheckpointNotFoundError
+from stratagem_testing.child import Report
+from stratagem_testing.durability.saver import NAME, Model, Subject
+
+
+def judge(subject: Subject, folder: Path, durable: int, begun: int, report: Report) -> None:
+    """Report which number the checkpoint holds, or what is wrong with it; leave the folder empty.
+
+    Args:
+        subject: what is tested.
+        folder: where it has saved.
+        durable: the last number that has to be there still, if none after it is.
+        begun: the last number that may be there.
+        report: takes `number`, or `wrong`.
+    """
+    io, path = subject.make(), folder / NAME
+    try:
+        number = the_number(io, path)
+    except CheckpointNotFoundError as error:
+        report(wrong=f"missing: {error}")
+        return
+    except MixedError as error:
+        report(wrong=f"mixed: {error}")
+        return
+    # Whatever a damaged checkpoint makes loading raise: that is what is asked here.
+    except Exception as error:
+        report(wrong=f"corrupt: {type(error).__name__}: {error}")
+        return
+    if not durable <= number <= begun:
+        report(wrong=f"stale: it holds {number}; {durable} was durable, {begun} was begun last")
+        return
+    try:
+        wrong = _next_one(io, path, subject, begun + 1)
+    # Nothing is broken any more: whatever the next save raises is wrong.
+    except Exception as error:
+        wrong = f"unusable: {type(error).__name__}: {error}"
+    if wrong:
+        report(wrong=wrong)
+        return
+    report(number=number)
+
+
+def _next_one(io: CheckpointIO, path: Path, subject: Subject, number: int) -> str:
+    """Save once more, as the next run would; return what is wrong then."""
+    io.remove_checkpoint(path)
+    model = Model(subject.megabytes)
+    model.train(number)
+    io.save_checkpoint(model.checkpoint(number, shards=io.takes_shards), path)
+    io.wait()
+    if (found := the_number(io, path)) != number:
+        return f"stale: {number} was saved next, and {found} was there"
+    io.remove_checkpoint(path)
+    io.wait()
+    if left := sorted(file.name for file in path.parent.iterdir()):
+        return f"leftover: {', '.join(left)}"
+    return ""
+
+
+class MixedError(Exception):
+    """A checkpoint holds numbers of several saves."""
+
+
+def the_number(io: CheckpointIO, path: Path) -> int:
+    """Return the number of the checkpoint at a path.
+
+    Raises:
+        MixedError: it holds several.
+    """
+    checkpoint = io.load_checkpoint(path)
+    numbers = set(_numbers(checkpoint["state_dict"]))
+    numbers.add(checkpoint["number"])
+    numbers.add(int(checkpoint["text"].removeprefix("step ")))
+    if len(numbers) > 1:
+        raise MixedError(f"it holds the numbers {sorted(numbers)}")
+    missing = Model(0).tensors.keys() - checkpoint["state_dict"].keys()
+    if missing:
+        raise MixedError(f"it lacks {sorted(missing)}")
+    return int(numbers.pop())
+
+
+def _numbers(state: dict[str, Any]) -> list[float]:
+    tensors: list[Tensor] = list(state.values())
+    return [float(number) for tensor in tensors for number in (tensor.min(), tensor.max())]

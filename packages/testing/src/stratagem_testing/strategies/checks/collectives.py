@@ -1,0 +1,214 @@
+"""Collectives of the strategy's ranks: every operation, with values that differ by rank."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.judging import ratio
+from stratagem_testing.strategies.models import Learner
+from stratagem_testing.strategies.probe import Probe
+
+REDUCTIONS: dict[str, Any] = {
+    "mean": lambda values: sum(values) / len(values),
+    "sum": sum,
+    "max": max,
+    "min": min,
+}
+DTYPES = ("float32", "float64", "int64")
+
+
+def _of(rank: int) -> list[float]:
+    """Return what a rank contributes; no two ranks alike, no order preserved by chance."""
+    return [float((3 * rank + 1) % 5 + 1), float(-2 * rank), float(10 + rank)]
+
+
+@check("collectives/all_reduce")
+def _all_reduce(probe: Probe) -> dict[str, Any]:
+    """all_reduce returns mean, sum, max and min over all ranks, and leaves its argument."""
+    ranks = probe.lite().ranks
+    told: dict[str, Any] = {}
+    for op in REDUCTIONS:
+        for dtype in DTYPES:
+            own = torch.tensor(_of(probe.rank)).to(getattr(torch, dtype))
+            before = own.clone()
+            reduced = ranks.all_reduce(own, op)  # type: ignore[arg-type]
+            told[f"{op} of {dtype}"] = reduced.double().tolist()
+            told.setdefault("changed", []).append(not torch.equal(own, before))
+    for op in ("sum", "max", "min"):
+        told[f"numbers: {op}"] = ranks.reduce_numbers([int(v) for v in _of(probe.rank)], op)  # type: ignore[arg-type]
+    return told
+
+
+@judge_of(_all_reduce)
+def _judge_reductions(found: Found) -> None:
+    columns = list(zip(*(_of(rank) for rank in range(len(found.ranks))), strict=True))
+    for rank, told in enumerate(found.ranks):
+        assert not any(told.pop("changed")), f"all_reduce changed the tensor of rank {rank}"
+        for what, received in told.items():
+            op = what.removeprefix("numbers: ").split()[0]
+            expected = [float(REDUCTIONS[op](column)) for column in columns]
+            name = "reduce_numbers" if what.startswith("numbers") else "all_reduce"
+            assert [float(value) for value in received] == expected, (
+                f"{name}({what}) returned {received} on rank {rank}, expected {expected}: another "
+                f"reduction than {op!r}, or not over all ranks"
+            )
+
+
+@check("collectives/all_gather")
+def _all_gather(probe: Probe) -> dict[str, Any]:
+    """all_gather stacks what every rank has, in the order of ranks, with gradients if asked."""
+    ranks = probe.lite().ranks
+    own = torch.tensor([_of(probe.rank)])
+    with_gradient = torch.tensor(_of(probe.rank), requires_grad=True)
+    gathered = ranks.all_gather(with_gradient, sync_grads=True)
+    torch.autograd.backward(gathered.square().sum())
+    assert with_gradient.grad is not None
+    return {
+        "gathered": ranks.all_gather(own).tolist(),
+        "gradient": with_gradient.grad.tolist(),
+    }
+
+
+@judge_of(_all_gather)
+def _judge_all_gather(found: Found) -> None:
+    count = len(found.ranks)
+    expected = [[_of(rank)] for rank in range(count)]
+    for rank, told in enumerate(found.ranks):
+        assert told["gathered"] == expected, (
+            f"all_gather returned {told['gathered']} on rank {rank}, expected {expected}, in the "
+            "order of ranks with shape (world_size, *shape)"
+        )
+        # Of the sum of squares on all ranks; or of this rank's alone, as autograd of torch has it.
+        factor = ratio(told["gradient"], _of(rank))
+        assert factor is not None and abs(factor) > 1.9, (  # noqa: PT018
+            f"all_gather(sync_grads=True): rank {rank} has the gradient {told['gradient']} of the "
+            f"sum of squares of {_of(rank)}: gradients do not flow through it"
+        )
+
+
+@check("collectives/broadcast")
+def _broadcast(probe: Probe) -> list[Any]:
+    """Broadcast returns the data of rank src on every rank, whichever rank that is."""
+    ranks = probe.lite().ranks
+    received = []
+    for src in range(probe.world_size):
+        own = {
+            "rank": probe.rank,
+            "values": torch.tensor(_of(probe.rank)),
+            "more": [probe.rank] * 3,
+        }
+        data = ranks.broadcast(own, src)
+        received.append([data["rank"], data["values"].tolist(), list(data["more"])])
+    return received
+
+
+@judge_of(_broadcast)
+def _judge_broadcast(found: Found) -> None:
+    expected = [[src, _of(src), [src] * 3] for src in range(len(found.ranks))]
+    for rank, received in enumerate(found.ranks):
+        for src, (data, wanted) in enumerate(zip(received, expected, strict=True)):
+            assert data == wanted, (
+                f"broadcast(data, src={src}) returned the data of rank {data[0]} on rank {rank}"
+                if data[0] != src
+                else f"broadcast(data, src={src}) returned {data} on rank {rank}, expected {wanted}"
+            )
+
+
+@check("collectives/gather")
+def _gather(probe: Probe) -> dict[str, Any]:
+    """gather_plain returns every rank's data in the order of ranks, of whatever size."""
+    ranks = probe.lite().ranks
+    uneven = torch.arange(float(2 * probe.rank + 1)) + probe.rank
+    gathered = ranks.gather_plain({"rank": probe.rank, "uneven": uneven, "none": None})
+    own = bytes([65 + probe.rank]) * (probe.rank + 2)
+    to_zero = ranks.gather_bytes(own)
+    handed = [b"part %d" % rank for rank in range(probe.world_size)]
+    return {
+        "gathered": [[each["rank"], each["uneven"].tolist()] for each in gathered],
+        "bytes": [each.decode() for each in to_zero],
+        "part": ranks.scatter_bytes(handed if ranks.is_global_zero else []).decode(),
+    }
+
+
+@judge_of(_gather)
+def _judge_gather(found: Found) -> None:
+    count = len(found.ranks)
+    expected = [[r, [float(r + i) for i in range(2 * r + 1)]] for r in range(count)]
+    for rank, told in enumerate(found.ranks):
+        assert told["gathered"] == expected, (
+            f"gather_plain returned {told['gathered']} on rank {rank}, expected {expected}: in the "
+            "order of ranks, tensors of different lengths as they are"
+        )
+        wanted = [chr(65 + r) * (r + 2) for r in range(count)] if rank == 0 else []
+        assert told["bytes"] == wanted, (
+            f"gather_bytes returned {told['bytes']} on rank {rank}, expected {wanted}"
+        )
+        assert told["part"] == f"part {rank}", (
+            f"scatter_bytes returned {told['part']!r} on rank {rank}, expected 'part {rank}'"
+        )
+
+
+@check("collectives/barrier")
+def _barrier(probe: Probe) -> dict[str, list[bool]]:
+    """Barrier and strategy.barrier wait until every rank is there."""
+    lite = probe.lite()
+    waited: dict[str, list[bool]] = {"ranks.barrier": [], "strategy.barrier": []}
+    for number, (name, found) in enumerate(waited.items()):
+        wait = lite.ranks.barrier if name == "ranks.barrier" else lite.strategy.barrier
+        for late in range(probe.world_size):
+            came = probe.folder / f"came.{number}.{late}"
+            if probe.rank == late:
+                time.sleep(0.1)
+                came.touch()
+            wait("of the conformance kit")
+            found.append(came.exists())
+            probe.meet(f"barrier.{number}.{late}")
+    return waited
+
+
+@judge_of(_barrier)
+def _judge_barrier(found: Found) -> None:
+    for rank, told in enumerate(found.ranks):
+        for name, waited in told.items():
+            assert all(waited), (
+                f"{name}() returned on rank {rank} before rank {waited.index(False)} had come: "
+                "there is no barrier"
+            )
+
+
+@check("collectives/no_sync")
+def _no_sync(probe: Probe) -> dict[str, Any]:
+    """A backward pass in no_sync(prepared) communicates no gradients."""
+    learner = Learner("dense", "sgd")
+    trainer = probe.fit(learner, 8)
+    strategy, prepared = trainer.strategy, trainer.run.require_prepared()
+    context = strategy.no_sync(prepared)
+    if context is None or not strategy.capabilities.manual_backward:
+        return {"held": None}
+    # As the accumulation of the Trainer does it: forward and backward in the context.
+    batch = next(iter(probe.loader(8)))
+    inputs = batch[1]
+    with profile(activities=[ProfilerActivity.CPU]) as seen, context:
+        output = prepared.module("predict_step", (None, inputs), 0)
+        strategy.backward(prepared, output.square().mean())
+    prepared.clear_gradients[0]()
+    return {"held": sorted({event.name for event in seen.events() or () if _reduces(event.name)})}
+
+
+def _reduces(name: str) -> bool:
+    # As torch.distributed's dispatcher names them, whatever the backend.
+    return name.startswith("c10d::") and ("allreduce" in name or "reduce_scatter" in name)
+
+
+@judge_of(_no_sync)
+def _judge_no_sync(found: Found) -> None:
+    for rank, told in enumerate(found.ranks):
+        assert not told["held"], (
+            f"a backward pass within no_sync(prepared) communicated gradients on rank {rank} "
+            f"({', '.join(told['held'])}): each micro-batch that is accumulated pays for it"
+        )

@@ -1,0 +1,288 @@
+"""What each rank reads, evaluates and logs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from stratagem.callbacks import Callback
+from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.judging import by_part, close
+from stratagem_testing.strategies.models import Learner, Numbered
+from stratagem_testing.strategies.probe import Probe
+
+
+@check("data/sampler")
+def _sampler(probe: Probe) -> dict[str, Any]:
+    """Parts of the data are disjoint and complete; ranks of one part read the same batches."""
+    learner = Learner()
+    trainer = probe.fit(learner, 36)
+    ranks = trainer.ranks
+    return {
+        "shard": list(ranks.data_shard),
+        "shards": [list(shard) for shard in ranks.data_shards],
+        "rank": [ranks.global_rank, ranks.world_size],
+        "seen": learner.seen,
+        "batches": trainer.num_training_batches,
+    }
+
+
+@judge_of(_sampler)
+def _judge_sampler(found: Found) -> None:
+    world = len(found.ranks)
+    for rank, told in enumerate(found.ranks):
+        assert told["rank"] == [rank, world], (
+            f"ranks say that rank {rank} of {world} is rank {told['rank'][0]} of {told['rank'][1]}"
+        )
+        assert told["shards"][rank] == told["shard"], (
+            f"data_shard of rank {rank} is {told['shard']}, and its data_shards have "
+            f"{told['shards'][rank]} for it"
+        )
+        assert told["shards"] == found.ranks[0]["shards"], "ranks disagree on the parts of the data"
+    parts = len({told["shard"][0] for told in found.ranks})
+    assert parts == found.target.parts, (
+        f"ranks divide the data into {parts} part(s), expected {found.target.parts}: say "
+        "parts = ... in the test where ranks share their data"
+    )
+    for told in found.ranks:
+        same = next(other for other in found.ranks if other["shard"] == told["shard"])
+        assert told["seen"] == same["seen"], "ranks of one part of the data read different batches"
+    each = by_part(found.ranks, "seen")
+    read = sorted(number for part in each for batch in part for number in batch)
+    missing = sorted(set(range(36)) - set(read))
+    assert not missing, (
+        f"samples {missing} of 36 were not trained on: a part of the data was not read, or a last "
+        "batch was dropped"
+    )
+    twice = len(read) - len(set(read))
+    assert twice <= found.target.parts, (
+        f"{twice} of 36 samples were read more than once: the parts of the data overlap"
+    )
+
+
+class _Events(Callback):
+    """Notes which hooks are called, in order."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+
+def _noting(name: str) -> Any:
+    def hook(self: _Events, *arguments: Any) -> None:
+        self.called.append(name)
+
+    return hook
+
+
+HOOKS = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+)
+OPTIONAL = {
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+}
+"""Hooks that a strategy which runs the whole step as one program has no place for."""
+for _name in HOOKS:
+    setattr(_Events, _name, _noting(_name))
+
+
+@check("data/hooks", reference=True)
+def _hooks(probe: Probe) -> list[str]:
+    """Hooks are called as under single_device: once for each micro-batch, in order."""
+    events = _Events()
+    trainer = probe.trainer(callbacks=events, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Learner(), probe.loader(24), probe.loader(8))
+    return events.called
+
+
+@judge_of(_hooks)
+def _judge_hooks(found: Found) -> None:
+    expected = found.reference
+    for rank, called in enumerate(found.ranks):
+        left_out = OPTIONAL - set(called)
+        wanted = [name for name in expected if name not in left_out]
+        if called == wanted:
+            continue
+        counts = {name: (called.count(name), wanted.count(name)) for name in HOOKS}
+        wrong = [
+            f"{name} {mine} time(s), expected {other}"
+            for name, (mine, other) in counts.items()
+            if mine != other
+        ]
+        said = "; ".join(wrong) or f"in the order {called}, expected {wanted}"
+        raise AssertionError(f"hooks are called otherwise on rank {rank}: {said}")
+
+
+@check("data/logging", reference=True)
+def _logging(probe: Probe) -> dict[str, Any]:
+    """Logged values are reduced over all ranks, and known to all."""
+    learner = Learner()
+    trainer = probe.fit(learner)
+    return {
+        "shard": list(trainer.ranks.data_shard),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "losses": learner.losses,
+    }
+
+
+@judge_of(_logging)
+def _judge_logging(found: Found) -> None:
+    parts = by_part(found.ranks, "losses")
+    expected = dict(found.reference["metrics"])
+    # Of the losses that there were, which are another check's affair.
+    expected["loss"] = sum(map(sum, parts)) / sum(map(len, parts))
+    for rank, told in enumerate(found.ranks):
+        for name, value in expected.items():
+            received = told["metrics"].get(name)
+            assert received is not None, f"rank {rank} does not know the logged value {name!r}"
+            assert math.isclose(received, value, rel_tol=1e-5, abs_tol=1e-6), (
+                f"{name!r}, logged on each rank, is {received:.7g} on rank {rank}, expected "
+                f"{value:.7g}: it was not reduced over all parts of the data"
+            )
+
+
+@check("evaluation/uneven ranks", reference=True)
+def _uneven(probe: Probe) -> dict[str, Any]:
+    """Validation counts each sample once, although ranks have different numbers of batches."""
+    # 9 samples: parts of 5 and 4, in batches of 4 over two ranks: 2 batches and 1.
+    learner = Learner()
+    trainer = probe.trainer()
+    (validated,) = trainer.validate(learner, probe.loader(9), verbose=False)
+    (tested,) = trainer.test(learner, probe.loader(9), verbose=False)
+    half = len(learner.evaluated) // 2
+    return {
+        "shard": list(trainer.ranks.data_shard),
+        "val_loss": validated["val_loss"],
+        "test_loss": tested["val_loss"],
+        "evaluated": learner.evaluated[:half],
+    }
+
+
+@judge_of(_uneven)
+def _judge_evaluation(found: Found) -> None:
+    parts = by_part(found.ranks, "evaluated")
+    numbers = sorted(number for part in parts for batch, _ in part for number in batch)
+    assert set(numbers) == set(range(9)), (
+        f"samples {sorted(set(range(9)) - set(numbers))} of 9 were not evaluated"
+    )
+    if found.capabilities.uneven_evaluation:
+        assert len(numbers) == 9, f"{len(numbers) - 9} of 9 samples were evaluated twice"
+    else:
+        counts = {len(part) for part in parts}
+        assert len(counts) == 1, (
+            "uneven_evaluation=False in the capabilities, and ranks ran different numbers of "
+            f"batches: {counts}"
+        )
+    expected = sum(loss for part in parts for _, loss in part) / len(numbers)
+    for rank, told in enumerate(found.ranks):
+        for name in ("val_loss", "test_loss"):
+            assert math.isclose(told[name], expected, rel_tol=1e-4), (
+                f"{name} is {told[name]:.7g} on rank {rank}, expected {expected:.7g}, the mean "
+                f"over the samples of all ranks: it is that of a part of the data"
+            )
+    if len(numbers) == 9:
+        wanted = found.reference["val_loss"]
+        assert math.isclose(expected, wanted, rel_tol=1e-4), (
+            f"the loss of an untrained model is {expected:.7g}, and {wanted:.7g} on single_device"
+        )
+
+
+class _Watching(Learner):
+    """Evaluates one and the same input on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_norm", "sgd")
+        first: Any = self.net
+        first[0].bias.requires_grad_(False)
+        self.outputs: list[list[float]] = []
+        self.evaluation_modes: list[bool] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs = Numbered(8).inputs.to(batch[1].device)
+        self.outputs.append(self.net(inputs).flatten().tolist())
+        self.evaluation_modes.append(self.net.training)
+
+
+class _Parameters(Callback):
+    """Notes which parameters change between one training batch and the next one.
+
+    Args:
+        whole: ranks have whole parameters, whose values are looked at, too.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+        self.left: dict[str, tuple[bool, float]] = {}
+        self.changed: list[str] = []
+
+    def now(self, module: Any) -> dict[str, tuple[bool, float]]:
+        """Return whether each parameter is trained, and a number for its values."""
+        return {
+            name: (p.requires_grad, float(p.detach().double().sum()) if self.whole else 0.0)
+            for name, p in module.named_parameters()
+        }
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *of_batch: Any) -> None:
+        self.left = self.now(module)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *of_batch: Any) -> None:
+        now = self.now(module)
+        self.changed += [name for name, seen in self.left.items() if now.get(name) != seen]
+
+
+@check("evaluation/one model")
+def _one_model(probe: Probe) -> dict[str, Any]:
+    """All ranks evaluate the same model, buffers included, in evaluation mode.
+
+    Training goes on in training mode, with the parameters as they were.
+    """
+    can = probe.target.capabilities()
+    learner, parameters = _Watching(), _Parameters(can.replicated and not can.sharded_state)
+    trainer = probe.trainer(max_epochs=1, val_check_interval=2, callbacks=[parameters])
+    trainer.fit(learner, probe.loader(32), probe.loader(8))
+    return {
+        "outputs": learner.outputs,
+        "training": learner.modes,
+        "changed": parameters.changed,
+        "evaluation": learner.evaluation_modes,
+    }
+
+
+@judge_of(_one_model)
+def _judge_one_model(found: Found) -> None:
+    for rank, told in enumerate(found.ranks):
+        assert not any(told["evaluation"]), f"rank {rank} evaluates a model in training mode"
+        assert all(told["training"]), (
+            f"rank {rank} trains a model in evaluation mode, from micro-batch "
+            f"{told['training'].index(False)} on: evaluation mode was left on"
+        )
+        assert not told["changed"], (
+            f"rank {rank} trains on with other parameters than before an evaluation, or with "
+            f"another requires_grad: {', '.join(dict.fromkeys(told['changed']))}. "
+            "evaluation(prepared) has to put back what it changes"
+        )
+        for mine, other in zip(told["outputs"], found.ranks[0]["outputs"], strict=True):
+            assert close(mine, other, 1e-5), (
+                f"ranks 0 and {rank} evaluate different models: the same input gives other "
+                "outputs. Buffers (of batch norm) or parameters are not made alike in "
+                "evaluation(prepared)"
+            )

@@ -1,0 +1,85 @@
+"""The end of ranks: in order, and by a failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.models import Learner
+from stratagem_testing.strategies.probe import Probe
+
+PLANTED = "planted by the conformance kit"
+
+
+@check("end/nothing left")
+def _end(probe: Probe) -> dict[str, Any]:
+    """Nothing is left after the end of a rank, and the exit code is 0.
+
+    No process, thread, variable, process group or patched function of the strategy's.
+    """
+    learner = Learner()
+    trainer = probe.trainer(max_epochs=1)
+    trainer.fit(learner, probe.loader(16), probe.loader(8))
+    return {"steps": trainer.global_step}
+
+
+@judge_of(_end)
+def _judge_end(found: Found) -> None:
+    ended = found.ended
+    assert ended.exit_code is not None, (
+        f"the ranks did not end within {ended.seconds:.0f} s after training:\n"
+        f"{ended.stderr[-3000:]}"
+    )
+    assert ended.exit_code == 0, (
+        f"the ranks ended with exit code {ended.exit_code}:\n{ended.stderr[-3000:]}"
+    )
+    assert [told["steps"] for told in found.ranks] == [2] * len(found.ranks), (
+        f"expected 2 steps on each rank, received {found.ranks}"
+    )
+    assert not ended.processes, f"left running: {'; '.join(ended.processes)}"
+    for rank, left in sorted((ended.left or {}).items()):
+        left = [one for one in left if not one.startswith(found.target.kept)]
+        assert not left, (
+            f"rank {rank} has after its end {'; '.join(left)}: undo it in teardown(), and call "
+            "super().teardown()"
+        )
+
+
+class _Failing(Learner):
+    """The last rank fails in its second step."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.fails and batch_idx == 1:
+            raise ValueError(PLANTED)
+        return super().training_step(batch, batch_idx)
+
+
+@check("end/failing rank", alone=True)
+def _fail(probe: Probe) -> None:
+    """An exception on one rank ends all of them, soon, with its traceback and an exit code."""
+    probe.fit(_Failing(probe.rank == probe.world_size - 1))
+
+
+@judge_of(_fail)
+def _judge_failure(found: Found) -> None:
+    ended = found.ended
+    rank = found.target.devices - 1
+    assert ended.exit_code is not None, (
+        f"rank {rank} raised a ValueError in training_step, and the ranks did not end within "
+        f"{ended.seconds:.0f} s"
+    )
+    assert ended.exit_code != 0, (
+        f"rank {rank} raised a ValueError in training_step, and the run ended with exit code 0: "
+        "the exception was swallowed"
+    )
+    assert PLANTED in ended.stderr, (
+        f"rank {rank} raised a ValueError in training_step, and what is printed does not show it:"
+        f"\n{ended.stderr[-3000:]}"
+    )
+    assert not ended.processes, f"left running: {'; '.join(ended.processes)}"

@@ -1,0 +1,325 @@
+"""What users do with optimizers: groups, schedules, several of them, closures, scaled losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from stratagem.callbacks import Callback
+from stratagem.precision import Precision
+from stratagem_testing.strategies.check import Found, Run, check
+from stratagem_testing.strategies.judging import (
+    by_part,
+    judge_accepted,
+    judge_losses_of,
+    judge_refused,
+)
+from stratagem_testing.strategies.models import OPTIMIZERS, Learner, build
+from stratagem_testing.strategies.probe import Probe
+
+SCALE = 1024.0
+
+
+class _Scheduled(Learner):
+    """Two groups of parameters, of which both learning rates change after each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS["groups"]([p for p in self.parameters() if p.requires_grad])
+        scheduler = StepLR(optimizer, 1, gamma=0.6)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def _judge_groups(found: Found) -> None:
+    judge_losses_of(
+        found,
+        "steps were not taken with the learning rates that optimizer.param_groups has then: "
+        "there are two groups, and a scheduler changes both after each step",
+    )
+
+
+@check("optimizers/groups and schedule", _judge_groups, reference=True)
+def _groups(probe: Probe) -> dict[str, Any]:
+    """Each group of parameters is stepped with its options as they are at that step."""
+    learner = _Scheduled()
+    return probe.told(learner, probe.fit(learner, max_epochs=2))
+
+
+def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[Run], Run]:
+    """Return what registers a loop of the user's own, which ends in an error or trains.
+
+    Args:
+        name: of the check.
+        about: what one that passes it does.
+        meaning: what another result means.
+        *names: an engine may refuse it whatever its capabilities say, and has to name one.
+    """
+
+    def judge(found: Found) -> None:
+        if not found.capabilities.manual_backward:
+            judge_refused(
+                found, "a loop under Lite", "manual_backward=False", "manual_backward=False"
+            )
+            return
+        if all(told["refused"] for told in found.ranks):
+            judge_refused(found, name, "an engine", *names)
+            return
+        judge_accepted(found, name)
+        judge_losses_of(found, meaning)
+
+    def register(run: Run) -> Run:
+        check(f"optimizers/{name}", judge, about=about, reference=True)(
+            lambda probe: probe.attempt(lambda: run(probe))
+        )
+        return run
+
+    return register
+
+
+def _told(probe: Probe, lite: Any, net: nn.Module, losses: list[float]) -> dict[str, Any]:
+    return {
+        "shard": list(lite.ranks.data_shard),
+        "losses": losses,
+        "own": probe.own_weights(net),
+    }
+
+
+def _set_up(lite: Any, *makers: Any) -> tuple[nn.Module, Any, list[Any]]:
+    """Set up the model and an optimizer for each maker, made afterwards: all take that."""
+    net = build("dense")
+    model = lite.setup_module(net)
+    made = [make(list(model.parameters())) for make in makers]
+    optimizers = lite.setup_optimizers(*made)
+    return net, model, list(optimizers) if len(made) > 1 else [optimizers]
+
+
+def _train(
+    probe: Probe, lite: Any, net: nn.Module, model: Any, optimizers: Sequence[Any]
+) -> dict[str, Any]:
+    """Run a plain loop, in which each optimizer steps after each backward."""
+    losses = []
+    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+        loss = mse_loss(model(inputs), target)
+        lite.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return _told(probe, lite, net, losses)
+
+
+@_under_lite(
+    "two",
+    "Each of two optimizers of one model steps its own parameters.",
+    "one of two optimizers of a model was not stepped, or with the other one's options",
+    "optimizer",
+)
+def _two(probe: Probe) -> dict[str, Any]:
+    lite = probe.lite()
+    net, model, optimizers = _set_up(
+        lite,
+        lambda parameters: SGD(parameters[:2], lr=0.1),
+        lambda parameters: SGD(parameters[2:], lr=0.03, momentum=0.9),
+    )
+    return _train(probe, lite, net, model, optimizers)
+
+
+@_under_lite(
+    "closure",
+    "optimizer.step(closure) calls the closure, which computes the gradients.",
+    "optimizer.step(closure) did not train as the closure asks: pass it on in "
+    "optimizer_step(prepared, optimizer, closure)",
+    "closure",
+)
+def _closure(probe: Probe) -> dict[str, Any]:
+    lite = probe.lite()
+    net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
+    losses: list[float] = []
+    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+
+        def closure(inputs: Tensor = inputs, target: Tensor = target) -> Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(model(inputs), target)
+            lite.backward(loss)
+            losses.append(float(loss.detach()))
+            return loss
+
+        optimizer.step(closure)
+    return _told(probe, lite, net, losses)
+
+
+@_under_lite(
+    "arguments of backward",
+    "lite.backward passes its arguments on: retain_graph=True keeps the graph.",
+    "backward(loss, retain_graph=True) did not train as without it",
+    "retain_graph",
+)
+def _backward(probe: Probe) -> dict[str, Any]:
+    lite = probe.lite()
+    net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
+    losses = []
+    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+        output = model(inputs)
+        loss = mse_loss(output, target)
+        lite.backward(loss, retain_graph=True)
+        torch.autograd.grad(loss, output)  # of a graph that was freed, this is torch's error
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return _told(probe, lite, net, losses)
+
+
+@_under_lite(
+    "dropped gradients",
+    "zero_grad() between backward and step drops the gradients, or is refused.",
+    "gradients that optimizer.zero_grad() was to drop have counted in a later step: clear them in "
+    "what PreparedModel.gradient_clearer returns, or raise there",
+    "zero_grad",
+)
+def _dropped(probe: Probe) -> dict[str, Any]:
+    lite = probe.lite()
+    net, model, (optimizer,) = _set_up(lite, OPTIMIZERS["sgd"])
+    losses = []
+    for _, inputs, target in lite.setup_dataloaders(probe.loader(32)):
+        lite.backward(3 * mse_loss(model(inputs), target))
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), target)
+        lite.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return _told(probe, lite, net, losses)
+
+
+class _ScaledLoss(Precision):
+    """Scales losses, as float16 needs it; steps, unscaled, what it was not asked to unscale."""
+
+    name = "scaled_by_the_kit"
+    scales_loss = True
+
+    def __init__(self) -> None:
+        self.unscaled: set[int] = set()
+        self.scaled = False
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        self.scaled = True
+        return loss * SCALE
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(SCALE)
+        self.unscaled.add(id(optimizer))
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self.unscaled:
+            self.unscale_gradients(optimizer)
+        self.unscaled.clear()
+        self.step_was_skipped = False
+        optimizer.step()
+
+
+def _judge_scaled(found: Found) -> None:
+    if found.capabilities.precisions is not None:
+        judge_refused(found, f"the precision {_ScaledLoss.name!r}", "precisions", _ScaledLoss.name)
+        return
+    judge_accepted(found, "a precision that scales losses")
+    scales = {scale for told in by_part(found.ranks, "scaled") for scale in told}
+    assert scales == {True}, (
+        "the precision's scale_loss was never called: call super().backward(), or scale_loss"
+    )
+    judge_losses_of(
+        found,
+        f"a precision that multiplies losses by {SCALE:g} changes what is trained: step by "
+        "self.precision.optimizer_step(optimizer), which unscales gradients, and clip after "
+        "self.precision.unscale_gradients(optimizer)",
+    )
+
+
+@check("precisions/scaled loss", _judge_scaled, reference=True)
+def _scaled(probe: Probe) -> dict[str, Any]:
+    """Gradients of a scaled loss are unscaled before the step, also in a loop under Lite."""
+
+    def train() -> dict[str, Any]:
+        made = _ScaledLoss()
+        if not probe.target.capabilities().manual_backward:
+            learner = Learner("dense", "momentum")
+            told = probe.told(learner, probe.fit(learner, plugins=["single_file", made]))
+        else:
+            lite = probe.lite(plugins=["single_file", made])
+            told = _train(probe, lite, *_set_up(lite, OPTIMIZERS["momentum"]))
+        return {**told, "scaled": [made.scaled]}
+
+    return probe.attempt(train)
+
+
+@check("precisions/scaled loss and clip", _judge_scaled, reference=True)
+def _scaled_and_clipped(probe: Probe) -> dict[str, Any]:
+    """Gradients of a scaled loss are unscaled before they are clipped."""
+    capabilities = probe.target.capabilities()
+    clips = capabilities.gradient_clipping and not capabilities.owns_clipping
+    options: dict[str, Any] = {"gradient_clip_val": 0.3} if clips else {}
+
+    def train() -> dict[str, Any]:
+        made = _ScaledLoss()
+        learner = Learner("dense", "momentum")
+        trainer = probe.fit(learner, plugins=["single_file", made], **options)
+        return {**probe.told(learner, trainer), "scaled": [made.scaled]}
+
+    return probe.attempt(train)
+
+
+class _Frozen(Learner):
+    """Its first layer is frozen, and the optimizer has it all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first: Any = self.net
+        first[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Optimizer:
+        return OPTIMIZERS["sgd"](list(self.parameters()))
+
+
+class _Unfreezes(Callback):
+    """Lets the second epoch train the first layer, too."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.net[0].requires_grad_(trainer.current_epoch > 0)
+
+
+def _judge_unfrozen(found: Found) -> None:
+    refused = [told["refused"] for told in found.ranks]
+    if all(refused):
+        for said in refused:
+            assert "net.0" in said["text"] or "requires_grad" in said["text"], (
+                "a layer that is unfrozen while training goes on ends in an error that names "
+                f"neither it nor requires_grad: {said['kind']}: {said['text']}"
+            )
+        return
+    judge_accepted(found, "a layer that is unfrozen while training goes on")
+    judge_losses_of(
+        found,
+        "a layer that is unfrozen in the second epoch is not trained as the others are: look at "
+        "requires_grad in each step, and not once in prepare or wrap",
+    )
+
+
+@check("steps/unfrozen", _judge_unfrozen, reference=True)
+def _unfrozen(probe: Probe) -> dict[str, Any]:
+    """A layer that is unfrozen while training goes on is trained from then on, or refused."""
+
+    def train() -> dict[str, Any]:
+        learner = _Frozen()
+        return probe.told(learner, probe.fit(learner, max_epochs=2, callbacks=[_Unfreezes()]))
+
+    return probe.attempt(train)

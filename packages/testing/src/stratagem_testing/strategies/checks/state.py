@@ -1,0 +1,233 @@
+"""Checkpoints: whole, under the model's names, exact, and good for another strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.checkpoint import read_whole
+from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.judging import close, mean_losses, shown
+from stratagem_testing.strategies.models import Learner
+from stratagem_testing.strategies.probe import Probe, flat, initial
+
+SAVED_AT, STEPS = 3, 6
+"""Steps; an epoch has 5, so that both are within one."""
+SAMPLES = 40
+
+
+def _train_and_save(
+    probe: Probe, model: str = "dense", *, shuffle: bool = False, optimizer: str = "adam"
+) -> Any:
+    """Train half way and save; in one run, so that saving must not change what follows."""
+    learner = Learner(model, optimizer)
+    trainer = probe.fit(learner, SAMPLES, max_steps=SAVED_AT, shuffle=shuffle)
+    trainer.save_checkpoint(probe.folder / "saved.ckpt")
+    return learner, trainer
+
+
+def _go_on(probe: Probe, path: Any, model: str = "dense", *, shuffle: bool = False) -> Any:
+    learner = Learner(model, "adam", seed=5)  # other weights: those of the checkpoint count
+    trainer = probe.fit(learner, SAMPLES, max_steps=STEPS, shuffle=shuffle, ckpt_path=path)
+    return probe.told(learner, trainer)
+
+
+def _whole(probe: Probe, model: str = "dense", *, shuffle: bool = False) -> Any:
+    learner = Learner(model, "adam")
+    trainer = probe.fit(learner, SAMPLES, max_steps=STEPS, shuffle=shuffle)
+    return probe.told(learner, trainer)
+
+
+@check("state/exact resume")
+def _resume(probe: Probe) -> dict[str, Any]:
+    """A run that is resumed within an epoch has the losses of one without interruption.
+
+    Weights, optimizer, order of samples and random numbers are restored.
+    """
+    torch.manual_seed(7)
+    whole = _whole(probe, "dropout", shuffle=True)
+    torch.manual_seed(7)
+    _train_and_save(probe, "dropout", shuffle=True)
+    torch.manual_seed(8)
+    return {"whole": whole, "resumed": _go_on(probe, probe.folder / "saved.ckpt", "dropout",
+                                              shuffle=True)}  # fmt: skip
+
+
+@judge_of(_resume)
+def _judge_resume(found: Found) -> None:
+    whole = [told["whole"] for told in found.ranks]
+    expected = mean_losses(whole)[SAVED_AT:]
+    own = mean_losses([told["resumed"] for told in found.ranks])
+    if not found.target.equal:
+        # A save may change what training goes on from (an average), so only its beginning is sure.
+        assert len(own) == len(expected) and all(map(math.isfinite, own)), (  # noqa: PT018
+            f"{len(own)} losses after a resume at step {SAVED_AT}, expected {len(expected)}: {own}"
+        )
+        return
+    _same_losses(own, expected, 1e-6, "the run without interruption")
+
+
+def _same_losses(own: list[float], expected: list[float], tolerance: float, of: str) -> None:
+    assert len(own) == len(expected), (
+        f"{len(own)} losses after a resume at step {SAVED_AT} of {STEPS}, expected {len(expected)}"
+    )
+    for step, (mine, other) in enumerate(zip(own, expected, strict=True), start=1):
+        assert math.isclose(mine, other, rel_tol=tolerance, abs_tol=tolerance), (
+            f"the losses after a resume are not those of {of} from its step {step} on: {mine:.7g}, "
+            f"expected {other:.7g}. "
+            + (
+                "The first one differs: weights, the order of samples or random numbers were not "
+                "restored"
+                if step == 1
+                else "The first step after it differs: the optimizer's state was not restored"
+            )
+            + f"\nlosses   {shown(own)}\nexpected {shown(expected)}"
+        )
+
+
+def _on_single_device(probe: Probe) -> dict[str, Any]:
+    """Load what the ranks have saved."""
+    saved = probe.trainer().checkpoint_writer.load(probe.folder / "saved.ckpt")
+    return {
+        "resumed": _go_on(probe, probe.folder / "saved.ckpt"),
+        "names": {
+            name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            for name, value in read_whole(saved)["state_dict"].items()
+        },
+    }
+
+
+@check("state/into single_device", after=_on_single_device)
+def _into(probe: Probe) -> dict[str, Any]:
+    """A checkpoint holds the whole model under its own names, and single_device goes on from it."""
+    whole = _whole(probe)
+    learner, _ = _train_and_save(probe)
+    module = Learner()
+    return {
+        "whole": whole,
+        "names": {
+            name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            for name, value in module.state_dict().items()
+        },
+        "losses": learner.losses,
+    }
+
+
+@judge_of(_into)
+def _judge_into(found: Found) -> None:
+    names, expected = found.after["names"], found.ranks[0]["names"]
+    assert names == expected, (
+        f"the checkpoint's state_dict has {names}, expected the model's own names, dtypes "
+        f"and whole shapes, {expected}"
+    )
+    losses = mean_losses([found.after["resumed"]])
+    whole = mean_losses([told["whole"] for told in found.ranks])[SAVED_AT:]
+    if found.target.equal:
+        _same_losses(losses, whole, 10 * found.target.tolerance, "the strategy's own run")
+    else:
+        assert max(losses) < 2 * max(whole) + 0.1, (
+            f"single_device goes on with losses {losses} from the checkpoint, and the strategy's "
+            f"own run with {whole}: other weights were saved than those that were trained"
+        )
+
+
+@check("state/out of single_device", reference=True)
+def _out(probe: Probe) -> dict[str, Any]:
+    """Training goes on from a checkpoint of single_device, with its optimizer's state."""
+    if probe.target.strategy == "single_device" and probe.folder == probe.reference:
+        whole = _whole(probe)
+        _train_and_save(probe)
+        return {"whole": whole}
+    return {"resumed": _go_on(probe, probe.reference / "saved.ckpt")}
+
+
+@judge_of(_out)
+def _judge_out(found: Found) -> None:
+    expected = mean_losses([found.reference["whole"]])[SAVED_AT:]
+    own = mean_losses([told["resumed"] for told in found.ranks])
+    if not found.target.equal:
+        expected, own = expected[:1], own[:1]
+    _same_losses(own, expected, 10 * found.target.tolerance, "single_device's run")
+
+
+@check("state/round trip")
+def _round_trip(probe: Probe) -> dict[str, Any]:
+    """Model, optimizer and the strategy's own state are after a load what they were at the save."""
+    _, trainer = _train_and_save(probe, "batch_norm", optimizer="adam_groups")
+    saved = _state(trainer)
+    learner = Learner("batch_norm", "adam_groups", seed=5)
+    again = probe.trainer(max_steps=SAVED_AT)
+    again.fit(learner, probe.loader(SAMPLES), ckpt_path=probe.folder / "saved.ckpt")
+    return {"saved": saved, "loaded": _state(again), "step": again.global_step}
+
+
+def _state(trainer: Any) -> dict[str, Any]:
+    """Return everything that a checkpoint takes from the strategy, as plain numbers."""
+    strategy, prepared = trainer.strategy, trainer.run.require_prepared()
+    model = flat(strategy.model_state(prepared))
+    optimizers = [strategy.optimizer_state(prepared, each) for each in trainer.optimizers]
+    return {
+        "model": model,
+        "optimizer": _plain(optimizers),
+        "own": _plain(strategy.state(prepared, trainer.optimizers)),
+    }
+
+
+def _plain(data: Any) -> Any:
+    if isinstance(data, Tensor):
+        return data.detach().double().cpu().flatten().tolist()
+    if isinstance(data, Mapping):
+        return {str(key): _plain(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_plain(each) for each in data]
+    return data if isinstance(data, (int, float, str, bool, type(None))) else repr(type(data))
+
+
+@judge_of(_round_trip)
+def _judge_round_trip(found: Found) -> None:
+    what_it_is = {
+        "model": "load_model_state does not restore what model_state returned",
+        "optimizer": "load_optimizer_state does not restore what optimizer_state returned",
+        "own": "load_state does not restore what state returned",
+    }
+    for rank, told in enumerate(found.ranks):
+        assert told["step"] == SAVED_AT, (
+            f"rank {rank} counts {told['step']} steps after loading a checkpoint of step {SAVED_AT}"
+        )
+        for what, meaning in what_it_is.items():
+            loaded = told["loaded"][what]
+            saved = told["saved"][what]
+            if what == "model":
+                # Buffers may differ, of which rank 0's are saved; others may leave saving to it.
+                whole = found.ranks[0]["saved"][what]
+                saved = {name: value for name, value in whole.items() if not rank or name in loaded}
+            where = _first_difference(saved, loaded)
+            assert where is None, f"{meaning}: they differ at {where} on rank {rank}"
+    model, expected = found.ranks[0]["saved"]["model"], initial("batch_norm")
+    assert model.keys() == expected.keys(), (
+        f"model_state returned the names {sorted(model)} on rank 0, expected the model's own, "
+        f"{sorted(expected)}"
+    )
+
+
+def _first_difference(own: Any, other: Any, where: str = "") -> str | None:
+    if isinstance(own, dict) and isinstance(other, dict):
+        if own.keys() != other.keys():
+            return f"{where or 'its keys'} ({sorted(own.keys() ^ other.keys())})"
+        inner = (_first_difference(v, other[k], f"{where}[{k!r}]") for k, v in own.items())
+        return next((found for found in inner if found), None)
+    if isinstance(own, list) and isinstance(other, list):
+        if own and all(isinstance(v, (int, float)) for v in [*own, *other]):
+            return None if close(own, other, 1e-6) else f"{where} ({shown(own)}, {shown(other)})"
+        if len(own) != len(other):
+            return f"{where} ({len(own)} and {len(other)} entries)"
+        pairs = enumerate(zip(own, other, strict=True))
+        inner = (_first_difference(a, b, f"{where}[{i}]") for i, (a, b) in pairs)
+        return next((found for found in inner if found), None)
+    if isinstance(own, (int, float)) and isinstance(other, (int, float)):
+        return None if math.isclose(own, other, rel_tol=1e-6) else f"{where} ({own}, {other})"
+    return None if own == other else f"{where} ({own!r}, {other!r})"

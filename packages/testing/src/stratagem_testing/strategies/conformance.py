@@ -1,0 +1,91 @@
+"""StrategyConformance: what a strategy's author subclasses, and nothing else has to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from stratagem_testing.conformance import Conformance
+from stratagem_testing.places import place_of
+from stratagem_testing.strategies.check import CHECKS
+from stratagem_testing.strategies.checks import load_checks
+from stratagem_testing.strategies.session import Outcome
+from stratagem_testing.strategies.target import Target
+
+load_checks()
+
+
+class StrategyConformance(Conformance):
+    """Tests of one strategy, in processes that its own launcher starts.
+
+    In a module with `pytest_plugins = ["stratagem_testing.plugin"]`, a subclass whose name begins
+    with `Test` and which names the strategy is the whole adoption. Ranks are started once for all
+    checks of a class; with `-k`, for those that are selected. What the capabilities say that the
+    strategy cannot do is tried as well, and has to be refused with the reason.
+
+    Attributes:
+        strategy: a discovered name; or a class, or a function without arguments that makes one, at
+            the top of a module; or the place of one, "package.module:name".
+        accelerator: a discovered name.
+        devices: how many ranks; None: 2, or 1 where the capabilities say `one_process`.
+        parts: into how many parts the data is divided; None: as many as there are ranks. Fewer
+            where ranks work on the same batches (tensor parallel, stages of a pipeline).
+        tolerance: how far a loss may be from `single_device`'s, relative and absolute, in float32.
+        models: functions without arguments that make a model of inputs (n, 6) and outputs (n, 1),
+            which is trained beside the kit's own.
+        equal_to_single_device: whether losses are those of `single_device`; None: as
+            `capabilities.replicated` says. Where they are not (replicas between two averages), the
+            first loss is compared, and training has to make losses smaller.
+        zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero, as
+            flat buffers of gradients have it: weight decay and momentum move it on.
+        kept: what a library that the strategy stands on keeps until its process ends, and gives no
+            way to end: the beginnings of what the kit says is left ("the thread TimeoutManager").
+        deadline: seconds that a check may take.
+
+    Example:
+        >>> from stratagem_testing import StrategyConformance
+        >>> class TestMine(StrategyConformance):
+        ...     strategy = "ddp"
+        >>> TestMine.target().devices
+        2
+    """
+
+    strategy: ClassVar[str | Callable[..., Any]]
+    accelerator: ClassVar[str] = "cpu"
+    devices: ClassVar[int | None] = None
+    parts: ClassVar[int | None] = None
+    tolerance: ClassVar[float] = 1e-5
+    models: ClassVar[Sequence[str | Callable[[], Any]]] = ()
+    equal_to_single_device: ClassVar[bool | None] = None
+    zeros_for_unused: ClassVar[bool] = False
+    kept: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    def target(cls) -> Target:
+        """Return what is tested, by the attributes of this class."""
+        strategy = place_of(cls.strategy)
+        # Devices and the like follow from what it can do.
+        capabilities = Target(strategy=strategy, accelerator=cls.accelerator).capabilities()
+        one = capabilities.one_process
+        devices = (1 if one else 2) if cls.devices is None else cls.devices
+        equal = cls.equal_to_single_device
+        return Target(
+            strategy=strategy,
+            accelerator=cls.accelerator,
+            devices=devices,
+            parts=((1 if one else devices) if cls.parts is None else cls.parts),
+            tolerance=cls.tolerance,
+            models=tuple(map(place_of, cls.models)),
+            equal=capabilities.replicated if equal is None else equal,
+            zeros_for_unused=cls.zeros_for_unused,
+            kept=tuple(cls.kept),
+        )
+
+    @classmethod
+    def checks(cls) -> Sequence[str]:
+        """Return the names of all checks."""
+        return list(CHECKS)
+
+    def test_conforms(self, check: str, stratagem_outcomes: dict[str, Outcome]) -> None:
+        """Judge what the ranks have found; the check's name says what."""
+        self.judge(lambda: stratagem_outcomes[check].judge(check))

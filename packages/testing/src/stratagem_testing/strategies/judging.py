@@ -1,0 +1,184 @@
+"""What judges of checks share: numbers of all ranks beside the reference's, and what a fault is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stratagem_testing.strategies.check import Found
+
+Flat = Sequence[float]
+
+
+def by_part(ranks: Sequence[Mapping[str, Any]], key: str) -> list[list[Any]]:
+    """Return for each part of the data what its first rank with anything has at `key`."""
+    parts: dict[int, list[Any]] = {}
+    for told in ranks:
+        index = told["shard"][0]
+        if not parts.get(index):
+            parts[index] = told[key]
+    return [parts[index] for index in sorted(parts)]
+
+
+def mean_losses(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the loss of each micro-batch over all parts of the data."""
+    parts = by_part(ranks, "losses")
+    counts = {len(part) for part in parts}
+    assert len(counts) == 1, (
+        f"ranks ran different numbers of training batches: {[len(part) for part in parts]}"
+    )
+    return [sum(values) / len(values) for values in zip(*parts, strict=True)]
+
+
+def judge_losses(found: Found, precision: str = "32-true") -> None:
+    """Compare losses, and what ranks hold, with single_device's.
+
+    Raises:
+        AssertionError: names the step at which they part.
+    """
+    own, expected = mean_losses(found.ranks), mean_losses([found.reference])
+    assert len(own) == len(expected), (
+        f"{len(own)} training batches were run, single_device ran {len(expected)}: batches were "
+        "dropped or repeated"
+    )
+    assert all(map(math.isfinite, own)), f"losses are not finite: {own}"
+    tolerance = found.target.tolerance_of(precision)
+    if not found.target.equal:
+        _judge_loosely(own, expected, tolerance)
+        judge_replicas(found)
+        return
+    for step, (mine, other) in enumerate(zip(own, expected, strict=True)):
+        assert math.isclose(mine, other, rel_tol=tolerance, abs_tol=tolerance), (
+            f"losses are those of single_device up to micro-batch {step - 1} and not from "
+            f"{step} on: {mine:.7g}, expected {other:.7g} (tolerance {tolerance:g}). "
+            + (
+                "The first loss differs: it is another model, or other samples"
+                if step == 0
+                else "A step was not that of the mean gradient over all ranks"
+            )
+            + f"\nlosses   {shown(own)}\nexpected {shown(expected)}"
+        )
+    judge_replicas(found, tolerance)
+
+
+def judge_losses_of(found: Found, meaning: str) -> None:
+    """Compare losses as `judge_losses`; what a difference means here is said first."""
+    try:
+        judge_losses(found)
+    except AssertionError as error:
+        raise AssertionError(f"{meaning}\n{error}") from None
+
+
+def _judge_loosely(own: Flat, expected: Flat, tolerance: float) -> None:
+    assert math.isclose(own[0], expected[0], rel_tol=tolerance, abs_tol=tolerance), (
+        f"the first loss is {own[0]:.7g}, and single_device's is {expected[0]:.7g}: ranks do not "
+        "begin with the same weights, or read other samples"
+    )
+    half = len(own) // 2
+    first, second = sum(own[:half]) / half, sum(own[-half:]) / half
+    if sum(expected[-half:]) < sum(expected[:half]):
+        assert second < first, (
+            f"the mean loss of the second half of the steps is {second:.5g}, and of the first "
+            f"{first:.5g}: it does not train"
+        )
+
+
+def judge_replicas(found: Found, tolerance: float = 1e-6) -> None:
+    """Compare the whole parameters that ranks have, where capabilities say they are alike.
+
+    Raises:
+        AssertionError: names the ranks and the parameter.
+    """
+    if not found.replicated:
+        return
+    first = found.ranks[0]["own"]
+    for rank, told in enumerate(found.ranks[1:], start=1):
+        for name, values in told["own"].items():
+            assert close(values, first.get(name, []), tolerance), (
+                f"ranks 0 and {rank} have different values of {name!r} after training, and "
+                "replicated=True in the capabilities says that they are alike: gradients were not "
+                "averaged over ranks, or ranks began with different weights"
+            )
+
+
+def judge_refusal(what: str, capability: str, said: Any, *names: str) -> None:
+    """Judge how one thing that the capabilities exclude was refused.
+
+    Args:
+        what: what was asked for.
+        capability: what excludes it, as in the capabilities.
+        said: class and text of the error; None: there was none.
+        names: the refusal has to name one of these.
+
+    Raises:
+        AssertionError: it was not refused, or the refusal does not say why.
+    """
+    assert said is not None, f"{capability} in the capabilities, and {what} was not refused"
+    assert said["kind"] == "ConfigurationError", (
+        f"{capability} in the capabilities, and {what} ended in {said['kind']} where a "
+        f"ConfigurationError was expected: {said['text']}"
+    )
+    assert any(name in said["text"] for name in names), (
+        f"the refusal of {what} names none of {', '.join(names)}: {said['text']}"
+    )
+
+
+def judge_refused(found: Found, what: str, capability: str, *names: str) -> None:
+    """Judge what every rank was to refuse in `probe.attempt`; as `judge_refusal`."""
+    for told in found.ranks:
+        judge_refusal(what, capability, told["refused"], *names)
+
+
+def judge_accepted(found: Found, what: str) -> None:
+    """Judge that no rank has refused what was tried in `probe.attempt`.
+
+    Raises:
+        AssertionError: one has; shows its error.
+    """
+    for rank, told in enumerate(found.ranks):
+        said = told["refused"]
+        assert said is None, (
+            f"the capabilities take {what}, and it was refused on rank {rank}: "
+            f"{said['kind']}: {said['text']}"
+        )
+
+
+def close(own: Flat, expected: Flat, tolerance: float) -> bool:
+    """Whether two lists have the same numbers, up to a tolerance relative to the largest."""
+    scale = max(1.0, max(map(abs, expected), default=1.0))
+    return len(own) == len(expected) and all(
+        abs(a - b) <= tolerance * scale for a, b in zip(own, expected, strict=True)
+    )
+
+
+def shown(numbers: Flat) -> str:
+    """Return numbers for a message."""
+    return "[" + ", ".join(f"{number:.6g}" for number in numbers[:16]) + "]"
+
+
+def norm(vector: Flat) -> float:
+    """Return the Euclidean norm."""
+    return math.sqrt(sum(value * value for value in vector))
+
+
+def ratio(own: Flat, expected: Flat) -> float | None:
+    """Return c where own = c * expected; None where the directions differ."""
+    product = sum(a * b for a, b in zip(own, expected, strict=True))
+    lengths = norm(own) * norm(expected)
+    if not lengths or product < 0.9999 * lengths:
+        return None
+    return norm(own) / norm(expected)
+
+
+def mean(vectors: Sequence[Flat]) -> list[float]:
+    """Return the element-wise mean."""
+    return [sum(values) / len(values) for values in zip(*vectors, strict=True)]
+
+
+def clipped(vector: Flat, value: float, algorithm: str) -> list[float]:
+    """Return a gradient clipped to a norm or to a value."""
+    if algorithm == "value":
+        return [max(-value, min(value, each)) for each in vector]
+    factor = min(1.0, value / (norm(vector) + 1e-6))
+    return [factor * each for each in vector]

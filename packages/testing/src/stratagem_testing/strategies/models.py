@@ -1,0 +1,277 @@
+"""The kit's models and data: small, seeded, and each with something that strategies get wrong.
+
+A model takes inputs of shape (n, 6) and returns outputs of shape (n, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from stratagem.module import Module
+from stratagem_testing.places import find
+
+FEATURES = 6
+GLOBAL_BATCH = 8
+"""Samples of a batch over all ranks together."""
+_MOST = 64
+"""The most samples that there are."""
+
+
+class Numbered(Dataset[Any]):
+    """Samples (number, inputs, target), the same in every process.
+
+    Args:
+        samples: how many, at most 64.
+    """
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        # All of them, so that a sample is the same however many there are.
+        inputs = torch.randn(_MOST, FEATURES, generator=generator)
+        noise = torch.randn(_MOST, 1, generator=generator)
+        self.inputs = inputs[:samples]
+        self.targets = (inputs.sum(1, keepdim=True).sin() + 0.5 * noise)[:samples]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.inputs[index], self.targets[index]
+
+
+def loader(samples: int, parts: int, *, shuffle: bool = False) -> DataLoader[Any]:
+    """Return batches of 8 samples over all parts of the data together."""
+    return DataLoader(Numbered(samples), batch_size=GLOBAL_BATCH // parts, shuffle=shuffle)
+
+
+def dense() -> nn.Module:
+    """Two layers."""
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class _Embedding(nn.Module):
+    """Integers in, of which some rows are not used in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(12, 5)
+        self.last = nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # As ordering decides, low precision changes nothing.
+        chosen = x.float().argsort(1)[:, :2]
+        output: Tensor = self.last(self.rows(chosen).flatten(1).to(self.last.weight.dtype))
+        return output
+
+
+class _Tied(nn.Module):
+    """One weight under two names, and used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = nn.Linear(FEATURES, FEATURES)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(FEATURES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return output
+
+
+class _Repeated(nn.Module):
+    """One module called three times in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.last = nn.Linear(FEATURES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.layer(x))
+        output: Tensor = self.last(x)
+        return output
+
+
+class _Scalar(nn.Module):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) * self.scale
+        return output
+
+
+class _Buffered(nn.Module):
+    """A buffer of random numbers, which each forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", 0.5 + torch.rand(FEATURES))
+        self.net = dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.net(x * self.get_buffer("scale"))
+        return output
+
+
+class _Unused(nn.Module):
+    """A layer that no forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(FEATURES, 1)
+        self.idle = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.used(x)
+        return output
+
+
+def frozen() -> nn.Module:
+    """A first layer, and a bias, that are not trained."""
+    net = dense()
+    assert isinstance(net, nn.Sequential)
+    net[0].requires_grad_(False)
+    net[2].bias.requires_grad_(False)
+    return net
+
+
+def batch_norm() -> nn.Module:
+    """Statistics of a batch, and buffers of floats and of an integer."""
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def dropout() -> nn.Module:
+    """Draws random numbers in each step."""
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1))
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "dense": dense,
+    "embedding": _Embedding,
+    "batch_norm": batch_norm,
+    "tied": _Tied,
+    "frozen": frozen,
+    "unused": _Unused,
+    "repeated": _Repeated,
+    "scalar": _Scalar,
+    "dropout": dropout,
+    "buffered": _Buffered,
+}
+"""What a model's name stands for."""
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """Return a model by its name or place, with the same weights in every process."""
+    torch.manual_seed(seed)
+    made: nn.Module = (MODELS[name] if name in MODELS else find(name))()
+    return made
+
+
+def _groups(parameters: Any) -> list[dict[str, Any]]:
+    """Return biases and weights as two groups; weights with options of their own."""
+    every = list(parameters)
+    return [
+        {"params": [p for p in every if p.ndim < 2]},
+        {"params": [p for p in every if p.ndim >= 2], "lr": 0.03, "weight_decay": 0.02},
+    ]
+
+
+OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: SGD(parameters, lr=0.1),
+    "unit": lambda parameters: SGD(parameters, lr=1.0),
+    "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda parameters: Adam(parameters, lr=0.02),
+    "groups": lambda parameters: SGD(_groups(parameters), lr=0.08, momentum=0.9),
+    "adam_groups": lambda parameters: Adam(_groups(parameters), lr=0.02),
+    "adamw": lambda parameters: AdamW(parameters, lr=0.02, weight_decay=0.1),
+}
+"""What an optimizer's name stands for; "unit": a step is the gradient."""
+
+
+class Learner(Module):
+    """Trains one of the models and notes what happened on this rank.
+
+    Args:
+        model: its name or place.
+        optimizer: its name.
+        seed: of the weights.
+
+    Attributes:
+        losses: of each micro-batch, of this rank.
+        seen: numbers of the samples in each training batch.
+        evaluated: (numbers of the samples, sum of their losses) of each evaluation batch.
+        modes: whether the model was in training mode, for each micro-batch.
+    """
+
+    def __init__(self, model: str = "dense", optimizer: str = "sgd", seed: int = 0) -> None:
+        super().__init__()
+        self.net = build(model, seed)
+        self.optimizer = optimizer
+        self.losses: list[float] = []
+        self.seen: list[list[int]] = []
+        self.evaluated: list[tuple[list[int], float]] = []
+        self.modes: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the mean squared error."""
+        number, inputs, target = batch
+        loss = mse_loss(self.net(inputs), target)
+        self.losses.append(float(loss.detach()))
+        self.seen.append(number.tolist())
+        self.modes.append(self.net.training)
+        self.log("loss", loss.detach(), on_step=False, on_epoch=True)
+        self.log("samples", float(len(number)), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("largest", float(number.max()), on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the mean squared error."""
+        number, inputs, target = batch
+        loss = mse_loss(self.net(inputs), target)
+        self.evaluated.append((number.tolist(), float(loss) * len(number)))
+        self.log("val_loss", loss, batch_size=len(number))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """As `validation_step`."""
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the outputs."""
+        output: Tensor = self.net(batch[1])
+        return output
+
+    def configure_optimizers(self) -> Optimizer:
+        """Return the optimizer of all parameters that are trained."""
+        return OPTIMIZERS[self.optimizer]([p for p in self.parameters() if p.requires_grad])
+
+
+def plain_gradient(samples: list[list[int]], model: str = "dense") -> list[list[float]]:
+    """Return the flat gradient of the mean loss of each batch, by torch alone.
+
+    Args:
+        samples: numbers of the samples in each batch.
+        model: its name.
+    """
+    data = Numbered(_MOST)
+    gradients = []
+    for numbers in samples:
+        net = build(model)
+        loss = mse_loss(net(data.inputs[numbers]), data.targets[numbers])
+        trained = [p for p in net.parameters() if p.requires_grad]
+        flat = torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)])
+        gradients.append(flat.tolist())
+    return gradients

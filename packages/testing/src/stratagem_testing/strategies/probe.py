@@ -1,0 +1,165 @@
+"""Probe: what a check has at hand on a rank."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import ConfigurationError
+from stratagem.lite import Lite
+from stratagem.trainer import Trainer
+from stratagem_testing.strategies import models
+from stratagem_testing.strategies.target import Target
+
+PATIENCE = 30.0
+"""Seconds that a rank waits for the others to end a check."""
+
+
+class Probe:
+    """A rank's view of a check: the strategy under test, its data, and a folder of all ranks.
+
+    Nothing here relies on the strategy's own collectives, which may be what is wrong.
+
+    Args:
+        target: what is tested.
+        rank: this process's number.
+        world_size: the number of processes.
+        folder: the check's own, the same on all ranks.
+        reference: where `single_device` has left its files of this check.
+    """
+
+    def __init__(
+        self, target: Target, rank: int, world_size: int, folder: Path, reference: Path
+    ) -> None:
+        self.target = target
+        self.rank = rank
+        self.world_size = world_size
+        self.folder = folder
+        self.reference = reference
+
+    def trainer(self, strategy: Any = None, **options: Any) -> Trainer:
+        """Return a Trainer with the strategy, which writes and prints nothing of itself."""
+        defaults: dict[str, Any] = {
+            "accelerator": self.target.accelerator,
+            "strategy": self.target.make() if strategy is None else strategy,
+            "devices": self.target.devices,
+            "plugins": "single_file",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": self.folder,
+        }
+        return Trainer(**{**defaults, **options})
+
+    def lite(self, **options: Any) -> Lite:
+        """Return a Lite with the strategy, launched."""
+        defaults: dict[str, Any] = {
+            "accelerator": self.target.accelerator,
+            "strategy": self.target.make(),
+            "devices": self.target.devices,
+            "plugins": "single_file",
+        }
+        lite = Lite(**{**defaults, **options})
+        lite.launch(_nothing)
+        return lite
+
+    def loader(self, samples: int, *, shuffle: bool = False) -> Any:
+        """Return this rank's DataLoader; all together read batches of 8 samples."""
+        return models.loader(samples, self.target.parts, shuffle=shuffle)
+
+    def fit(
+        self, learner: models.Learner, samples: int = 32, *, shuffle: bool = False, **options: Any
+    ) -> Trainer:
+        """Train, for one epoch where nothing else is said; return the Trainer."""
+        if not {"max_epochs", "max_steps"} & options.keys():
+            options["max_epochs"] = 1
+        path = options.pop("ckpt_path", None)
+        trainer = self.trainer(**options)
+        trainer.fit(learner, self.loader(samples, shuffle=shuffle), ckpt_path=path)
+        return trainer
+
+    def told(self, learner: models.Learner, trainer: Trainer) -> dict[str, Any]:
+        """Return what a training has come to on this rank."""
+        return {
+            "shard": list(trainer.ranks.data_shard),
+            "losses": learner.losses,
+            "weights": self.weights(trainer),
+            "own": self.own_weights(trainer.run.require_prepared().original),
+        }
+
+    def weights(self, trainer: Trainer) -> dict[str, list[float]]:
+        """Return the whole state of the model by name; of sharded ones on rank 0 only."""
+        prepared = trainer.run.require_prepared()
+        return flat(trainer.strategy.model_state(prepared))
+
+    def own_weights(self, net: nn.Module) -> dict[str, list[float]]:
+        """Return the parameters that this rank has of a user's model, where it has whole ones."""
+        capabilities = self.target.capabilities()
+        if capabilities.sharded_state or not capabilities.replicated:
+            return {}
+        return flat(dict(net.named_parameters()))
+
+    def attempt(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what an action returns, with `refused`: the error that it ends with, or None.
+
+        Class and text; of an error that nobody raises as a refusal, the traceback too.
+        """
+        try:
+            return {"refused": None, **action()}
+        except ConfigurationError as error:
+            return {"refused": {"kind": type(error).__name__, "text": str(error)}}
+        except Exception as error:
+            text = f"{error}\n{traceback.format_exc()}"
+            return {"refused": {"kind": type(error).__name__, "text": text}}
+
+    def said(self, action: Callable[[], Any]) -> dict[str, str] | None:
+        """Return class and text of the error that an action ends with; None: with none."""
+        try:
+            action()
+        except Exception as error:
+            return {"kind": type(error).__name__, "text": str(error)}
+        return None
+
+    def meet(self, name: str, patience: float = PATIENCE) -> None:
+        """Wait for all ranks, by files.
+
+        Raises:
+            TimeoutError: a rank does not come.
+        """
+        (self.folder / f"{name}.{self.rank}").touch()
+        deadline = time.monotonic() + patience
+        waiting = [self.folder / f"{name}.{rank}" for rank in range(self.world_size)]
+        while waiting := [path for path in waiting if not path.exists()]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{', '.join(p.name for p in waiting)} did not come")
+            time.sleep(0.002)
+
+
+def flat(state: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the tensors of a state as lists of numbers, without those that lie elsewhere."""
+    return {
+        name: value.detach().to("cpu", torch.float64).flatten().tolist()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.numel()
+    }
+
+
+def initial(model: str) -> dict[str, list[float]]:
+    """Return the state that a Learner of a model begins with."""
+    return {f"net.{name}": value for name, value in flat(models.build(model).state_dict()).items()}
+
+
+def trained_names(net: nn.Module) -> list[str]:
+    """Return the names of the parameters that are trained, in order."""
+    return [name for name, p in net.named_parameters() if p.requires_grad]
+
+
+def _nothing(lite: Lite) -> None:
+    """What a launch of ranks that are there already has left to do."""

@@ -1,0 +1,145 @@
+"""What the ranks of a session run: one check after another; each writes what it has found."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stratagem.launch import this_rank
+from stratagem.lite import Lite
+from stratagem_testing.strategies.check import CHECKS
+from stratagem_testing.strategies.checks import load_checks
+from stratagem_testing.strategies.probe import Probe
+from stratagem_testing.strategies.target import Target
+from stratagem_testing.surroundings import Surroundings
+
+BROKEN = 71
+"""The exit code of a rank that a check has left without the others."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A check of a target, as ranks do it.
+
+    Attributes:
+        target: what is tested.
+        check: a name.
+        folder: where ranks may leave files.
+        reference: the same of `single_device`, which has run before.
+    """
+
+    target: Target
+    check: str
+    folder: str
+    reference: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a session of ranks does; a JSON file.
+
+    Attributes:
+        folder: of this session.
+        work: in this order; the first target's launcher starts the ranks.
+        after: whether to call the checks' `after` in the place of their `run`.
+        begin: the first work to do.
+        deadline: seconds that a check may take.
+    """
+
+    folder: str
+    work: tuple[Work, ...]
+    after: bool = False
+    begin: int = 0
+    deadline: float = 60.0
+
+    @classmethod
+    def read(cls, path: str) -> Session:
+        """Return what stands in a file."""
+        told = json.loads(Path(path).read_text())
+        work = tuple(Work(**{**w, "target": Target.read(w["target"])}) for w in told.pop("work"))
+        return cls(**told, work=work)
+
+    def result(self, position: int, rank: int) -> Path:
+        """Return where a rank writes what it has found."""
+        return Path(self.folder) / f"result.{position}.{rank}.json"
+
+
+def main(path: str) -> None:
+    """Start the ranks and run a session's checks on each; called by the session's script."""
+    session = Session.read(path)
+    before = Surroundings.now()
+    load_checks()
+    first = session.work[0].target
+    # Only their number counts: each check makes its own front end.
+    lite = Lite(
+        accelerator=first.accelerator,
+        strategy=first.make(),
+        devices=first.devices,
+        plugins="single_file",
+    )
+    lite.launch(_run, path, before if lite.plan.launcher.name == "script" else None)
+
+
+def _run(lite: Lite, path: str, before: Surroundings | None) -> None:
+    """Run all items on this rank."""
+    warnings.simplefilter("ignore")  # what users are told is tested elsewhere
+    session = Session.read(path)
+    load_checks()
+    rank, world_size = lite.ranks.global_rank, lite.ranks.world_size
+    if before is not None:
+        # What is called at the end is called from the last to the first: this comes after all else.
+        this_rank.at_end.insert(0, lambda: _note_what_is_left(session, rank, before))
+    faulthandler.enable(sys.stderr)
+    for position in range(session.begin, len(session.work)):
+        work = session.work[position]
+        folder = Path(work.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = Probe(work.target, rank, world_size, folder, Path(work.reference))
+        check = CHECKS[work.check]
+        run = check.after if session.after else check.run
+        assert run is not None
+        (Path(session.folder) / f"at.{rank}").write_text(str(position))
+        faulthandler.dump_traceback_later(session.deadline, file=sys.stderr)
+        found = _found(run, probe, raises=check.alone)
+        _write(session.result(position, rank), found)
+        try:
+            probe.meet("ended")
+        except TimeoutError:
+            print(
+                f"rank {rank} ends: others have not ended {work.check!r}",
+                file=sys.stderr,
+                flush=True,
+            )
+            faulthandler.dump_traceback(sys.stderr)
+            os._exit(BROKEN)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _found(run: Any, probe: Probe, *, raises: bool) -> dict[str, Any]:
+    try:
+        return {"value": run(probe)}
+    except Exception as error:
+        if raises:
+            raise
+        return {
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+        }
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(found))
+    temporary.replace(path)
+
+
+def _note_what_is_left(session: Session, rank: int, before: Surroundings) -> None:
+    changed = before.changes()
+    _write(Path(session.folder) / f"left.{rank}.json", {"left": changed})

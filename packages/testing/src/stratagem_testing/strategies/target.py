@@ -1,0 +1,87 @@
+"""Target: which strategy is tested, and how; it travels to the ranks as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stratagem.discovery import Capabilities, StrategySpec, get_registry
+from stratagem.errors import ConfigurationError
+from stratagem_testing.places import find, is_place
+
+REFERENCE = "single_device"
+"""The strategy whose numbers are the right ones."""
+
+FACTOR: Mapping[str, float] = {"64-true": 1e-4, "bf16-mixed": 5e3, "bf16-true": 1e4, "16-true": 1e3}
+"""By what the tolerance is multiplied under a precision; 1 where none stands here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A strategy under test.
+
+    Attributes:
+        strategy: a discovered name; or where a class or a function without arguments is that makes
+            one, "package.module:name" or "/path/of/file.py:name".
+        accelerator: a discovered name.
+        devices: the number of ranks, or of the devices of the one process.
+        parts: into how many parts the data is divided; ranks that share a part count once.
+        tolerance: how far losses may be from those of `single_device`, relative and absolute.
+        models: names of models of the kit, or places of functions that make one; see `models.py`.
+        equal: whether losses are to be those of `single_device`.
+        zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero.
+        kept: beginnings of what may be left after the end, in the kit's words.
+        search_path: folders that ranks search for modules, besides their own.
+    """
+
+    strategy: str
+    accelerator: str = "cpu"
+    devices: int = 1
+    parts: int = 1
+    tolerance: float = 1e-5
+    models: tuple[str, ...] = ()
+    equal: bool = True
+    zeros_for_unused: bool = False
+    kept: tuple[str, ...] = ()
+    search_path: tuple[str, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Target:
+        """Return a target that went through JSON, which knows no tuples."""
+        fields: dict[str, Any] = dict(told)
+        for name in ("models", "kept", "search_path"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+    @property
+    def is_place(self) -> bool:
+        """Whether it is the place of a class or function, and not a name."""
+        return is_place(self.strategy)
+
+    def make(self) -> Any:
+        """Return what a front end takes for `strategy=`: the name, or a new strategy."""
+        return find(self.strategy)() if self.is_place else self.strategy
+
+    def capabilities(self) -> Capabilities:
+        """Return what the strategy says that it can do."""
+        if self.is_place:
+            made = self.make()
+            found: object = getattr(made, "capabilities", None)
+            if not isinstance(found, Capabilities):
+                raise ConfigurationError(
+                    f"{self.strategy} made {made!r}: expected a strategy with capabilities"
+                )
+            return found
+        spec = get_registry().find("strategy", self.strategy).spec
+        assert isinstance(spec, StrategySpec)
+        return spec.capabilities
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return 1 if self.capabilities().one_process else self.devices
+
+    def tolerance_of(self, precision: str) -> float:
+        """Return how far losses may be off under a precision."""
+        return self.tolerance * FACTOR.get(precision, 1.0)
