@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch_output import without_torchs_own
+from zygote import READ_AT_START, Zygote
 
 # Unbuffered, a line is written in two pieces, between which another rank may write.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -61,12 +62,22 @@ def script_environment() -> dict[str, str]:
     return {**environment, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """The process that scripts are forked from."""
+    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
+    zygote = Zygote({**environment, "OMP_NUM_THREADS": "1"})
+    yield zygote
+    zygote.close()
+
+
 @pytest.fixture
-def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
+def run_script(tmp_path: Path, script_environment: dict[str, str], zygote: Zygote) -> RunScript:
     """Write a script into tmp_path and run it in a process of its own, in tmp_path.
 
     Arguments: the text, arguments of the script, `env` (more variables), `expect` (the exit code;
-    None: any), `timeout` (seconds), `before` (what comes between the interpreter and the script).
+    None: any), `timeout` (seconds), `before` (options of the interpreter), `fresh` (True: a new
+    interpreter, not a fork of one that has imported torch).
     """
 
     def run(
@@ -77,18 +88,23 @@ def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
         timeout: float = 90.0,
         before: tuple[str, ...] = (),
         name: str = "script.py",
+        fresh: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         script = tmp_path / name
         script.write_text(textwrap.dedent(text))
-        finished = subprocess.run(
-            [sys.executable, *before, str(script), *args],
-            env={**script_environment, **(env or {})},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        environment = {**script_environment, **(env or {})}
+        if fresh or before or any(name.startswith(READ_AT_START) for name in env or ()):
+            finished = subprocess.run(
+                [sys.executable, *before, str(script), *args],
+                env=environment,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        else:
+            finished = zygote.run(script, list(args), environment, timeout)
         finished.stdout = without_torchs_own(finished.stdout)
         if expect is not None:
             assert finished.returncode == expect, (

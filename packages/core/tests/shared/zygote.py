@@ -1,0 +1,176 @@
+"""Scripts run in forks of one process that has imported torch, as `python SCRIPT` would run them.
+
+Importing torch, and what its first optimizer step imports, takes seconds of CPU time; a fork takes
+milliseconds. A test whose subject is the start of an interpreter asks for a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "TORCH", "PYTORCH", "CUDA", "NCCL")
+"""Prefixes of variables that an interpreter or torch reads when it starts."""
+
+
+class Zygote:
+    """A process that forks once for each script."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._answers = self._socket.makefile("r")
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the process."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def run(
+        self, script: Path, arguments: list[str], environment: dict[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script in its own folder until it ends, and return what it printed.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end in `timeout` seconds, and was killed.
+        """
+        command = [sys.executable, str(script), *arguments]
+        request = json.dumps({"arguments": command[1:], "environment": environment}).encode()
+        (out, out_end), (error, error_end) = os.pipe(), os.pipe()
+        header = len(request).to_bytes(8, "big")
+        socket.send_fds(self._socket, [header], [out_end, error_end])
+        self._socket.sendall(request)
+        os.close(out_end)
+        os.close(error_end)
+        pid = int(self._answers.readline())
+        texts: dict[int, bytes] = {}
+        readers = [
+            threading.Thread(target=lambda fd=fd: texts.update({fd: _read_all(fd)}), daemon=True)
+            for fd in (out, error)
+        ]
+        for reader in readers:
+            reader.start()
+        end = time.monotonic() + timeout
+        for reader in readers:
+            reader.join(max(0.0, end - time.monotonic()))
+        timed_out = any(reader.is_alive() for reader in readers)
+        if timed_out:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(int(self._answers.readline()))
+        if timed_out:
+            raise subprocess.TimeoutExpired(
+                command, timeout, texts.get(out), stderr=texts.get(error)
+            )
+        return subprocess.CompletedProcess(
+            command, code, texts[out].decode(), texts[error].decode()
+        )
+
+
+def _read_all(fd: int) -> bytes:
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+def main(connection: socket.socket) -> None:
+    """Fork for each request; return only in a fork, where the script is to run."""
+    import torch  # what every script imports first
+    import torch.optim
+
+    _warm_up(torch)
+    gc.collect()
+    gc.freeze()
+    while True:
+        header, fds, _, _ = socket.recv_fds(connection, 8, 2)
+        if not header:
+            os._exit(0)
+        size, data = int.from_bytes(header, "big"), b""
+        while len(data) < size:
+            data += connection.recv(size - len(data))
+        request: dict[str, Any] = json.loads(data)
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _become(request, *fds)
+            return
+        for fd in fds:
+            os.close(fd)
+        connection.sendall(f"{pid}\n".encode())
+        _, status = os.waitpid(pid, 0)
+        connection.sendall(f"{status}\n".encode())
+
+
+def _warm_up(torch: Any) -> None:
+    """Import what the first step of a fit imports; it starts no thread and draws no number."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+
+
+def _become(request: dict[str, Any], out: int, error: int) -> None:
+    """Give a fork what a new interpreter would have."""
+    os.dup2(out, 1)
+    os.dup2(error, 2)
+    os.close(out)
+    os.close(error)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = request["arguments"]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    script = Path(sys.argv[0])
+    os.chdir(script.parent)
+    sys.path[0] = str(script.parent)
+    random.seed()
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module
+
+
+def _run() -> None:
+    """Run the script; an error shows its own frames only."""
+    module = sys.modules["__main__"]
+    assert module.__file__ is not None
+    try:
+        exec(compile(Path(module.__file__).read_bytes(), module.__file__, "exec"), vars(module))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            _end_by_interrupt()
+        sys.exit(1)
+
+
+def _end_by_interrupt() -> NoReturn:
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("a process that was interrupted goes on")
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
+    _run()
