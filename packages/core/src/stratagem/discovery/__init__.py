@@ -1,7 +1,7 @@
 """Discovery, the light zone: what plugin authors import; neither torch nor an SDK is loaded."""
 
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.discovery.hookspecs import Check, hookimpl
+from stratagem.discovery.hookspecs import Check, Command, hookimpl
 from stratagem.discovery.specs import (
     PLUGIN_API_VERSION,
     AcceleratorSpec,
@@ -25,6 +25,7 @@ __all__ = [
     "Check",
     "CheckpointIOSpec",
     "ClusterEnvironmentSpec",
+    "Command",
     "ComponentSpec",
     "LauncherSpec",
     "LoggerSpec",

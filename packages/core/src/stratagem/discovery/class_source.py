@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from importlib.machinery import ModuleSpec
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.registry import Registry
 from stratagem.discovery.specs import StrategySpec
+from stratagem.discovery.targets import find_module
 from stratagem.errors import PluginError
 
 OWN_CLIPPING = ("train_step", "finish_step", "optimizer_step", "clip_gradients")
@@ -228,16 +227,6 @@ class _Source:
             except (ValueError, TypeError, PluginError):
                 return None
         return None
-
-
-def find_module(module: str) -> ModuleSpec | str:
-    """Return where a module lies, or why it cannot be found; it is not executed."""
-    try:
-        found = importlib.util.find_spec(module)
-    # A package above it may raise whatever a vendor's SDK raises.
-    except (Exception, SystemExit) as error:
-        return f"{type(error).__name__}: {error}"
-    return f"there is no module {module}" if found is None else found
 
 
 def _source_of(target: str) -> _Source | None:
