@@ -649,23 +649,23 @@ REFUSED = {
     ),
     "of_core": (
         offering(("strategies", "greeting_commands:greet")),
-        "command 'strategies': stratagem-core has the command 'strategies', which wins: one of "
-        "them needs another name",
+        "command 'strategies': stratagem-core has the command 'strategies', which wins: give "
+        "this one another name",
     ),
     "above_core": (
         offering(("checkpoint", "greeting_commands:greet")),
         "command 'checkpoint': stratagem-core has the command 'checkpoint inspect', which wins: "
-        "one of them needs another name",
+        "give this one another name",
     ),
     "below_core": (
         offering(("run fast", "greeting_commands:greet")),
-        "command 'run fast': stratagem-core has the command 'run', which wins: one of them needs "
+        "command 'run fast': stratagem-core has the command 'run', which wins: give this one "
         "another name",
     ),
     "of_cores_plugin": (
         offering(("new-backend", "greeting_commands:greet")),
         "command 'new-backend': stratagem-core:guests has the command 'new-backend', which wins: "
-        "one of them needs another name",
+        "give this one another name",
     ),
 }
 
@@ -692,7 +692,7 @@ def test_a_command_that_two_plugins_have_is_refused_and_both_are_named(greeting:
     lines = done.stderr.splitlines()
     assert sorted(lines[:2]) == [
         f"stratagem: {one}:plug: command 'greet': {other}:plug has the command 'greet', so that "
-        "neither can be called: one of them needs another name. To go without this plugin, set "
+        "neither can be called: give one of them another name. To go without this plugin, set "
         f"STRATAGEM_DISABLE_PLUGINS={one}"
         for one, other in (("greeting", "saluting"), ("saluting", "greeting"))
     ]
@@ -780,6 +780,7 @@ def test_a_plugin_answers_what_doctor_says_of_one_distribution(program: Program)
             print(distribution, verbose)
             return 1 if distribution == "mine" else None
         """,
+        requires=f"{CORE}<0.2,>=0.1",
     )
     assert program("doctor", "mine", "--verbose", code=1).stdout == "mine True\n"
     assert program("doctor", "second").stdout.startswith("second False\nsecond 1.5\n")

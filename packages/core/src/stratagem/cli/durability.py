@@ -81,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
     _print_outcome(outcome)
     print(
         f"seed {seed}; checkpoints of {options.size:g} MB in {directory}; TMPDIR "
-        f"{outcome.temporary}, {'on another' if outcome.is_elsewhere else 'on the same'} file system"
+        f"{outcome.temporary}, on {'another' if outcome.is_elsewhere else 'the same'} file system"
     )
     wrong = [(row, what) for row in outcome.rows for what in row.wrong]
     for row, what in wrong:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from stratagem.cli import COMMANDS, guests
@@ -53,35 +53,41 @@ def plugin_commands(
     registry: Registry,
 ) -> tuple[dict[str, tuple[str, Command]], list[tuple[str, Check]]]:
     """Return the commands of plugins, as {name: (plugin, command)}, and failures by plugin."""
+    found: dict[str, tuple[str, Command]] = {}
     offers: list[tuple[str, Command]] = []
     failures: list[tuple[str, Check]] = []
     for plugin, item in ask_plugins(registry, "stratagem_cli", Command):
         if isinstance(item, Check):
             failures.append((plugin, item))
+        elif plugin.partition(":")[0] == CORE:
+            found[item.name] = plugin, item
         else:
             offers.append((plugin, item))
-    found: dict[str, tuple[str, Command]] = {}
+    reserved = [*((CORE, name) for name in COMMANDS), *((who, n) for n, (who, _) in found.items())]
+    allowed = []
     for plugin, command in offers:
-        taken = [(CORE, name) for name in COMMANDS]
-        if not _is_of_core(plugin):
-            taken += [(other, theirs.name) for other, theirs in offers if theirs is not command]
-        who = next((pair for pair in taken if _clash(command.name, pair[1])), None)
-        if who is None:
+        if clash := _clash(command, reserved):
+            detail = f"{clash}, which wins: give this one another name"
+            failures.append((plugin, Check(f"command {command.name!r}", "error", detail)))
+        else:
+            allowed.append((plugin, command))
+    for plugin, command in allowed:
+        others = [(other, theirs.name) for other, theirs in allowed if theirs is not command]
+        if clash := _clash(command, others):
+            detail = f"{clash}, so that neither can be called: give one of them another name"
+            failures.append((plugin, Check(f"command {command.name!r}", "error", detail)))
+        else:
             found[command.name] = plugin, command
-            continue
-        wins = "which wins" if _is_of_core(who[0]) else "so that neither can be called"
-        detail = f"{who[0]} has the command {who[1]!r}, {wins}: one of them needs another name"
-        failures.append((plugin, Check(f"command {command.name!r}", "error", detail)))
     return found, failures
 
 
-def _is_of_core(plugin: str) -> bool:
-    return plugin.partition(":")[0] == CORE
-
-
-def _clash(name: str, other: str) -> bool:
-    """Return whether two names of commands are the same, or one has the other as its first word."""
-    return f"{name} ".startswith(f"{other} ") or f"{other} ".startswith(f"{name} ")
+def _clash(command: Command, others: Iterable[tuple[str, str]]) -> str:
+    """Return who has a command that cannot be told from this one; "": nobody."""
+    for plugin, name in others:
+        # "checkpoint" and "checkpoint verify" clash: the second word would be an argument.
+        if f"{name} ".startswith(f"{command.name} ") or f"{command.name} ".startswith(f"{name} "):
+            return f"{plugin} has the command {name!r}"
+    return ""
 
 
 def failed_commands(registry: Registry) -> list[tuple[str, Check]]:
