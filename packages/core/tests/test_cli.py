@@ -14,6 +14,7 @@ from stratagem import __version__
 from stratagem.cli import COMMANDS, guests, run_command
 from stratagem.cli.system import nvidia_gpus
 from stratagem.cli.tables import aligned, print_table
+from stratagem.discovery.registry import Registry
 
 CORE = "stratagem-core"
 
@@ -786,6 +787,17 @@ def test_a_plugin_answers_what_doctor_says_of_one_distribution(program: Program)
     assert program("doctor", "second").stdout.startswith("second False\nsecond 1.5\n")
 
 
+def test_where_no_plugin_examines_a_distribution_doctor_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stratagem.cli.doctor.registry_with_guests", Registry)
+    assert run_command(["doctor", "mine"]) == 2
+    assert capsys.readouterr().err == (
+        "stratagem doctor mine: no plugin that is installed examines a single distribution: "
+        "pip install stratagem-testing\n"
+    )
+
+
 # -- stratagem checkpoint
 
 SAVE = """
@@ -857,3 +869,40 @@ def test_checkpoint_commands_import_no_torch(program: Program) -> None:
         "print(main(), 'torch' in sys.modules)"
     )
     assert program.python("-c", code).stdout.endswith("\n0 False\n")
+
+
+def test_ctrl_c_ends_a_command_of_core_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(path: str, *, verify: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stratagem.cli.checkpoint.describe_checkpoint", interrupted)
+    assert run_command(["checkpoint", "verify", "model.ckpt"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_options_of_average_may_stand_between_its_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stratagem.cli.weights.load_target", lambda *_, **__: lambda *given: given)
+    arguments = ["a.ckpt", "-o", "mean.ckpt", "b.ckpt", "--key", "x"]
+    assert run_command(["checkpoint", "average", *arguments]) == 0
+    paths = [Path("a.ckpt"), Path("b.ckpt")]
+    assert capsys.readouterr().out == f"{(paths, Path('mean.ckpt'), 'x')}\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--kills", "0"], "--kills: expected a whole number of at least 1, received '0'"),
+        (["--kills", "1.5"], "--kills: expected a whole number of at least 1, received '1.5'"),
+        (["--size", "0.05"], "--size: expected a number of at least 0.1, received '0.05'"),
+        (["--size", "nan"], "--size: expected a number of at least 0.1, received 'nan'"),
+    ],
+)
+def test_numbers_of_durability_that_make_no_sense_are_refused(
+    program: Program, option: list[str], message: str
+) -> None:
+    done = program("checkpoint", "durability", ".", *option, code=2)
+    assert f"stratagem checkpoint durability: error: argument {message}\n" in done.stderr

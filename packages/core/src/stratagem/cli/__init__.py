@@ -118,7 +118,10 @@ def run_command(arguments: Sequence[str]) -> int:
         if found := COMMANDS.get(" ".join(arguments[:words])):
             module, _, function = found[0].partition(":")
             run: Run = getattr(importlib.import_module(module), function)
-            return run(arguments[words:])
+            try:
+                return run(arguments[words:])
+            except KeyboardInterrupt:
+                return 130  # as a shell reports Ctrl-C
     from stratagem.cli.program import run_other
 
     return run_other(arguments)

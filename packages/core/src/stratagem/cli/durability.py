@@ -30,26 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: the arguments are wrong (exit code 2), or ask for help.
     """
-    parser = parser_of("checkpoint durability", _DESCRIPTION, json=False)
-    add = parser.add_argument
-    add("directory", type=Path, help="where to save; on the file system in question")
-    add("--kills", metavar="N", type=at_least(1), default=20, help="of writers while they save; 20")
-    add(
-        "--format",
-        metavar="NAME",
-        action="append",
-        dest="formats",
-        help="a format's name; may be given several times; all otherwise",
-    )
-    add(
-        "--async",
-        action=argparse.BooleanOptionalAction,
-        dest="asynchronous",
-        help="save in the background, or not; both otherwise",
-    )
-    add("--size", metavar="MB", type=at_least(0.1), default=16.0, help="of a checkpoint; 16")
-    add("--seed", type=int, help="of the random moments; another one each time otherwise")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     directory, seed = options.directory, options.seed
     if not directory.is_dir():
         print(
@@ -70,14 +51,17 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     seed = random.randrange(10**6) if seed is None else seed  # noqa: S311 - kills at random moments
     harness = load_target("stratagem.testing.durability.harness:run", what="the harness")
-    outcome = harness(
-        directory,
-        names=names,
-        ways=(False, True) if options.asynchronous is None else (options.asynchronous,),
-        kills=options.kills,
-        megabytes=options.size,
-        seed=seed,
-    )
+    try:
+        outcome = harness(
+            directory,
+            names=names,
+            ways=(False, True) if options.asynchronous is None else (options.asynchronous,),
+            kills=options.kills,
+            megabytes=options.size,
+            seed=seed,
+        )
+    except KeyboardInterrupt:
+        return 130
     _print_outcome(outcome)
     print(
         f"seed {seed}; checkpoints of {options.size:g} MB in {directory}; TMPDIR "
@@ -90,6 +74,29 @@ def run(arguments: Sequence[str]) -> int:
         print(f"\nWhat the processes printed:\n{outcome.log}", file=sys.stderr)
         return 1
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("checkpoint durability", _DESCRIPTION, json=False)
+    add = parser.add_argument
+    add("directory", type=Path, help="where to save; on the file system in question")
+    add("--kills", metavar="N", type=at_least(1), default=20, help="of writers while they save; 20")
+    add(
+        "--format",
+        metavar="NAME",
+        action="append",
+        dest="formats",
+        help="a format's name; may be given several times; all otherwise",
+    )
+    add(
+        "--async",
+        action=argparse.BooleanOptionalAction,
+        dest="asynchronous",
+        help="save in the background, or not; both otherwise",
+    )
+    add("--size", metavar="MB", type=at_least(0.1), default=16.0, help="of a checkpoint; 16")
+    add("--seed", type=int, help="of the random moments; another one each time otherwise")
+    return parser
 
 
 def _print_outcome(outcome: Any) -> None:
