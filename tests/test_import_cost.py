@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 # Each takes from tens to thousands of milliseconds, which a listing of names must not cost.
-HEAVY = ("torch", "numpy", "typer", "click", "rich", "pytest", "importlib_metadata", "fsspec")
+HEAVY = (
+    *("torch", "numpy", "jsonargparse", "click", "rich", "pytest", "importlib_metadata", "fsspec"),
+)
 # What neither the listing nor a simple requirement needs; `dataclasses` and `pluggy` bring no more.
 UNUSED = ("packaging", "importlib.metadata", "email", "socket", "subprocess", "asyncio")
 

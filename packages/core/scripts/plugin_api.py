@@ -28,7 +28,7 @@ GUIDE = ROOT / "docs/plugin-api.md"
 PUBLIC = {
     "stratagem.discovery": "PLUGIN_API_VERSION hookimpl Capabilities ComponentSpec StrategySpec "
     "AcceleratorSpec PrecisionSpec CheckpointIOSpec ClusterEnvironmentSpec LauncherSpec "
-    "Availability Check",
+    "Availability Check Command",
     "stratagem.strategies": "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep "
     "PreparedModel Ranks ProcessGroupRanks Components StepOptions GradientClip Compilation "
     "StepModule make_optimizers apply_activation_checkpointing",
@@ -433,9 +433,9 @@ def unreachable_types() -> dict[str, list[str]]:
 
 def _names_of_checkers(names: Mapping[str, Any]) -> dict[str, Any]:
     """Return what modules import for type checkers only."""
-    torch, typer = importlib.import_module("torch"), importlib.import_module("typer")
+    torch = importlib.import_module("torch")
     optimizer = torch.optim.Optimizer
-    return {**names, "typer": typer, "torch": torch, "Tensor": torch.Tensor, "Optimizer": optimizer}
+    return {**names, "torch": torch, "Tensor": torch.Tensor, "Optimizer": optimizer}
 
 
 def _annotated_objects() -> Iterator[tuple[str, Any]]:

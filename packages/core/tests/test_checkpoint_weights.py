@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +12,18 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from stratagem import Lite, Module, Trainer
 from stratagem.checkpoint import SingleFileCheckpointIO
-from stratagem.cli.app import core_app
+from stratagem.cli import run_command
 
 
 def stratagem(*arguments: str | Path, code: int = 0) -> str:
     """Return what the program printed: what was done, or the error."""
-    finished = CliRunner().invoke(core_app(), ["checkpoint", *map(str, arguments)])
-    if finished.exception is not None and not isinstance(finished.exception, SystemExit):
-        raise finished.exception
-    assert finished.exit_code == code, finished.output
-    return finished.output.removesuffix("\n")
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        assert run_command(["checkpoint", *map(str, arguments)]) == code, said.getvalue()
+    return said.getvalue().removesuffix("\n")
 
 
 DTYPES = (

@@ -11,8 +11,10 @@ import pytest
 from program import Program
 
 from stratagem import __version__
+from stratagem.cli import COMMANDS, guests, run_command
 from stratagem.cli.system import nvidia_gpus
 from stratagem.cli.tables import aligned, print_table
+from stratagem.discovery.registry import Registry
 
 CORE = "stratagem-core"
 
@@ -47,15 +49,76 @@ def test_the_installed_script_tells_the_version() -> None:
     assert said.stdout == f"stratagem {__version__}\n"
 
 
+EVERY_COMMAND = (
+    *("run", "strategies", "explain", "doctor", "new-backend", "fit", "validate", "test"),
+    *("predict", "checkpoint inspect", "checkpoint verify", "checkpoint consolidate"),
+    *("checkpoint convert", "checkpoint average", "checkpoint durability"),
+)
+
+
 def test_help_lists_every_command(program: Program) -> None:
     said = program("--help").stdout
-    assert all(
-        f"\n  {name} " in said for name in ("strategies", "explain", "doctor", "run", "new-backend")
+    assert all(f"\n  {name} " in said for name in EVERY_COMMAND)
+    assert program("-h").stdout == said
+
+
+def test_without_a_command_the_list_is_an_error(program: Program) -> None:
+    done = program(code=2)
+    assert (done.stdout, done.stderr) == ("", program("--help").stdout)
+
+
+def test_a_group_of_commands_is_listed(program: Program) -> None:
+    said = program("checkpoint", "--help").stdout
+    listed = [line for line in said.splitlines() if line.startswith("  ")]
+    names = [name for name in EVERY_COMMAND if name.startswith("checkpoint ")]
+    assert [line.split("  ")[1] for line in listed] == names
+    done = program("checkpoint", code=2)
+    assert (done.stdout, done.stderr) == ("", said)
+
+
+OF_ARGPARSE = [name for name in EVERY_COMMAND if name not in ("fit", "validate", "test", "predict")]
+
+
+@pytest.mark.parametrize("name", OF_ARGPARSE)
+def test_a_commands_line_in_the_list_agrees_with_its_own_help(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    summaries = {each: summary for each, (_, summary) in COMMANDS.items()}
+    summaries |= {command.name: command.summary for command in guests.stratagem_cli()}
+    with pytest.raises(SystemExit) as end:
+        run_command([*name.split(), "--help"])
+    assert end.value.code == 0
+    assert f"\n{summaries[name]}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch"], "No such command 'nosuch'. `stratagem --help` lists all commands."),
+        (["strategy", "--all"], "No such command 'strategy'. Did you mean 'strategies'? "),
+        (["new-bakcend"], "No such command 'new-bakcend'. Did you mean 'new-backend'? "),
+        (["--jsn"], "No such command '--jsn'. "),
+        (
+            ["checkpoint", "verfy", "a.ckpt"],
+            "No such command 'checkpoint verfy'. Did you mean 'checkpoint verify'? `stratagem "
+            "checkpoint --help` lists all commands.",
+        ),
+    ],
+)
+def test_an_unknown_command_is_refused(
+    program: Program, arguments: list[str], message: str
+) -> None:
+    done = program(*arguments, code=2)
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"stratagem: error: {message}")
+
+
+def test_an_unknown_command_is_told_with_the_plugins_that_are_broken(program: Program) -> None:
+    program.install("broken", "raise OSError('libvendor.so')")
+    assert (
+        "broken 1.5 is broken, and nothing that it provides is known: OSError: libvendor.so. "
+        in program("tune", code=2).stderr
     )
-
-
-def test_an_unknown_command_is_refused(program: Program) -> None:
-    assert "No such command 'trian'" in program("trian", code=2).stderr
 
 
 def test_the_package_runs_as_the_program(program: Program) -> None:
@@ -93,10 +156,9 @@ def test_a_reader_that_has_enough_is_no_error(program: Program) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_importing_the_program_loads_neither_torch_nor_typer(program: Program) -> None:
-    code = (
-        "import sys, stratagem.cli; print({'torch', 'typer', 'rich', 'click'} & set(sys.modules))"
-    )
+def test_importing_the_program_loads_nothing_heavy(program: Program) -> None:
+    heavy = {"torch", "rich", "click", "jsonargparse", "pluggy", "argparse"}
+    code = f"import sys, stratagem.cli; print({heavy} & set(sys.modules))"
     assert program.python("-c", code).stdout == "set()\n"
 
 
@@ -504,50 +566,236 @@ def test_doctor_lists_the_gpus_that_the_driver_lists(tmp_path: Path) -> None:
 # -- plugins' commands
 
 GREETING_PLUGIN = """
-    from stratagem.discovery import hookimpl
+    from stratagem.discovery import Command, hookimpl
 
     @hookimpl
-    def stratagem_cli(app):
-        @app.command()
-        def greet(name: str) -> None:
-            print(f"hello {name}")
+    def stratagem_cli():
+        yield Command("greet", "Say hello.", "greeting_commands:greet")
+        yield Command("checkpoint greet", "Say hello to a checkpoint.", "greeting_commands:twice")
+"""
+GREETING_COMMANDS = """
+print("imported")
 
-        @app.command()
-        def strategies() -> None:
-            print("not yours")
+def greet(arguments):
+    print("hello", *arguments)
+    return 3
+
+def twice(arguments):
+    print("hello", "hello", *arguments)
+    return 0
 """
 
 
-def test_a_plugin_adds_a_command(program: Program) -> None:
+def offering(*commands: tuple[str, str], before: str = "") -> str:
+    """Return a plugin module with commands, each a name and a target."""
+    offers = "".join(f"        yield Command({n!r}, 'Does it.', {t!r})\n" for n, t in commands)
+    return (
+        "from stratagem.discovery import Command, hookimpl\n\n"
+        f"@hookimpl\ndef stratagem_cli():\n        {before or 'pass'}\n{offers}"
+    )
+
+
+@pytest.fixture
+def greeting(program: Program) -> Program:
     program.install("greeting", GREETING_PLUGIN)
-    assert program("greet", "you").stdout == "hello you\n"
-    assert "greet" in program("--help").stdout
+    program.folder.joinpath("greeting_commands.py").write_text(GREETING_COMMANDS)
+    return program
 
 
-def test_a_plugin_cannot_replace_a_command_of_core(program: Program) -> None:
-    program.install("greeting", GREETING_PLUGIN)
-    assert "single_device" in program("strategies").stdout
+def test_a_plugin_adds_a_command_and_gives_its_exit_code(greeting: Program) -> None:
+    done = greeting("greet", "you", "--loud", code=3)
+    assert (done.stdout, done.stderr) == ("imported\nhello you --loud\n", "")
 
 
-def test_a_plugin_that_fails_to_add_commands_stops_nobody(program: Program) -> None:
-    program.install("greeting", GREETING_PLUGIN)
+def test_a_plugin_adds_a_command_below_one_of_cores_groups(greeting: Program) -> None:
+    assert greeting("checkpoint", "greet", "you").stdout == "imported\nhello hello you\n"
+
+
+def test_commands_of_plugins_are_listed_and_not_imported(greeting: Program) -> None:
+    said = greeting("--help").stdout
+    assert row_of(said.replace("\n  ", "\n"), "greet") == ["greet", "Say hello."]
+    assert "  checkpoint greet " in greeting("checkpoint", "--help").stdout
+    assert "imported" not in said
+
+
+def test_a_command_of_core_asks_no_plugin_for_its_commands(program: Program) -> None:
+    program.install("clumsy", offering(before="raise RuntimeError('dropped it')"))
+    for arguments in (["strategies"], ["explain"], ["checkpoint", "verify", "--help"]):
+        assert "dropped it" not in program(*arguments).stderr
+
+
+REFUSED = {
+    "raises": (
+        offering(before="raise RuntimeError('dropped it')"),
+        "stratagem_cli: raised RuntimeError: dropped it",
+    ),
+    "no_command": (
+        offering(before="yield 'greet'"),
+        "stratagem_cli: raised TypeError: stratagem_cli() returned 'greet'; expected "
+        "stratagem.discovery.Command",
+    ),
+    "nothing": (
+        "from stratagem.discovery import hookimpl\n@hookimpl\ndef stratagem_cli(): pass\n",
+        "stratagem_cli: raised TypeError: 'NoneType' object is not iterable",
+    ),
+    "name": (
+        offering(("Greet", "greeting_commands:greet")),
+        "stratagem_cli: raised PluginError: a command has the name 'Greet'; expected one or two "
+        "words of lower-case letters, digits, '-' and '_', each beginning with a letter",
+    ),
+    "target": (
+        offering(("tune", "greeting_commands.greet")),
+        "stratagem_cli: raised PluginError: the command 'tune' has "
+        "target='greeting_commands.greet'; expected 'package.module:function'",
+    ),
+    "of_core": (
+        offering(("strategies", "greeting_commands:greet")),
+        "command 'strategies': stratagem-core has the command 'strategies', which wins: give "
+        "this one another name",
+    ),
+    "above_core": (
+        offering(("checkpoint", "greeting_commands:greet")),
+        "command 'checkpoint': stratagem-core has the command 'checkpoint inspect', which wins: "
+        "give this one another name",
+    ),
+    "below_core": (
+        offering(("run fast", "greeting_commands:greet")),
+        "command 'run fast': stratagem-core has the command 'run', which wins: give this one "
+        "another name",
+    ),
+    "of_cores_plugin": (
+        offering(("new-backend", "greeting_commands:greet")),
+        "command 'new-backend': stratagem-core:guests has the command 'new-backend', which wins: "
+        "give this one another name",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plugin_that_fails_to_add_a_command_stops_nobody(greeting: Program, case: str) -> None:
+    code, problem = REFUSED[case]
+    greeting.install("clumsy", code)
+    done = greeting("greet", "you", code=3)
+    assert done.stdout == "imported\nhello you\n"
+    assert done.stderr == (
+        f"stratagem: clumsy:plug: {problem}. To go without this plugin, set "
+        "STRATAGEM_DISABLE_PLUGINS=clumsy\n"
+    )
+    assert greeting.json("doctor", code=1)["problems"] == [f"clumsy:plug: {problem}"]
+    assert "single_device" in greeting("strategies").stdout
+    assert greeting("new-backend", "--help").stdout.startswith("usage: stratagem new-backend")
+
+
+def test_a_command_that_two_plugins_have_is_refused_and_both_are_named(greeting: Program) -> None:
+    greeting.install("saluting", offering(("greet", "greeting_commands:twice")))
+    done = greeting("greet", "you", code=2)
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert sorted(lines[:2]) == [
+        f"stratagem: {one}:plug: command 'greet': {other}:plug has the command 'greet', so that "
+        "neither can be called: give one of them another name. To go without this plugin, set "
+        f"STRATAGEM_DISABLE_PLUGINS={one}"
+        for one, other in (("greeting", "saluting"), ("saluting", "greeting"))
+    ]
+    assert lines[2].startswith("stratagem: error: No such command 'greet'.")
+    assert len(greeting.json("doctor", code=1)["problems"]) == 2
+    assert greeting("checkpoint", "greet").stdout == "imported\nhello hello\n"
+    greeting.variables["STRATAGEM_DISABLE_PLUGINS"] = "saluting"
+    assert greeting("greet", "you", code=3).stderr == ""
+
+
+TARGETS = {
+    "greeting_commands:wave": (
+        "AttributeError: module 'greeting_commands' has no attribute 'wave'",
+        "its target's module greeting_commands defines no 'wave'",
+    ),
+    "waving_commands:wave": (
+        "ModuleNotFoundError: No module named 'waving_commands'",
+        "its target 'waving_commands:wave' cannot be found: there is no module waving_commands",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_command_whose_target_does_not_exist_is_one_line(greeting: Program, target: str) -> None:
+    error, problem = TARGETS[target]
+    greeting.install("waving", offering(("wave", target)))
+    done = greeting("wave", code=1)
+    assert done.stderr == (
+        f"stratagem wave: error: cannot import the command 'wave' of waving:plug: "
+        f"target={target!r} failed with {error}. Its distribution or the SDK that it needs is "
+        "broken or missing; `stratagem doctor` says more\n"
+    )
+    assert greeting.json("doctor", code=1)["problems"] == [
+        f"waving:plug: command 'wave': {problem}"
+    ]
+    assert greeting("greet", code=3).stderr == ""
+
+
+# -- what plugins say of others, for doctor
+
+
+def test_a_plugin_checks_the_specs_of_others(program: Program) -> None:
+    program.install("averaging", GOOD_PLUGIN)
     program.install(
-        "clumsy",
+        "strict",
         """
         from stratagem.discovery import hookimpl
 
         @hookimpl
-        def stratagem_cli(app):
-            raise RuntimeError("dropped it")
+        def stratagem_check_spec(spec):
+            yield f"{spec.name} is too short a name"
         """,
     )
-    done = program("greet", "you")
-    assert done.stdout == "hello you\n"
-    assert done.stderr == (
-        "stratagem: clumsy:plug cannot add its commands: raised RuntimeError: dropped it\n"
+    assert program.json("doctor", code=1)["problems"] == [
+        "averaging: strategy 'average': average is too short a name"
+    ]
+
+
+def test_a_plugin_that_cannot_check_specs_is_one_failed_check(program: Program) -> None:
+    program.install("averaging", GOOD_PLUGIN)
+    program.install("meaning", GOOD_PLUGIN.replace("average", "other").replace("mean", "others"))
+    program.install(
+        "strict",
+        """
+        from stratagem.discovery import hookimpl
+
+        @hookimpl
+        def stratagem_check_spec(spec):
+            raise RuntimeError("no rules")
+        """,
     )
-    found = program.json("doctor", code=1)
-    assert found["problems"] == ["clumsy:plug: stratagem_cli: raised RuntimeError: dropped it"]
+    assert program.json("doctor", code=1)["problems"] == [
+        "strict:plug: stratagem_check_spec: raised RuntimeError: no rules"
+    ]
+
+
+def test_a_plugin_answers_what_doctor_says_of_one_distribution(program: Program) -> None:
+    program.install(
+        "second",
+        """
+        from stratagem.discovery import hookimpl
+
+        @hookimpl(tryfirst=True)
+        def stratagem_examine(distribution, verbose):
+            print(distribution, verbose)
+            return 1 if distribution == "mine" else None
+        """,
+        requires=f"{CORE}<0.2,>=0.1",
+    )
+    assert program("doctor", "mine", "--verbose", code=1).stdout == "mine True\n"
+    assert program("doctor", "second").stdout.startswith("second False\nsecond 1.5\n")
+
+
+def test_where_no_plugin_examines_a_distribution_doctor_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stratagem.cli.doctor.get_registry", Registry)
+    assert run_command(["doctor", "mine"]) == 2
+    assert capsys.readouterr().err == (
+        "stratagem doctor mine: no plugin that is installed examines a single distribution: "
+        "pip install stratagem-testing\n"
+    )
 
 
 # -- stratagem checkpoint
@@ -618,6 +866,43 @@ def test_checkpoint_commands_import_no_torch(program: Program) -> None:
         "import sys\n"
         "sys.argv[1:] = ['checkpoint', 'verify', 'model.ckpt']\n"
         "from stratagem.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+        "print(main(), 'torch' in sys.modules)"
     )
     assert program.python("-c", code).stdout.endswith("\n0 False\n")
+
+
+def test_ctrl_c_ends_a_command_of_core_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(path: str, *, verify: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stratagem.cli.checkpoint.describe_checkpoint", interrupted)
+    assert run_command(["checkpoint", "verify", "model.ckpt"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_options_of_average_may_stand_between_its_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stratagem.cli.weights.load_target", lambda *_, **__: lambda *given: given)
+    arguments = ["a.ckpt", "-o", "mean.ckpt", "b.ckpt", "--key", "x"]
+    assert run_command(["checkpoint", "average", *arguments]) == 0
+    paths = [Path("a.ckpt"), Path("b.ckpt")]
+    assert capsys.readouterr().out == f"{(paths, Path('mean.ckpt'), 'x')}\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--kills", "0"], "--kills: expected a whole number of at least 1, received '0'"),
+        (["--kills", "1.5"], "--kills: expected a whole number of at least 1, received '1.5'"),
+        (["--size", "0.05"], "--size: expected a number of at least 0.1, received '0.05'"),
+        (["--size", "nan"], "--size: expected a number of at least 0.1, received 'nan'"),
+    ],
+)
+def test_numbers_of_durability_that_make_no_sense_are_refused(
+    program: Program, option: list[str], message: str
+) -> None:
+    done = program("checkpoint", "durability", ".", *option, code=2)
+    assert f"stratagem checkpoint durability: error: argument {message}\n" in done.stderr

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from typer.testing import CliRunner
 
 from stratagem import Module, Trainer
 from stratagem.callbacks import EarlyStopping
 from stratagem.checkpoint import LightningCheckpointIO, SingleFileCheckpointIO
-from stratagem.cli.app import core_app
+from stratagem.cli import run_command
 from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError
 from stratagem_lightning_plugin.checkpoint_format import from_lightning, to_lightning
 
@@ -121,8 +122,10 @@ def command(path: Path) -> None:
     trainer.fit(Line(), loader(), loader())
     trainer.save_checkpoint(path.with_suffix(".ours"))
     arguments = ["checkpoint", "convert", str(path.with_suffix(".ours")), str(path)]
-    told = CliRunner().invoke(core_app(), [*arguments, "--to", "lightning"])
-    assert (told.exit_code, "all that Lightning resumes from" in told.output) == (0, True)
+    told = io.StringIO()
+    with redirect_stdout(told):
+        assert run_command([*arguments, "--to", "lightning"]) == 0
+    assert "all that Lightning resumes from" in told.getvalue()
 
 
 @pytest.mark.parametrize("write", [plugin, command])
@@ -158,11 +161,11 @@ def test_what_is_no_trainers_checkpoint_is_written_as_it_is(tmp_path: Path) -> N
     assert torch.load(path) == {"epoch": 3}
 
 
-def test_convert_names_the_formats_that_it_writes(tmp_path: Path) -> None:
+def test_convert_names_the_formats_that_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "source.ckpt"
     shutil.copy(THEIRS, source)
-    told = CliRunner().invoke(
-        core_app(), ["checkpoint", "convert", str(source), str(tmp_path / "x"), "--to", "onnx"]
-    )
-    assert told.exit_code == 1
-    assert "to='onnx': expected 'safetensors' or 'lightning'" in told.output
+    arguments = ["checkpoint", "convert", str(source), str(tmp_path / "x"), "--to", "onnx"]
+    assert run_command(arguments) == 1
+    assert "to='onnx': expected 'safetensors' or 'lightning'" in capsys.readouterr().err

@@ -257,7 +257,7 @@ def test_a_node_of_several_has_its_share_of_the_ranks(runs: Runs) -> None:
     assert found["STRATAGEM_LISTEN_FD"] is None
 
 
-def test_the_program_itself_imports_neither_torch_nor_typer(runs: Runs) -> None:
+def test_the_program_itself_imports_nothing_heavy(runs: Runs) -> None:
     runs.script(TELL)
     code = """
 import sys
@@ -265,7 +265,7 @@ from stratagem.cli import main
 
 sys.argv = ["stratagem", "run", "script.py", "--devices", "1"]
 code = main()
-print(code, {"torch", "typer", "rich", "pluggy"} & set(sys.modules))
+print(code, {"torch", "jsonargparse", "rich", "pluggy"} & set(sys.modules))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=runs.folder, capture_output=True, text=True, check=True

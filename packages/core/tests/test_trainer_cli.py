@@ -283,7 +283,7 @@ def test_without_jsonargparse_the_command_is_said(
     from stratagem_extras.cli import commands as training
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert training.run("fit", ["config.yaml"]) == 2
+    assert training.fit(["config.yaml"]) == 2
     assert "pip install 'stratagem-core[cli]'" in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "stratagem_extras.cli")
     with pytest.raises(MissingPackageError, match="TrainerCLI needs the package 'jsonargparse'"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from stratagem.discovery import (
     CallbackSpec,
+    Command,
     ComponentSpec,
     LoggerSpec,
     NameSpec,
@@ -63,6 +66,23 @@ NAMES = (
     ("stratagem.module", "to_onnx", "export"),
     ("stratagem.module", "to_torchscript", "export"),
 )
+
+
+COMMANDS = {
+    "fit": "Train a model that a config file describes.",
+    "validate": "Validate a model that a config file describes.",
+    "test": "Test a model that a config file describes.",
+    "predict": "Predict with a model that a config file describes.",
+}
+
+
+@hookimpl
+def stratagem_cli() -> Iterable[Command]:
+    """Return the commands that run a Trainer from a config file."""
+    return [
+        Command(name, summary, f"stratagem_extras.cli.commands:{name}")
+        for name, summary in COMMANDS.items()
+    ]
 
 
 @hookimpl

@@ -7,14 +7,14 @@ import importlib
 import io
 import os
 import sys
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stratagem.discovery.exports import exporter
 from stratagem.launch.streams import open_standard_streams
 
 if TYPE_CHECKING:
-    from stratagem.cli.arguments import parser_of as parser_of
+    from stratagem.cli.arguments import at_least as at_least, parser_of as parser_of
     from stratagem.cli.doctor import (
         SLOW_IMPORT as SLOW_IMPORT,
         listed_component as listed_component,
@@ -31,6 +31,7 @@ else:
         None,
         {
             "SLOW_IMPORT": "stratagem.cli.doctor",
+            "at_least": "stratagem.cli.arguments",
             "failed_commands": "stratagem.cli.plugins",
             "listed_component": "stratagem.cli.doctor",
             "parser_of": "stratagem.cli.arguments",
@@ -41,18 +42,54 @@ else:
     )
 
 
-AT_ONCE = ("run", "strategies", "explain", "doctor", "new-backend")
-"""Commands whose modules read their own arguments, without typer, which costs more than they do.
-Ranks wait for the first; the others are asked often, by people and by programs."""
+Run = Callable[[Sequence[str]], int]
+"""A command's function: it takes the arguments after the name and returns the exit code."""
 
+COMMANDS = {
+    "run": (
+        "stratagem.cli.run:run",
+        "Run a script in several processes, one for each device.",
+    ),
+    "strategies": (
+        "stratagem.cli.strategies:run",
+        "List all strategies and what can be used here.",
+    ),
+    "explain": (
+        "stratagem.cli.explain:run",
+        "Show what a request would use, and why.",
+    ),
+    "doctor": (
+        "stratagem.cli.doctor:run",
+        "Show what is installed and what is wrong with it.",
+    ),
+    "checkpoint inspect": (
+        "stratagem.cli.checkpoint:inspect",
+        "Show who saved a checkpoint, under what, and what is in it.",
+    ),
+    "checkpoint verify": (
+        "stratagem.cli.checkpoint:verify",
+        "Read checkpoints whole and compare them with their checksums.",
+    ),
+    "checkpoint consolidate": (
+        "stratagem.cli.checkpoint:consolidate",
+        "Make one file of a checkpoint that is a directory.",
+    ),
+    "checkpoint convert": (
+        "stratagem.cli.weights:convert",
+        "Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.",
+    ),
+    "checkpoint average": (
+        "stratagem.cli.weights:average",
+        "Write a checkpoint whose weights are the mean of those of others.",
+    ),
+}
+"""Core's commands: what users type, the function that runs it, and the line for `--help`.
 
-TRAINING = ("fit", "validate", "test", "predict")
-"""Commands that run a Trainer, which `stratagem_extras.cli.commands` answers."""
+Plain data, like the commands of plugins (`stratagem.discovery.Command`), but read before pluggy is
+imported. A name has one word or two."""
 
-
-def module_of(command: str) -> ModuleType:
-    """Return the module that answers one of the commands in `AT_ONCE`."""
-    return importlib.import_module(f"stratagem.cli.{command.replace('-', '_')}")
+_SHORT = ("strategies", "explain", "doctor")
+"""Commands that are mostly imports, of which nothing is garbage before the process ends."""
 
 
 def main() -> int:
@@ -61,23 +98,54 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Paths may hold bytes that no encoding knows, and the locale may be C.
         sys.stdout.reconfigure(errors="backslashreplace")
-    command, *arguments = sys.argv[1:] or [""]
-    if command in TRAINING:
-        from stratagem_extras.cli import commands as training
-
-        return training.run(command, arguments)
-    if command not in AT_ONCE:
-        from stratagem.cli.app import run_app
-
-        return run_app()
-    if command != "run":
-        # A listing is mostly imports, of which nothing is garbage before the process ends.
+    arguments = sys.argv[1:]
+    if arguments[:1] and arguments[0] in _SHORT:
         gc.disable()
     try:
-        code: int = module_of(command).run(arguments)
+        code = run_command(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads the output has enough, as `head` has; nothing more must be written to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # The reader of the output has gone, as `head` does; nothing more must be written.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        raise  # of another pipe
     return code
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run the command that the arguments name; return its exit code.
+
+    Nothing but the command's own module is imported for a command of core. Plugins are asked for
+    their commands if it is none of core's.
+
+    Raises:
+        SystemExit: the arguments of the command are wrong (exit code 2), or ask for help.
+    """
+    for words in (2, 1):
+        if found := COMMANDS.get(" ".join(arguments[:words])):
+            module, _, function = found[0].partition(":")
+            run: Run = getattr(importlib.import_module(module), function)
+            try:
+                return run(arguments[words:])
+            except KeyboardInterrupt:
+                return 130  # as a shell reports Ctrl-C
+    from stratagem.cli.program import run_other
+
+    return run_other(arguments)
+
+
+__all__ = [
+    "LRSchedulerCallable",
+    "OptimizerCallable",
+    "SaveConfigCallback",
+    "TrainerArgumentParser",
+    "TrainerCLI",
+    "main",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

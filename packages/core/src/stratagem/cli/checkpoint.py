@@ -1,4 +1,4 @@
-"""`stratagem checkpoint`: what is in a checkpoint, whether it is whole, and others made of it.
+"""`stratagem checkpoint inspect`, `verify` and `consolidate`.
 
 The commands that need torch are in files of their own, `durability.py` and `weights.py`.
 """
@@ -7,65 +7,49 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from stratagem.checkpoint.describe import Description, describe_checkpoint
+from stratagem.cli.arguments import parser_of
 from stratagem.cli.tables import print_table
-from stratagem.cli.weights import average, convert
 from stratagem.errors import CheckpointError
-from stratagem_testing.durability.command import durability
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-PathArgument = Annotated[
-    str, typer.Argument(help="A checkpoint: a file, a directory, a URL.", show_default=False)
-]
-PathsArgument = Annotated[
-    list[str],
-    typer.Argument(help="Checkpoints: files, directories, URLs.", show_default=False),
-]
-SourceArgument = Annotated[
-    Path, typer.Argument(help="A checkpoint: a file or a directory.", show_default=False)
-]
-TargetArgument = Annotated[Path, typer.Argument(help="The file to write.", show_default=False)]
+_INSPECT = """Show who saved a checkpoint, under what, and what is in it.
 
+The command reads the manifest, a few hundred bytes at the end of the checkpoint, whatever its size.
+It checks nothing. The exit code is 1 if it is no checkpoint.
+"""
 
-def checkpoint_app() -> typer.Typer:
-    """Return the commands about checkpoints."""
-    app = typer.Typer(
-        help="Look into checkpoints, check them, and make others of them.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    app.command()(inspect)
-    app.command()(verify)
-    app.command()(consolidate)
-    app.command()(convert)
-    app.command()(average)
-    app.command()(durability)
-    return app
+_VERIFY = """Read checkpoints whole and compare them with their checksums.
+
+Each has a line of output. The exit code is 1 if one of them is damaged, or has no checksum.
+"""
+
+_CONSOLIDATE = """Make one file of a checkpoint that is a directory.
+
+The checkpoint is checked first. The exit code is 1 if it is damaged, or the file is there already.
+"""
 
 
-def inspect(path: PathArgument, *, as_json: JsonOption = False) -> None:
-    """Show who saved a checkpoint, under what, and what is in it.
-
-    Its manifest is read, a few hundred bytes at its end, whatever its size; nothing is checked. The
-    exit code is 1 if it is no checkpoint.
-    """
+def inspect(arguments: Sequence[str]) -> int:
+    """Print a checkpoint's manifest; return the exit code."""
+    parser = parser_of("checkpoint inspect", _INSPECT)
+    parser.add_argument("path", help="a checkpoint: a file, a directory, a URL")
+    options = parser.parse_args(arguments)
     try:
-        description = describe_checkpoint(path)
+        description = describe_checkpoint(options.path)
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
+        return 1
     facts = _facts(description)
-    if as_json:
+    if options.json:
         print(json.dumps(facts, indent=2))
-        return
+        return 0
     if description.manifest is None:
-        print(f"{path} has no manifest: plain torch made it", file=sys.stderr)
+        print(f"{options.path} has no manifest: plain torch made it", file=sys.stderr)
     print_table(
         ("what", "value"),
         [
@@ -74,15 +58,15 @@ def inspect(path: PathArgument, *, as_json: JsonOption = False) -> None:
             if value is not None
         ],
     )
+    return 0
 
 
-def verify(paths: PathsArgument) -> None:
-    """Read checkpoints whole and compare them with their checksums.
-
-    A line for each. The exit code is 1 if one of them is damaged, or has no checksum.
-    """
+def verify(arguments: Sequence[str]) -> int:
+    """Compare checkpoints with their checksums; return the exit code."""
+    parser = parser_of("checkpoint verify", _VERIFY, json=False)
+    parser.add_argument("paths", nargs="+", help="checkpoints: files, directories, URLs")
     failed = False
-    for path in paths:
+    for path in parser.parse_args(arguments).paths:
         try:
             description = describe_checkpoint(path, verify=True)
         except (CheckpointError, OSError) as error:
@@ -98,23 +82,24 @@ def verify(paths: PathsArgument) -> None:
             failed = True
         else:
             print(f"{path}: whole, {description.size} bytes, xxh3_128 {description.checksum}")
-    if failed:
-        raise typer.Exit(1)
+    return int(failed)
 
 
-def consolidate(source: SourceArgument, target: TargetArgument) -> None:
-    """Make one file of a checkpoint that is a directory.
-
-    It is checked first. The exit code is 1 if it is damaged, or the file is there already.
-    """
+def consolidate(arguments: Sequence[str]) -> int:
+    """Make one file of a directory; return the exit code."""
+    parser = parser_of("checkpoint consolidate", _CONSOLIDATE, json=False)
+    parser.add_argument("source", type=Path, help="a checkpoint: a file or a directory")
+    parser.add_argument("target", type=Path, help="the file to write")
+    options = parser.parse_args(arguments)
     from stratagem.checkpoint import consolidate_checkpoint
 
     try:
-        consolidate_checkpoint(source, target)
+        consolidate_checkpoint(options.source, options.target)
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
-    print(f"{target}: {target.stat().st_size} bytes")
+        return 1
+    print(f"{options.target}: {options.target.stat().st_size} bytes")
+    return 0
 
 
 def _facts(description: Description) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 from stratagem import __version__
 from stratagem.cli.arguments import parser_of
-from stratagem.cli.plugins import failed_commands, failed_hook
+from stratagem.cli.plugins import ask_plugins, failed_commands
 from stratagem.cli.system import System, this_system
 from stratagem.cli.tables import aligned, print_table
 from stratagem.discovery import AcceleratorSpec, Check, ClusterEnvironmentSpec, PrecisionSpec
@@ -20,10 +20,8 @@ from stratagem.discovery.hints import names_by_distribution
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import RUN_TIME, Candidate, Registry, get_registry
-from stratagem.errors import UnknownNameError
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
-from stratagem_testing.author.spec_checks import check_spec
 
 SUMMARY = "Show what is installed and what is wrong with it."
 
@@ -137,21 +135,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _examine_one(name: str, *, as_json: bool, verbose: bool) -> int:
-    # Not above: what it needs takes longer to import than the rest of doctor.
-    from stratagem_testing.author import doctor as distribution
-
-    try:
-        examination = distribution.examine_distribution(name, get_registry())
-    except UnknownNameError as error:
-        print(error, file=sys.stderr)
+    code: int | None = get_registry().plugins.hook.stratagem_examine(
+        distribution=name, as_json=as_json, verbose=verbose
+    )
+    if code is None:
+        print(
+            f"stratagem doctor {name}: no plugin that is installed examines a single distribution: "
+            "pip install stratagem-testing",
+            file=sys.stderr,
+        )
         return 2
-    if as_json:
-        import json
-
-        print(json.dumps(distribution.as_data(examination), indent=2))
-    else:
-        distribution.print_examination(examination, verbose=verbose)
-    return int(bool(examination.problems()))
+    return code
 
 
 def examine(registry: Registry, environ: Mapping[str, str]) -> Diagnosis:
@@ -237,34 +231,26 @@ def _required(text: str) -> str:
 
 
 def _specs_checks(registry: Registry) -> list[tuple[str, Check]]:
-    """Return what specs promise that is not there, and entry points that nobody reads."""
-    checks = [
-        (candidate.distribution, Check(f"{kind} {candidate.spec.name!r}", "error", problem))
-        for kind in ("strategy", *KINDS)
-        for candidate in registry.candidates(kind)
-        if candidate.distribution not in (CORE, RUN_TIME)
-        for problem in check_spec(candidate.spec, registry)
-    ]
-    checks += [("stratagem", Check("entry points", "error", text)) for text in registry.misplaced()]
-    return checks
+    """Return what plugins find wrong with specs, and entry points that nobody reads."""
+    checks: dict[tuple[str, Check], None] = {}  # a hook that fails does so for each spec
+    for kind in ("strategy", *KINDS):
+        for candidate in registry.candidates(kind):
+            spec = candidate.spec
+            if candidate.distribution in (CORE, RUN_TIME):
+                continue
+            for plugin, found in ask_plugins(registry, "stratagem_check_spec", str, spec=spec):
+                if isinstance(found, Check):
+                    checks[plugin, found] = None
+                else:
+                    check = Check(f"{kind} {spec.name!r}", "error", found)
+                    checks[candidate.distribution, check] = None
+    misplaced = (Check("entry points", "error", text) for text in registry.misplaced())
+    return [*checks, *(("stratagem", check) for check in misplaced)]
 
 
 def plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
     """Return what plugins say of themselves, by plugin."""
-    checks: list[tuple[str, Check]] = []
-    for implementation in registry.plugins.hook.stratagem_doctor.get_hookimpls():
-        plugin = implementation.plugin_name
-        # The boundary at which a backend that cannot examine itself is kept from the others.
-        try:
-            for check in cast(Iterable[object], implementation.function()):
-                if not isinstance(check, Check):
-                    raise TypeError(
-                        f"stratagem_doctor() returned {check!r}; expected stratagem.discovery.Check"
-                    )
-                checks.append((plugin, check))
-        except (Exception, SystemExit) as error:
-            checks.append((plugin, failed_hook("stratagem_doctor", error)))
-    return checks
+    return list(ask_plugins(registry, "stratagem_doctor", Check))
 
 
 def as_data(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """`stratagem run`: start every rank of a script at once, watch them, and end them together.
 
-It imports neither torch nor typer, so that the ranks, which all need torch, import it at the same
-time, right away. That is why its options are read by argparse. Restarts are left to
-torch.distributed.elastic.
+It does not import torch, so that the ranks, which all need it, import it at the same time, right
+away. Restarts are left to torch.distributed.elastic.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from stratagem.cli.arguments import at_least
 from stratagem.launch import network, rank
 from stratagem.launch.cores import threads_per_rank
 from stratagem.launch.environment import rank_environment
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--devices",
         metavar="N",
-        type=_at_least(1),
+        type=at_least(1),
         help="ranks on this node; needed but with --as-lightning",
     )
     add(
@@ -138,14 +138,14 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let `import lightning` and its other names mean Stratagem in SCRIPT",
     )
-    add("--num-nodes", metavar="N", type=_at_least(1), default=1, help="machines that take part")
-    add("--node-rank", metavar="N", type=_at_least(0), help="which of them this is, from 0")
+    add("--num-nodes", metavar="N", type=at_least(1), default=1, help="machines that take part")
+    add("--node-rank", metavar="N", type=at_least(0), help="which of them this is, from 0")
     add("--main-address", metavar="HOST", help="the machine of node rank 0, for several nodes")
-    add("--main-port", metavar="PORT", type=_at_least(1), help="a port that is free there")
+    add("--main-port", metavar="PORT", type=at_least(1), help="a port that is free there")
     add(
         "--max-restarts",
         metavar="N",
-        type=_at_least(0),
+        type=at_least(0),
         default=0,
         help="start all ranks again after a failure, so many times, by torch.distributed.elastic",
     )
@@ -158,21 +158,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefix", action="store_true", help="put [rank n] before each line of output")
     add("--help", action="help", help="show this and exit")
     return parser
-
-
-def _at_least(lowest: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = lowest - 1
-        if value < lowest:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {lowest}, received {text!r}"
-            )
-        return value
-
-    return number
 
 
 def parse(arguments: Sequence[str]) -> Launch:

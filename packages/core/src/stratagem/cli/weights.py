@@ -3,59 +3,66 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from stratagem.cli.arguments import parser_of
 from stratagem.discovery.specs import load_target
 from stratagem.errors import CheckpointError, ConfigurationError
 
-KeyOption = Annotated[
-    str | None,
-    typer.Option("--key", help="The checkpoint's entry with the weights.", show_default=False),
-]
+_CONVERT = """Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.
+
+A safetensors file contains nothing but the weights. The source is checked first. The target appears
+whole or not at all. The exit code is 1 if the source cannot be read or the target not written.
+"""
+
+_AVERAGE = """Write a checkpoint whose weights are the mean of those of others.
+
+Numbers are added in float64; integers have to agree. Only weights and hyperparameters are kept.
+The exit code is 1 if they are of different models, or one cannot be read.
+"""
 
 
-def convert(
-    source: Annotated[Path, typer.Argument(help="A checkpoint.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="The new file.", show_default=False)],
-    *,
-    key: KeyOption = None,
-    to: Annotated[
-        str, typer.Option("--to", help="safetensors, or lightning: a Trainer's, for Lightning 2.x.")
-    ] = "safetensors",
-) -> None:
-    """Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.
-
-    A safetensors file has nothing but the weights. The source is checked before; the target appears
-    whole or not at all. The exit code is 1 if one of them cannot be.
-    """
-    _do("convert", lambda do: do(source, target, key, to))
-
-
-def average(
-    sources: Annotated[
-        list[Path], typer.Argument(help="Checkpoints of one model.", show_default=False)
-    ],
-    *,
-    target: Annotated[Path, typer.Option("--output", "-o", help="The new checkpoint.")],
-    key: KeyOption = None,
-) -> None:
-    """Write a checkpoint whose weights are the mean of those of others.
-
-    Numbers are added in float64; integers have to agree. Only weights and hyperparameters are kept.
-    The exit code is 1 if they are of different models, or one cannot be read.
-    """
-    _do("average", lambda do: do(sources, target, key))
+def convert(arguments: Sequence[str]) -> int:
+    """Write the weights in a checkpoint as another file; return the exit code."""
+    parser = parser_of("checkpoint convert", _CONVERT, json=False)
+    parser.add_argument("source", type=Path, help="a checkpoint")
+    parser.add_argument("target", type=Path, help="the new file")
+    _add_key(parser)
+    parser.add_argument(
+        "--to",
+        metavar="FORM",
+        default="safetensors",
+        help="safetensors (the default), or lightning: a Trainer's, for Lightning 2.x",
+    )
+    options = parser.parse_args(arguments)
+    return _do("convert", options.source, options.target, options.key, options.to)
 
 
-def _do(what: str, call: Callable[[Callable[..., str]], str]) -> None:
+def average(arguments: Sequence[str]) -> int:
+    """Write the mean of checkpoints; return the exit code."""
+    parser = parser_of("checkpoint average", _AVERAGE, json=False)
+    parser.add_argument("sources", type=Path, nargs="+", help="checkpoints of one model")
+    parser.add_argument(
+        *("-o", "--output"), metavar="PATH", type=Path, required=True, help="the new checkpoint"
+    )
+    _add_key(parser)
+    # Options may stand between the sources.
+    options = parser.parse_intermixed_args(arguments)
+    return _do("average", options.sources, options.output, options.key)
+
+
+def _add_key(parser: ArgumentParser) -> None:
+    parser.add_argument("--key", help="the checkpoint's entry with the weights")
+
+
+def _do(what: str, *arguments: object) -> int:
     # By name: the program does without torch, and this command cannot.
     do = load_target(f"stratagem.native.checkpoint.weights:{what}", what=f"checkpoint {what}")
     try:
-        print(call(do))
+        print(do(*arguments))
     except (CheckpointError, ConfigurationError) as error:
         print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
+        return 1
+    return 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stratagem._lazy import lazy_names
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.discovery.hookspecs import Check, hookimpl
+from stratagem.discovery.hookspecs import Check, Command, hookimpl
 from stratagem.discovery.specs import (
     PLUGIN_API_VERSION,
     AcceleratorSpec,
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         nearest_of as nearest_of,
     )
     from stratagem.discovery.specs import load_target as load_target
+    from stratagem.discovery.targets import find_module as find_module, why_missing as why_missing
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -98,6 +99,8 @@ else:
             "contradictions": "stratagem.discovery.capabilities",
             "difference": "stratagem.discovery.capabilities",
             "one_process_of": "stratagem.discovery.capabilities",
+            "find_module": "stratagem.discovery.targets",
+            "why_missing": "stratagem.discovery.targets",
         },
     )[0]
 
@@ -117,6 +120,7 @@ __all__ = [
     "Check",
     "CheckpointIOSpec",
     "ClusterEnvironmentSpec",
+    "Command",
     "ComponentSpec",
     "LauncherSpec",
     "LoggerSpec",
@@ -134,6 +138,7 @@ __all__ = [
     "core_range",
     "difference",
     "distribution_of",
+    "find_module",
     "get_registry",
     "hookimpl",
     "installation_hint",
@@ -148,5 +153,6 @@ __all__ = [
     "require_package",
     "torch_build",
     "version_of",
+    "why_missing",
     "why_not_lasting",
 ]

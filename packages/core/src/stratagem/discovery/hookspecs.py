@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import pluggy
 
-from stratagem.discovery.specs import ComponentSpec
+from stratagem.discovery.capabilities import check_fields
+from stratagem.discovery.specs import ComponentSpec, is_target
+from stratagem.errors import PluginError
 
 if TYPE_CHECKING:
-    import typer
-
     from stratagem.plan.plan import RunPlan, RunRequest
 
 PROJECT = "stratagem"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+
+_COMMAND = re.compile(r"[a-z][a-z0-9_-]*( [a-z][a-z0-9_-]*)?")
 
 
 @final
@@ -35,6 +38,41 @@ class Check:
     name: str
     status: Literal["ok", "warning", "error"]
     detail: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class Command:
+    """A command that a plugin adds to the `stratagem` program.
+
+    Attributes:
+        name: what users type after `stratagem`: one word ("tune"), or two for a sub-command
+            ("checkpoint upload"). Lower-case letters, digits, "-" and "_".
+        summary: one line for `stratagem --help`.
+        target: the function that runs it, as "package.module:function". It is imported when a user
+            calls the command, takes the arguments after the name (`Sequence[str]`) and returns the
+            exit code.
+
+    Raises:
+        PluginError: a field does not have the form described here.
+    """
+
+    name: str
+    summary: str
+    target: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"the command {self.name!r}")
+        if not _COMMAND.fullmatch(self.name):
+            raise PluginError(
+                f"a command has the name {self.name!r}; expected one or two words of lower-case "
+                "letters, digits, '-' and '_', each beginning with a letter"
+            )
+        if not is_target(self.target):
+            raise PluginError(
+                f"the command {self.name!r} has target={self.target!r}; expected "
+                "'package.module:function'"
+            )
 
 
 @hookspec
@@ -87,9 +125,33 @@ def stratagem_doctor() -> Iterable[Check]:  # type: ignore[empty-body]
 
 
 @hookspec
-def stratagem_cli(app: typer.Typer) -> None:
-    """Add commands to the `stratagem` program.
+def stratagem_check_spec(spec: ComponentSpec) -> Iterable[str]:  # type: ignore[empty-body]
+    """Return the problems of a component's spec, a sentence each.
 
-    Called when that program starts, but for `run`, `strategies` and `explain`, which do without
-    typer. `doctor` calls it to see whether it fails.
+    `stratagem doctor` calls it for each component of every distribution but core, and shows the
+    sentences as failed checks of that distribution. Import neither torch nor an SDK, nor the target
+    of the spec. An exception is shown as a failed check of the plugin that raised it.
+    """
+
+
+@hookspec(firstresult=True)
+def stratagem_examine(distribution: str, as_json: bool, verbose: bool) -> int | None:
+    """Print what there is to say of one distribution, and return the exit code.
+
+    `stratagem doctor NAME` calls it, once. `distribution` is the name as the user typed it, of a
+    distribution or of an entry point. With `as_json`, print JSON; with `verbose`, the tracebacks of
+    plugin modules that failed. Return 0 if there is no problem, 1 if there is one, 2 if nothing
+    has that name, or None to leave the answer to other plugins. The first answer that is not None
+    wins. It may import torch and the targets of specs.
+    """
+
+
+@hookspec
+def stratagem_cli() -> Iterable[Command]:  # type: ignore[empty-body]
+    """Return the commands that this plugin adds to the `stratagem` program.
+
+    Called when a user asks for a command that is not one of core's, or for the list of commands,
+    and by `stratagem doctor`. Names of core's commands stay with core, and a name that two plugins
+    give is refused. An exception, and a target that does not exist, are failed checks of `doctor`;
+    other commands go on working. A target reads its arguments with any library, such as argparse.
     """

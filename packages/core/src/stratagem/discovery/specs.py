@@ -71,9 +71,7 @@ class ComponentSpec:
                     f"a {self.kind} spec has the name {name!r}, by which users leave the choice to "
                     "Stratagem, so that nobody could select it: choose another one"
                 )
-        if not callable(self.target) and not (
-            isinstance(self.target, str) and _TARGET.fullmatch(self.target)
-        ):
+        if not callable(self.target) and not is_target(self.target):
             raise PluginError(
                 f"the {self.kind} spec {self.name!r} has target={self.target!r}; expected "
                 "'package.module:Class'"
@@ -362,6 +360,11 @@ def asked_function(spec: ComponentSpec, field: str, *arguments: Any) -> Any:
             f"the {what} failed with {type(error).__name__}: {error}: disable its plugin with "
             "STRATAGEM_DISABLE_PLUGINS, or take another one"
         ) from error
+
+
+def is_target(target: object) -> bool:
+    """Return whether an object is a string of the form `"package.module:name"`."""
+    return isinstance(target, str) and _TARGET.fullmatch(target) is not None
 
 
 def load_target(target: Target, *, what: str) -> Any:

@@ -12,15 +12,28 @@ from collections.abc import Sequence
 from stratagem.discovery import require_package
 from stratagem.errors import MissingPackageError
 
-SUMMARIES = {
-    "fit": "Train a model that a config file describes.",
-    "validate": "Validate a model that a config file describes.",
-    "test": "Test a model that a config file describes.",
-    "predict": "Predict with a model that a config file describes.",
-}
+
+def fit(arguments: Sequence[str]) -> int:
+    """Train a model; return the exit code."""
+    return _run("fit", arguments)
 
 
-def run(command: str, arguments: Sequence[str]) -> int:
+def validate(arguments: Sequence[str]) -> int:
+    """Validate a model; return the exit code."""
+    return _run("validate", arguments)
+
+
+def test(arguments: Sequence[str]) -> int:
+    """Test a model; return the exit code."""
+    return _run("test", arguments)
+
+
+def predict(arguments: Sequence[str]) -> int:
+    """Predict with a model; return the exit code."""
+    return _run("predict", arguments)
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
     """Run one of the commands; return the exit code.
 
     Raises:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from importlib.machinery import ModuleSpec
 
 from stratagem.discovery import (
     CORE,
@@ -22,6 +20,7 @@ from stratagem.discovery import (
     StrategySpec,
     contradictions,
     difference,
+    find_module,
     one_process_of,
 )
 from stratagem.errors import PluginError
@@ -160,16 +159,6 @@ class _Source:
             except (ValueError, TypeError, PluginError):
                 return None
         return None
-
-
-def find_module(module: str) -> ModuleSpec | str:
-    """Return where a module lies, or why it cannot be found; it is not executed."""
-    try:
-        found = importlib.util.find_spec(module)
-    # A package above it may raise whatever a vendor's SDK raises.
-    except (Exception, SystemExit) as error:
-        return f"{type(error).__name__}: {error}"
-    return f"there is no module {module}" if found is None else found
 
 
 def _source_of(target: str) -> _Source | None:

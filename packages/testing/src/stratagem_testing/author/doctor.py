@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -28,6 +29,7 @@ from stratagem.discovery import (
     PluginReport,
     Registry,
     StrategySpec,
+    get_registry,
     installed_entries,
     load_target,
     misplaced_entries,
@@ -93,6 +95,26 @@ class Examination:
         if self.components and not lines and all(c.why_not for c in self.components):
             lines.append("nothing that it provides can be used on this machine")
         return lines
+
+
+def examine(name: str, *, as_json: bool, verbose: bool) -> int:
+    """Print what there is to say of a distribution; return the exit code.
+
+    Args:
+        name: of the distribution, or of its entry point.
+        as_json: print JSON.
+        verbose: show the tracebacks of plugin modules that failed.
+    """
+    try:
+        examination = examine_distribution(name, get_registry())
+    except UnknownNameError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if as_json:
+        print(json.dumps(as_data(examination), indent=2))
+    else:
+        print_examination(examination, verbose=verbose)
+    return int(bool(examination.problems()))
 
 
 def examine_distribution(name: str, registry: Registry) -> Examination:

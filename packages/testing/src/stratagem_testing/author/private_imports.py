@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from stratagem_testing.author.class_source import find_module
+from stratagem.discovery import find_module
 
 PUBLIC_MODULES = (
     *("stratagem", "stratagem.accelerators", "stratagem.callbacks", "stratagem.checkpoint"),

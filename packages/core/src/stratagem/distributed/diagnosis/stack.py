@@ -21,7 +21,7 @@ COLLECTIVES = frozenset(
 
 _LIBRARIES = (
     str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[2]),
     sysconfig.get_path("stdlib"),
     "<frozen",
 )
