@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from stratagem.errors import ConfigurationError, PluginError
 from stratagem.interfaces.compiling import adopt_compiled, check_compilation, uncompile_model
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
-from stratagem.interfaces.recompilations import watch_recompilations
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.module import LiteModule
@@ -74,7 +73,6 @@ def prepare(
         compilation = strategy.components.step.compilation
     if compilation and not compilation.whole_step:
         prepared.compile(compilation)
-        watch_recompilations(tells=strategy.ranks.is_global_zero)
     return prepared
 
 
