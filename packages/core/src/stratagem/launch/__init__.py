@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from stratagem.plan.plan import RunPlan as RunPlan
     from stratagem.plan.plan import RunRequest as RunRequest
     from stratagem.plan.selection import Selection as Selection
-    from stratagem.state.results import pack_result as pack_result
-    from stratagem.state.results import unpack_result as unpack_result
+    from stratagem.state.plain_data import pack_result as pack_result
+    from stratagem.state.plain_data import unpack_result as unpack_result
 else:
     # When they are used: a rank that imports one module here pays for no other.
     __getattr__ = lazy_names(
@@ -65,12 +65,12 @@ else:
             "Selection": "stratagem.plan.selection",
             "free_port": "stratagem.launch.network",
             "pack": "stratagem.launch.packed",
-            "pack_result": "stratagem.state.results",
+            "pack_result": "stratagem.state.plain_data",
             "rank_environment": "stratagem.launch.environment",
             "rank_failure": "stratagem.launch.packed",
             "run_as_rank": "stratagem.launch.watch",
             "run_packed": "stratagem.launch.packed",
-            "unpack_result": "stratagem.state.results",
+            "unpack_result": "stratagem.state.plain_data",
         },
     )
 
