@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
+import resource
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,7 @@ def test_the_library_reads_what_convert_writes(tmp_path: Path) -> None:
         assert loaded[name].dtype == tensor.dtype
         assert loaded[name].shape == tensor.shape
         assert torch.equal(_bytes(loaded[name]), _bytes(tensor)), name
+    assert target.stat().st_mode == source.stat().st_mode, "not the mode of a temporary file"
     with safe_open(target, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert sorted(path.name for path in tmp_path.iterdir()) == [source.name, target.name]
@@ -133,6 +136,8 @@ def test_convert_refuses_what_it_cannot_do_and_writes_nothing(tmp_path: Path) ->
     there.touch()
     new = tmp_path / "new.safetensors"
     sparse = save(tmp_path / "sparse.ckpt", {"w": torch.eye(2).to_sparse()})
+    state = {"v": torch.ones(2), "w": torch.ones(2, dtype=torch.complex128)}
+    double = save(tmp_path / "double.ckpt", state)
     empty = tmp_path / "empty.ckpt"
     SingleFileCheckpointIO().save_checkpoint({"epoch": 3}, empty)
     for arguments, said in (
@@ -140,6 +145,7 @@ def test_convert_refuses_what_it_cannot_do_and_writes_nothing(tmp_path: Path) ->
         ((source, there), f"'{there}' is there already; expected a new path: remove it first"),
         ((tmp_path / "no.ckpt", new), f"there is no checkpoint at '{tmp_path / 'no.ckpt'}'"),
         ((sparse, new), "w is a tensor of torch.float32 (torch.sparse_coo); a safetensors file"),
+        ((double, new), "w is a tensor of torch.complex128 (torch.strided); a safetensors file"),
         ((empty, new), "has 0 entries that may be weights (of epoch): say which, by --key"),
         ((source, source / "new.safetensors"), "FileExistsError: [Errno 17] File exists"),
     ):
@@ -175,6 +181,52 @@ def test_a_disk_that_fails_leaves_no_safetensors_file(
     said = stratagem("convert", source, new, code=1)
     assert said.endswith("error; it is in its place, but may be lost in a power cut")
     assert load_file(new)["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_disk_that_is_full_leaves_no_safetensors_file(tmp_path: Path) -> None:
+    source, new = save(tmp_path / "a.ckpt", {"w": torch.ones(1000)}), tmp_path / "new.safetensors"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        said = stratagem("convert", source, new, code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert said.startswith(f"cannot write '{new}': OSError: ")
+    assert "File too large" in said
+    assert said.endswith("; nothing is there")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_what_is_at_the_path_was_synced_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library renames a file of its own, which it does not sync."""
+    source, new = save(tmp_path / "a.ckpt", {"w": torch.ones(2)}), tmp_path / "new.safetensors"
+    synced: list[tuple[int, bool]] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, new.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    stratagem("convert", source, new)
+    assert synced == [(new.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
+@pytest.mark.parametrize("package", ["safetensors", "numpy"])
+def test_convert_says_what_to_install(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
+    )
+    source = save(tmp_path / "a.ckpt", {"w": torch.ones(2)})
+    assert stratagem("convert", source, tmp_path / "new.safetensors", code=1) == (
+        f"convert needs the package '{package}', which is not installed here: "
+        "pip install 'stratagem-core[safetensors]'"
+    )
 
 
 # ---------------------------------------------------------------- average

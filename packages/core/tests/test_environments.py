@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -36,7 +37,7 @@ from stratagem.environments import (
 )
 from stratagem.errors import ConfigurationError
 from stratagem.launch import network
-from stratagem.native.environments import beacon, rendezvous, run_secret, slurm
+from stratagem.native.environments import rendezvous, slurm
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolution import resolve
 
@@ -405,185 +406,202 @@ def test_a_job_that_cannot_be_queued_again_says_why(
 
 # -- how ranks find rank 0
 
-KEY = b"known to the ranks of one run"
+# Seconds for what takes half a second on an idle machine.
+AT_ONCE = 4.0
+ONE_NODE = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NODELIST": "a"}
+NAME = f".stratagem-{sha256(b'slurm  31.0 0').hexdigest()[:32]}.port"
+
+
+class _Rank(SLURMEnvironment):
+    """One rank among several in this process, whose variables are those of one."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def global_rank(self) -> int:
+        return self.rank
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This user's home, alone in which secrets are left."""
+    """This user's home, which contains the only folder for rank 0's port."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(run_secret, "STARTED_IN", None)
+    monkeypatch.setattr(rendezvous, "STARTED_IN", None)
     return tmp_path
 
 
 @pytest.fixture
-def announced() -> Iterator[int]:
-    """The port that a beacon tells, in whose place anybody may connect."""
-    made = beacon.Beacon(KEY, "127.0.0.1", 4711)
-    yield 4711
-    made.close()
+def file(home: Path, set_environ: Any) -> Path:
+    """The file of a step on one node."""
+    set_environ(ONE_NODE)
+    return home / ".cache/stratagem" / NAME
 
 
-# Seconds for what takes a quarter of one on an idle machine; who has to wait for a stranger's time
-# limit takes longer.
-AT_ONCE = 4.0
-assert AT_ONCE < beacon._EXCHANGE_TIMEOUT
+@pytest.fixture
+def rank_0() -> Iterator[_Rank]:
+    environment = _Rank(0)
+    yield environment
+    environment.teardown()
 
 
-def found_at_once(key: bytes = KEY) -> int | None:
+def leave(file: Path, port: int) -> None:
+    """Leave the file of a run that was killed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch(0o600)
+    file.write_text(f"{port} {'0' * 32}")
+
+
+def in_threads(count: int) -> tuple[list[threading.Thread], list[int]]:
+    """Start ranks that wait for rank 0; return them, and the ports that they find."""
+    ports: list[int] = []
+    threads = [
+        threading.Thread(target=lambda rank=rank: ports.append(_Rank(rank).main_port), daemon=True)
+        for rank in range(1, count + 1)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads, ports
+
+
+def found_by_a_rank() -> int:
     began = time.monotonic()
-    port = beacon.find("127.0.0.1", lambda: [key], 30)
+    port = _Rank(1).main_port
     assert time.monotonic() - began < AT_ONCE
     return port
 
 
-def beacon_port(key: bytes = KEY) -> int:
-    """Where the beacon is, which is told by what it says first."""
-    for port in beacon.ports_of(key):
-        place = "127.0.0.1", port
-        with contextlib.suppress(OSError), socket.create_connection(place, timeout=1) as asking:
-            if len(asking.makefile().readline()) == 65:
-                return port
-    raise AssertionError("there is no beacon")
-
-
-def test_strangers_who_ask_get_no_port_and_use_up_no_answer(announced: int) -> None:
-    port = beacon_port()
-    for asked in ("0" * 64 + " " + "0" * 64, "slurm 31.0", "", "x" * 1000):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
-            lines = stranger.makefile("rw")
-            lines.readline()
-            lines.write(f"{asked}\n")
-            lines.flush()
-            try:
-                answer = lines.readline()
-            except ConnectionError:
-                answer = ""
-            assert answer == ""
-    assert beacon.find("127.0.0.1", lambda: [b"guessed"], 0.5) is None
-    # One rank may ask as often as it likes.
-    assert [found_at_once() for _ in range(3)] == [announced] * 3
-
-
-@pytest.mark.parametrize("strangers", [5, 300])
-def test_connections_that_are_slow_on_purpose_hold_up_no_rank(
-    strangers: int, announced: int
-) -> None:
-    port = beacon_port()
-    with contextlib.ExitStack() as held:
-        for _ in range(strangers):
-            slow = socket.create_connection(("127.0.0.1", port), timeout=5)
-            held.enter_context(slow)
-            slow.sendall(b"s")
-        assert found_at_once() == announced
-
-
-def test_a_connection_has_one_limit_for_the_whole_exchange(
-    announced: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(beacon, "_EXCHANGE_TIMEOUT", 0.3)
-    with socket.create_connection(("127.0.0.1", beacon_port()), timeout=5) as slow:
-        lines, began = slow.makefile("rb"), time.monotonic()
-        assert len(lines.readline()) == 65
-        with contextlib.suppress(ConnectionError):
-            while time.monotonic() - began < 5:
-                slow.sendall(b"s")
-                threading.Event().wait(0.1)  # each byte well within the limit
-        assert time.monotonic() - began < 2
-
-
-@pytest.mark.parametrize("says", ["31337", "0" * 64, ""], ids=["a port", "a nonce", "nothing"])
-def test_who_squats_on_the_first_port_is_not_believed_and_holds_up_no_rank(says: str) -> None:
-    """One that says nothing leaves the connection open."""
-    with socket.create_server(("127.0.0.1", beacon.ports_of(KEY)[0])) as squatter:
-
-        def answer() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = squatter.accept()
-                    kept.append(connection)
-                    for _ in range(2 if says else 0):
-                        connection.sendall(f"{says}\n".encode())
-
-        kept: list[socket.socket] = []
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        assert beacon.find("127.0.0.1", lambda: [KEY], 0.5) is None
-        made = beacon.Beacon(KEY, "127.0.0.1", 4711)
-        assert found_at_once() == 4711
-        assert kept, "nobody asked the squatter"
-        made.close()
-        squatter.shutdown(socket.SHUT_RDWR)
-    thread.join(5)
-    for each in kept:
-        each.close()
-
-
-def test_a_beacon_that_is_closed_answers_nobody(announced: int) -> None:
-    other = beacon.Beacon(b"another", "127.0.0.1", 4712)
-    assert found_at_once(b"another") == 4712
-    other.close()
-    assert beacon.find("127.0.0.1", lambda: [b"another"], 0.5) is None
-    assert found_at_once() == announced
-
-
-def test_rank_0_says_when_all_the_ports_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(beacon, "ports_of", lambda key: [taken.getsockname()[1]])
-        with pytest.raises(ConfigurationError, match="are all taken on this node"):
-            beacon.Beacon(KEY, "127.0.0.1", 4711)
-
-
-class _RankOne(SLURMEnvironment):
-    """In a thread beside rank 0, whose variables are those of the process."""
-
-    def global_rank(self) -> int:
-        return 1
+def assert_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_RANK_0_TIMEOUT", 1.0)
+    with pytest.raises(ConfigurationError, match="rank 0 did not write its port"):
+        _ = _Rank(1).main_port
 
 
 def test_ranks_of_one_node_find_rank_0_by_a_file_that_is_gone_at_the_end(
-    home: Path, set_environ: Any
+    file: Path, home: Path, rank_0: _Rank
 ) -> None:
-    alone = {"SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_STEP_NODELIST": "a"}
-    set_environ({**STEP, **alone, "SLURM_PROCID": "0"})
-    others = [_RankOne() for _ in range(2)]
-    ports: list[int] = []
-    threads = [
-        threading.Thread(target=lambda each=each: ports.append(each.main_port)) for each in others
-    ]
-    for thread in threads:  # two ranks look for rank 0 before it is there
-        thread.start()
-    # Of a job step of this name that was killed: rank 0's replaces it.
-    stale = run_secret.RunSecret("slurm  31.0 0", one_node=True)
-    stale.share()
-    rank_0 = SLURMEnvironment()
+    leave(file, 4711)
+    threads, ports = in_threads(2)  # two ranks look for rank 0 before it is there
     port, began = rank_0.main_port, time.monotonic()
     for thread in threads:
         thread.join(10)
     assert time.monotonic() - began < AT_ONCE
     assert ports == [port, port]
-    (file,) = home.rglob("*.secret")
-    assert file.parent == home / ".cache/stratagem"
+    # A rank may ask as often as it likes.
+    assert [found_by_a_rank() for _ in range(2)] == [port] * 2
     assert file.stat().st_mode & 0o777 == 0o600
     rank_0.teardown()
-    assert list(home.rglob("*.secret")) == []
-    os.close(rank_0.take_listener() or -1)
+    assert [path for path in home.rglob("*") if path.is_file()] == []
 
 
-def test_ranks_of_several_nodes_find_the_secret_in_the_folder_where_the_job_was_started(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+def test_who_squats_on_the_port_of_a_killed_run_is_not_believed(
+    file: Path, rank_0: _Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        leave(file, squatter.getsockname()[1])
+        with monkeypatch.context() as patch:
+            assert_not_found(patch)
+        assert rank_0.main_port != squatter.getsockname()[1]
+        assert found_by_a_rank() == rank_0.main_port
+        squatter.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody has connected to it
+            squatter.accept()
+
+
+def test_nobody_can_take_the_port_that_ranks_are_told(file: Path, rank_0: _Rank) -> None:
+    """Rank 0 listens on it before it writes it."""
+    threads, ports = in_threads(1)
+    port = rank_0.main_port
+    threads[0].join(10)
+    with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", ports[0])):
+        pass
+    assert ports == [port]
+
+
+@pytest.mark.parametrize("strangers", [5, 300])
+def test_connections_that_are_slow_on_purpose_hold_up_no_rank(
+    strangers: int, file: Path, rank_0: _Rank
+) -> None:
+    port = rank_0.main_port
+    with contextlib.ExitStack() as held:
+        for _ in range(strangers):
+            slow = socket.create_connection(("127.0.0.1", port), timeout=5)
+            held.enter_context(slow)
+            slow.sendall(b"s")
+        assert found_by_a_rank() == port
+
+
+def test_rank_0_opens_no_socket_but_the_one_that_the_store_takes(file: Path, rank_0: _Rank) -> None:
+    """No stranger can ask for the port, or keep rank 0 from answering a rank."""
+
+    def sockets() -> set[str]:
+        links = []
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # the one of this listing
+                links.append(str(link.readlink()))
+        return {link for link in links if link.startswith("socket:")}
+
+    before = sockets()
+    assert rank_0.main_port == found_by_a_rank()
+    listen_fd = rank_0.take_listener()
+    assert listen_fd is not None
+    assert sockets() - before == {str(Path(f"/proc/self/fd/{listen_fd}").readlink())}
+    os.close(listen_fd)
+
+
+def test_after_its_teardown_rank_0_is_not_found(
+    file: Path, rank_0: _Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    other = _Rank(0)
+    assert other.main_port == found_by_a_rank()
+    other.teardown()
+    with monkeypatch.context() as patch:
+        assert_not_found(patch)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert rank_0.main_port == found_by_a_rank()
+
+
+def test_the_file_is_rewritten_ever_less_often(
+    file: Path, rank_0: _Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After ten seconds a late rank waits half a second; after an hour, a minute at most."""
+    waits: list[float] = []
+    clock = [0.0]
+
+    class Closed(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            clock[0] += timeout or 0.0
+            return clock[0] > 24 * 3600
+
+    announcement = rendezvous._Announcement([file], 4711, only_first=True)
+    announcement.close()
+    monkeypatch.setattr(announcement, "_closed", Closed())
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    announcement._rewrite()
+    assert waits[0] == 0.2
+    assert max(waits) == 60
+    assert len(waits) < 2000
+    file.unlink()
+
+
+def test_ranks_of_several_nodes_find_the_file_in_the_folder_where_the_job_was_started(
+    home: Path, monkeypatch: pytest.MonkeyPatch, set_environ: Any, rank_0: _Rank
+) -> None:
+    set_environ({**STEP, "MASTER_ADDR": "127.0.0.1"})
     (home / "job").mkdir()
-    monkeypatch.setattr(run_secret, "STARTED_IN", str(home / "job"))
-    rank_0 = run_secret.RunSecret("run", one_node=False)
-    rank_0.share()
+    monkeypatch.setattr(rendezvous, "STARTED_IN", str(home / "job"))
+    port = rank_0.main_port
+    assert len(list(home.rglob(NAME))) == 2
     monkeypatch.setenv("HOME", str(home / "of another node"))
-    assert run_secret.RunSecret("run", one_node=False).keys() == [rank_0.own_key]
-    assert run_secret.RunSecret("another", one_node=False).keys() == []
-    monkeypatch.setenv("HOME", str(home))
-    rank_0.remove()
-    assert list(home.rglob("*.secret")) == []
+    assert found_by_a_rank() == port
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_STEP_ID", "1")
+        assert_not_found(patch)
+    rank_0.teardown()
+    assert list(home.rglob("*.port")) == []
 
 
 def made_readable(file: Path) -> None:
@@ -612,60 +630,44 @@ def made_a_pipe(file: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [made_readable, made_anothers, made_a_link, linked, made_a_pipe])
-def test_a_secret_that_others_may_read_or_have_made_is_none(
-    spoil: Callable[[Path], None], home: Path
+def test_a_file_that_others_may_read_or_have_made_is_not_believed(
+    spoil: Callable[[Path], None], file: Path
 ) -> None:
-    shared = run_secret.RunSecret("run", one_node=True)
-    shared.share()
-    (file,) = home.rglob("*.secret")
-    assert shared.keys() == [shared.own_key]
+    leave(file, 4711)
+    assert rendezvous._read(file) is not None
     spoil(file)
-    assert shared.keys() == []
+    assert rendezvous._read(file) is None
 
 
-def test_secrets_of_runs_that_were_killed_go_after_a_day(home: Path) -> None:
-    for name in ("yesterday", "today"):
-        run_secret.RunSecret(name, one_node=True).share()
-    (yesterday,) = (
-        path
-        for path in home.rglob("*.secret")
-        if sha256(b"yesterday").hexdigest()[:32] in str(path)
-    )
+def test_files_of_runs_that_were_killed_go_after_a_day(file: Path, rank_0: _Rank) -> None:
+    yesterday, today = file.with_name(".stratagem-1.port"), file.with_name(".stratagem-2.port")
+    for path in (yesterday, today):
+        leave(path, 4711)
     os.utime(yesterday, (time.time() - 25 * 3600,) * 2)
-    run_secret.RunSecret("now", one_node=True).share()
+    assert rank_0.main_port
     assert not yesterday.exists()
-    assert len(list(home.rglob("*.secret"))) == 2
+    assert today.exists()
 
 
-def test_a_secret_can_be_given(home: Path, set_environ: Any) -> None:
-    set_environ({"STRATAGEM_SECRET": "0123456789abcdef"})
-    one, two = (run_secret.RunSecret(token, one_node=False) for token in ("one", "two"))
-    one.share()
-    assert list(home.rglob("*.secret")) == []
-    assert run_secret.RunSecret("one", one_node=False).keys() == [one.own_key] != two.keys()
-    set_environ({"STRATAGEM_SECRET": "too short"})
-    with pytest.raises(ConfigurationError) as caught:
-        run_secret.RunSecret("one", one_node=False)
-    assert "STRATAGEM_SECRET has 9 characters: expected at least 16" in str(caught.value)
-    assert "too short" not in str(caught.value)
-
-
-def test_rank_0_says_where_it_could_leave_no_secret(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+def test_rank_0_says_where_it_could_not_write_its_port(
+    file: Path, home: Path, rank_0: _Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(home / "missing/tmp"))
     home.joinpath(".cache").touch()
+    home.joinpath("missing").touch()
     with pytest.raises(ConfigurationError) as caught:
-        run_secret.RunSecret("run", one_node=False).share()
+        _ = rank_0.main_port
     text = str(caught.value)
-    assert f"({home}/.cache/stratagem: Not a directory)" in text
-    assert "set STRATAGEM_SECRET to the same random text on every rank, or MASTER_PORT" in text
+    assert f"({home}/.cache/stratagem: Not a directory; {home}/missing/tmp: " in text
+    assert "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there" in text
 
+    rank_0.teardown()
     descriptor = os.open
     home.joinpath(".cache").unlink()
     monkeypatch.setattr(os, "open", lambda path, flags, mode=0: descriptor(path, flags, 0o644))
-    with pytest.raises(ConfigurationError, match="does not keep a file from other users"):
-        run_secret.RunSecret("run", one_node=False).share()
-    assert list(home.rglob("*.secret")) == []
+    with pytest.raises(ConfigurationError, match="does not protect a file from other users"):
+        _ = rank_0.main_port
+    assert list(home.rglob("*.port")) == []
 
 
 def test_a_rank_that_does_not_find_rank_0_says_what_they_have_to_share(
@@ -676,9 +678,11 @@ def test_a_rank_that_does_not_find_rank_0_says_what_they_have_to_share(
     with pytest.raises(ConfigurationError) as caught:
         _ = SLURMEnvironment().main_port
     text = str(caught.value)
-    assert "rank 0 was not found on '127.0.0.1' within 0 s" in text
-    assert f"(it proves who it is by a file in {home}/.cache/stratagem)" in text
-    assert "set STRATAGEM_SECRET to the same random text on every rank, or MASTER_ADDR and" in text
+    assert (
+        f"rank 0 did not write its port into a file in {home}/.cache/stratagem within 0 s" in text
+    )
+    assert "if the nodes share no such folder, set MASTER_ADDR to the host of rank 0" in text
+    assert "and MASTER_PORT to a free port there, on every rank" in text
 
 
 def test_the_announced_port_is_handed_to_the_store_as_a_socket(set_environ: Any) -> None:

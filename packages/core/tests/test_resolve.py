@@ -428,10 +428,10 @@ def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
         name="fp9",
         target="stratagem.native.precision.true:TruePrecision",
         api_version=1,
-        objection="stratagem.native.strategy_specs:nobody",
+        objection="stratagem.native.plugin:nobody",
     )
     assert list(check_spec(spec, registry_of())) == [
-        "its objection's module stratagem.native.strategy_specs defines no 'nobody'"
+        "its objection's module stratagem.native.plugin defines no 'nobody'"
     ]
 
 

@@ -1,176 +1,362 @@
-"""What the torch-native backend provides, as data; torch is not imported here."""
+"""The components of the torch-native backend, as tables; torch is not imported here."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from stratagem.discovery import (
     AcceleratorSpec,
     Availability,
+    Capabilities,
     CheckpointIOSpec,
+    ClusterEnvironmentSpec,
     ComponentSpec,
     LauncherSpec,
     LoggerSpec,
     PrecisionSpec,
+    StrategySpec,
     hookimpl,
 )
-from stratagem.native.environment_specs import environments
-from stratagem.native.strategy_specs import strategies
+
+SINGLE_DEVICE = Capabilities(compiles=("model", "step"))
+"""What one process on one device can do."""
+
+DDP = Capabilities(launchers=None, one_process=False, many_devices=True, multi_node=True)
+"""What DistributedDataParallel can do."""
+
+FSDP = Capabilities(
+    launchers=None,
+    one_process=False,
+    many_devices=True,
+    multi_node=True,
+    sharded_state=True,
+    # The end of forward prepares the reduction of gradients, so an earlier backward has no effect.
+    backward_in_forward=False,
+    # Forward gathers parameters, so all ranks must run the same number of batches.
+    uneven_evaluation=False,
+)
+"""What fully_shard can do."""
+
+MODEL_PARALLEL = FSDP
+"""What a mesh of data and tensor parallelism can do."""
+
+DP = Capabilities(one_process=True, many_devices=True, compiles=())
+"""What DataParallel can do."""
+
+
+def why_no_dp(accelerator: str, devices: int, *, has_kernels: bool) -> str:
+    """Return why DataParallel cannot use so many devices of an accelerator, or ""."""
+    if devices == 1 or has_kernels:
+        return ""
+    return (
+        f"strategy='dp' splits a batch over GPUs, received {devices} devices of the accelerator "
+        f"{accelerator!r}: use strategy='ddp', or devices=1"
+    )
+
+
+def _objection_of_dp(plan: Any) -> str:
+    kernels = getattr(plan.accelerator.source, "data_parallel_kernels", False)
+    return why_no_dp(plan.accelerator.name, len(plan.devices), has_kernels=kernels)
 
 
 def cpu_availability() -> Availability:
     """Return the cores of this process; any number of ranks may share them."""
-    # Here, because it brings sockets and subprocesses, which a listing of names does not need.
+    # Imported here: it imports socket and subprocess, which a listing of names does not need.
     from stratagem.launch.cores import available_cores
 
     cores = available_cores()
     return Availability(cores, f"{cores} cores", auto_count=1, indexed=False)
 
 
+_STRATEGIES = "stratagem.native.strategies"
+_ENVIRONMENTS = "stratagem.native.environments"
+_ALL = ("parameters", "gradients", "optimizer")
+
+# name: launcher, how it starts the processes. The target and the summary follow from the name.
+_DDP_NAMES = {
+    "ddp": ("script", "runs the script again for each"),
+    "ddp_spawn": ("spawn", "each a new interpreter that imports the script"),
+    "ddp_fork": ("fork", "each a copy of this one"),
+    "ddp_notebook": ("fork", "each a copy of this one, in a notebook too"),
+    "ddp_sharded": ("script", "runs the script again for each"),
+    "ddp_sharded_spawn": ("spawn", "each a new interpreter that imports the script"),
+}
+_UNUSED: tuple[dict[str, bool], ...] = (
+    {},
+    {"find_unused_parameters": True},
+    {"find_unused_parameters": False},
+)
+
+# name, arguments, what is sharded, summary
+_FSDP_ROWS: tuple[tuple[str, dict[str, object], tuple[str, ...], str], ...] = (
+    ("fsdp", {}, _ALL, "parameters, gradients and optimizer state sharded (FSDP2)"),
+    ("fsdp_cpu_offload", {"cpu_offload": True}, _ALL, "fsdp with shards in host memory"),
+    (
+        "fsdp_shard_grad_op",
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        _ALL[1:],
+        "gradients and optimizer state sharded",
+    ),
+    ("fsdp_no_shard", {"sharding_strategy": "NO_SHARD"}, (), "nothing sharded, as ddp"),
+    (
+        "fsdp_hybrid_shard",
+        {"sharding_strategy": "HYBRID_SHARD"},
+        _ALL,
+        "sharded within a node, replicated over nodes",
+    ),
+)
+
+# name, class, aliases, summary
+_PRECISION_ROWS = (
+    ("32-true", "true:TruePrecision", ("32",), "float32 throughout"),
+    ("64-true", "true:TruePrecision", ("64",), "float64 throughout"),
+    ("16-true", "true:TruePrecision", (), "float16 throughout"),
+    ("bf16-true", "true:TruePrecision", (), "bfloat16 throughout"),
+    (
+        "bf16-mixed",
+        "mixed:MixedPrecision",
+        ("bf16",),
+        "float32 parameters, bfloat16 where autocast finds it safe",
+    ),
+)
+
+# name, class, summary
+_CHECKPOINT_ROWS = (
+    (
+        "single_file",
+        "single_file:SingleFileCheckpointIO",
+        "One file with a checksum, replaced atomically, loaded weights-only",
+    ),
+    (
+        "directory",
+        "sharded.directory:DirectoryCheckpointIO",
+        "A directory that all ranks write together, each its shards (DCP)",
+    ),
+    (
+        "async",
+        "asynchronous:AsyncCheckpointIO",
+        "Another format, written while training goes on",
+    ),
+)
+
+
+def _ddp(name: str, init_args: dict[str, bool]) -> StrategySpec:
+    launcher, how = _DDP_NAMES[name]
+    is_sharded = name.startswith("ddp_sharded")
+    what = "DDP with sharded optimizer state" if is_sharded else "DistributedDataParallel"
+    target = "ddp_sharded:DDPShardedStrategy" if is_sharded else "ddp:DDPStrategy"
+    suffix, summary = "", f"{what}, one process a device; {how}"
+    for argument, value in init_args.items():
+        suffix = f"_{argument}_{str(value).lower()}"
+        summary = f"{name} with {argument}={value}"
+    return StrategySpec(
+        name=name + suffix,
+        target=f"{_STRATEGIES}.{target}",
+        api_version=1,
+        summary=summary,
+        # The default launcher needs no preset, so that an instance and the name resolve alike.
+        init_args=init_args if launcher == "script" else {**init_args, "launcher": launcher},
+        capabilities=DDP,
+        shards=("optimizer",) if is_sharded else (),
+    )
+
+
+_COMPONENTS: tuple[ComponentSpec, ...] = (
+    StrategySpec(
+        name="single_device",
+        target="stratagem.native.single_device:SingleDeviceStrategy",
+        api_version=1,
+        summary="One process, one device",
+        capabilities=SINGLE_DEVICE,
+    ),
+    *(_ddp(name, init_args) for name in _DDP_NAMES for init_args in _UNUSED),
+    StrategySpec(
+        name="dp",
+        target=f"{_STRATEGIES}.dp:DataParallelStrategy",
+        api_version=1,
+        summary="DataParallel, one process for several GPUs; deprecated, use ddp",
+        capabilities=DP,
+        objection=_objection_of_dp,
+    ),
+    *(
+        StrategySpec(
+            name=name,
+            target=f"{_STRATEGIES}.fsdp:FSDPStrategy",
+            api_version=1,
+            summary=summary,
+            capabilities=FSDP,
+            init_args=arguments,
+            shards=shards,
+            offloads=_ALL if "cpu_offload" in arguments else (),
+        )
+        for name, arguments, shards, summary in _FSDP_ROWS
+    ),
+    StrategySpec(
+        name="model_parallel",
+        target=f"{_STRATEGIES}.model_parallel:ModelParallelStrategy",
+        api_version=1,
+        summary="Tensor parallelism by a function of yours, sharded over the other ranks",
+        capabilities=MODEL_PARALLEL,
+        shards=_ALL,
+    ),
+    AcceleratorSpec(
+        name="cpu",
+        target="stratagem.native.accelerators.cpu:CPUAccelerator",
+        api_version=1,
+        summary="The processor; gloo between ranks",
+        probe=cpu_availability,
+    ),
+    *(
+        PrecisionSpec(
+            name=name,
+            target=f"stratagem.native.precision.{target}",
+            api_version=1,
+            summary=summary,
+            init_args={"name": name},
+            aliases=aliases,
+        )
+        for name, target, aliases, summary in _PRECISION_ROWS
+    ),
+    *(
+        CheckpointIOSpec(
+            name=name,
+            target=f"stratagem.native.checkpoint.{target}",
+            api_version=1,
+            summary=summary,
+        )
+        for name, target, summary in _CHECKPOINT_ROWS
+    ),
+    LauncherSpec(
+        name="in_process",
+        target="stratagem.native.launchers.in_process:InProcessLauncher",
+        api_version=1,
+        summary="The current process, alone",
+        starts_ranks=False,
+        interactive=True,
+    ),
+    LauncherSpec(
+        name="external",
+        target="stratagem.native.launchers.external:ExternalLauncher",
+        api_version=1,
+        summary="The processes are there already (torchrun, a cluster, `stratagem run`)",
+        starts_ranks=False,
+        interactive=True,
+    ),
+    LauncherSpec(
+        name="script",
+        target="stratagem.native.launchers.script:ScriptLauncher",
+        api_version=1,
+        summary="This process is the first rank and runs its own command again for the others",
+    ),
+    LauncherSpec(
+        name="spawn",
+        target="stratagem.native.launchers.processes:ProcessesLauncher",
+        api_version=1,
+        summary="New interpreters, to which the function is pickled; weights come back",
+        init_args={"start_method": "spawn"},
+        new_processes=True,
+    ),
+    LauncherSpec(
+        name="fork",
+        target="stratagem.native.launchers.processes:ProcessesLauncher",
+        api_version=1,
+        summary="Copies of this process, also in a notebook; weights come back",
+        init_args={"start_method": "fork"},
+        interactive=True,
+        new_processes=True,
+    ),
+    # The priorities follow who starts whom: torchrun may run under any of the others, jsrun sets
+    # the variables of mpirun too, and mpirun may start its daemons with srun.
+    ClusterEnvironmentSpec(
+        name="plain",
+        target=f"{_ENVIRONMENTS}.plain:PlainEnvironment",
+        api_version=1,
+        summary="MASTER_ADDR, MASTER_PORT, WORLD_SIZE, NODE_RANK and LOCAL_RANK, or one node",
+    ),
+    ClusterEnvironmentSpec(
+        name="TorchElastic",
+        target=f"{_ENVIRONMENTS}.torchelastic:TorchElasticEnvironment",
+        api_version=1,
+        summary="torchrun",
+        aliases=("TorchElasticEnvironment",),
+        variables=("TORCHELASTIC_RUN_ID",),
+        priority=20,
+    ),
+    ClusterEnvironmentSpec(
+        name="LSF",
+        target=f"{_ENVIRONMENTS}.lsf:LSFEnvironment",
+        api_version=1,
+        summary="jsrun in an LSF job",
+        aliases=("LSFEnvironment",),
+        variables=(
+            "LSB_JOBID",
+            "JSM_NAMESPACE_SIZE",
+            "JSM_NAMESPACE_RANK",
+            "JSM_NAMESPACE_LOCAL_RANK",
+        ),
+        advice="this is an LSF job, but jsrun has not started this process; start the script "
+        "with jsrun to make it a rank",
+        priority=18,
+        world_size_variable="JSM_NAMESPACE_SIZE",
+        local_world_size_variable="JSM_NAMESPACE_LOCAL_SIZE",
+        rank_variable="JSM_NAMESPACE_RANK",
+        local_rank_variable="JSM_NAMESPACE_LOCAL_RANK",
+        local_world_size=f"{_ENVIRONMENTS}.lsf:local_world_size",
+    ),
+    ClusterEnvironmentSpec(
+        name="MPI",
+        target=f"{_ENVIRONMENTS}.mpi:MPIEnvironment",
+        api_version=1,
+        summary="Open MPI's mpirun",
+        aliases=("MPIEnvironment",),
+        variables=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        priority=15,
+        world_size_variable="OMPI_COMM_WORLD_SIZE",
+        local_world_size_variable="OMPI_COMM_WORLD_LOCAL_SIZE",
+        rank_variable="OMPI_COMM_WORLD_RANK",
+        local_rank_variable="OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    ClusterEnvironmentSpec(
+        name="SLURM",
+        target=f"{_ENVIRONMENTS}.slurm:SLURMEnvironment",
+        api_version=1,
+        summary="srun in a SLURM job; requeues on SIGUSR1",
+        aliases=("SLURMEnvironment",),
+        # A batch script has SLURM_PROCID and SLURM_LOCALID as well, but is in no step.
+        variables=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS"),
+        advice="this is a SLURM job, but srun has not started this process; start the script "
+        "with srun to make it a rank, and to have SLURM's signals and requeueing",
+        objection=f"{_ENVIRONMENTS}.slurm:objection",
+        priority=10,
+        world_size_variable="SLURM_NTASKS",
+        local_world_size_variable="SLURM_STEP_TASKS_PER_NODE",
+        rank_variable="SLURM_PROCID",
+        local_rank_variable="SLURM_LOCALID",
+        local_world_size=f"{_ENVIRONMENTS}.slurm:local_world_size",
+    ),
+    ClusterEnvironmentSpec(
+        name="Kubeflow",
+        target=f"{_ENVIRONMENTS}.kubeflow:KubeflowEnvironment",
+        api_version=1,
+        summary="pods of a Kubeflow PyTorchJob, one process in each",
+        aliases=("KubeflowEnvironment",),
+        variables=("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),
+        objection=f"{_ENVIRONMENTS}.kubeflow:objection",
+        priority=5,
+        # One process a pod: whoever has a rank was started as one.
+        local_rank_variable="RANK",
+        local_world_size=f"{_ENVIRONMENTS}.kubeflow:local_world_size",
+    ),
+    LoggerSpec(
+        name="csv",
+        target="stratagem.loggers.csv_logger:CSVLogger",
+        api_version=1,
+        summary="values in a CSV file",
+    ),
+)
+
+
 @hookimpl
 def stratagem_components() -> tuple[ComponentSpec, ...]:
-    """Return everything that this backend provides."""
-    return (
-        *strategies(),
-        *_accelerators(),
-        *_precisions(),
-        *_checkpoint_formats(),
-        *_launchers(),
-        *environments(),
-        *_loggers(),
-    )
-
-
-def _precisions() -> tuple[ComponentSpec, ...]:
-    true, mixed = (
-        "stratagem.native.precision.true:TruePrecision",
-        "stratagem.native.precision.mixed:MixedPrecision",
-    )
-    return (
-        PrecisionSpec(
-            name="32-true",
-            target=true,
-            api_version=1,
-            summary="float32 throughout",
-            init_args={"name": "32-true"},
-            aliases=("32",),
-        ),
-        PrecisionSpec(
-            name="64-true",
-            target=true,
-            api_version=1,
-            summary="float64 throughout",
-            init_args={"name": "64-true"},
-            aliases=("64",),
-        ),
-        PrecisionSpec(
-            name="16-true",
-            target=true,
-            api_version=1,
-            summary="float16 throughout",
-            init_args={"name": "16-true"},
-        ),
-        PrecisionSpec(
-            name="bf16-true",
-            target=true,
-            api_version=1,
-            summary="bfloat16 throughout",
-            init_args={"name": "bf16-true"},
-        ),
-        PrecisionSpec(
-            name="bf16-mixed",
-            target=mixed,
-            api_version=1,
-            summary="float32 parameters, bfloat16 where autocast finds it safe",
-            init_args={"name": "bf16-mixed"},
-            aliases=("bf16",),
-        ),
-    )
-
-
-def _accelerators() -> tuple[ComponentSpec, ...]:
-    return (
-        AcceleratorSpec(
-            name="cpu",
-            target="stratagem.native.accelerators.cpu:CPUAccelerator",
-            api_version=1,
-            summary="The processor; gloo between ranks",
-            probe=cpu_availability,
-        ),
-    )
-
-
-def _checkpoint_formats() -> tuple[ComponentSpec, ...]:
-    return (
-        CheckpointIOSpec(
-            name="single_file",
-            target="stratagem.native.checkpoint.single_file:SingleFileCheckpointIO",
-            api_version=1,
-            summary="One file with a checksum, replaced atomically, loaded weights-only",
-        ),
-        CheckpointIOSpec(
-            name="directory",
-            target="stratagem.native.checkpoint.sharded.directory:DirectoryCheckpointIO",
-            api_version=1,
-            summary="A directory that all ranks write together, each its shards (DCP)",
-        ),
-        CheckpointIOSpec(
-            name="async",
-            target="stratagem.native.checkpoint.asynchronous:AsyncCheckpointIO",
-            api_version=1,
-            summary="Another format, written while training goes on",
-        ),
-    )
-
-
-def _launchers() -> tuple[ComponentSpec, ...]:
-    return (
-        LauncherSpec(
-            name="in_process",
-            target="stratagem.native.launchers.in_process:InProcessLauncher",
-            api_version=1,
-            summary="The current process, alone",
-            starts_ranks=False,
-            interactive=True,
-        ),
-        LauncherSpec(
-            name="external",
-            target="stratagem.native.launchers.external:ExternalLauncher",
-            api_version=1,
-            summary="The processes are there already (torchrun, a cluster, `stratagem run`)",
-            starts_ranks=False,
-            interactive=True,
-        ),
-        LauncherSpec(
-            name="script",
-            target="stratagem.native.launchers.script:ScriptLauncher",
-            api_version=1,
-            summary="This process is the first rank and runs its own command again for the others",
-        ),
-        LauncherSpec(
-            name="spawn",
-            target="stratagem.native.launchers.processes:ProcessesLauncher",
-            api_version=1,
-            summary="New interpreters, to which the function is pickled; weights come back",
-            init_args={"start_method": "spawn"},
-            new_processes=True,
-        ),
-        LauncherSpec(
-            name="fork",
-            target="stratagem.native.launchers.processes:ProcessesLauncher",
-            api_version=1,
-            summary="Copies of this process, also in a notebook; weights come back",
-            init_args={"start_method": "fork"},
-            interactive=True,
-            new_processes=True,
-        ),
-    )
-
-
-def _loggers() -> tuple[ComponentSpec, ...]:
-    return (
-        LoggerSpec(
-            name="csv",
-            target="stratagem.loggers.csv_logger:CSVLogger",
-            api_version=1,
-            summary="values in a CSV file",
-        ),
-    )
+    """Return the components of this backend."""
+    return _COMPONENTS

@@ -9,7 +9,7 @@ import torch
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.strategy import Strategy
-from stratagem.native.strategy_specs import SINGLE_DEVICE
+from stratagem.native.plugin import SINGLE_DEVICE
 
 
 class SingleDeviceStrategy(Strategy):

@@ -15,7 +15,7 @@ from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
-from stratagem.state.finite import first_nonfinite
+from stratagem.state.plain_data import first_nonfinite
 from stratagem.state.shards import Shards
 
 

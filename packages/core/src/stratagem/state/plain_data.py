@@ -1,5 +1,8 @@
 """Plain data: what can be stored and sent so that reading it back executes nothing.
 
+Here they are checked before a save, packed for other ranks and for the launching process, and
+searched for weights that are not finite.
+
 Plain data are None, bool, int, float, complex, str, bytes, tensors, and dicts, lists, tuples and
 sets of them: what `torch.load(weights_only=True)` accepts from any version of torch.
 """
@@ -9,13 +12,16 @@ from __future__ import annotations
 import ctypes
 import io
 from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from stratagem.errors import CheckpointContentError, shown
+from stratagem.errors import CheckpointContentError, ConfigurationError, shown
 from stratagem.state.reading.archive import load_archive
+from stratagem.state.shards import Shards
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
 # An expanded tensor of up to so many bytes does no harm when it is copied.
@@ -27,7 +33,8 @@ _DEEPEST = 256
 _TORCH = (torch.Size, torch.dtype, torch.device)
 # A subclass is saved under its own name, which `weights_only` does not read; an nn.Buffer is a
 # torch.Tensor.
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TENSORS = (Tensor, torch.nn.Parameter)
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def find_offending_value(data: Any, path: str = "") -> str | None:
@@ -67,7 +74,7 @@ def _find_offending_value(data: Any, path: str) -> str | None:
         return None
     # A tensor of another class can be read where its class was registered as safe, as that of
     # torch.distributed.tensor is.
-    if isinstance(data, torch.Tensor) and kind in torch.serialization.get_safe_globals():
+    if isinstance(data, Tensor) and kind in torch.serialization.get_safe_globals():
         return None
     return f"{path or 'it'} is of type {kind.__module__}.{kind.__qualname__}"
 
@@ -136,7 +143,7 @@ class _Extent:
         self._known[id(data)] = extent = values + 1, size
         return extent
 
-    def _of_tensor(self, tensor: torch.Tensor) -> int:
+    def _of_tensor(self, tensor: Tensor) -> int:
         # Only a plain tensor's elements are what its storage holds.
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
             return 0
@@ -149,7 +156,7 @@ class _Extent:
         return size
 
 
-def encode(data: Any) -> torch.Tensor:
+def encode(data: Any) -> Tensor:
     """Return plain data as a tensor of bytes, to be sent to other ranks.
 
     Raises:
@@ -160,12 +167,16 @@ def encode(data: Any) -> torch.Tensor:
             f"only plain data (numbers, strings, tensors, and dicts, lists, tuples and sets of "
             f"them) can be sent to other ranks: {offending_value}"
         )
+    return torch.frombuffer(bytearray(_saved(data).getbuffer()), dtype=torch.uint8)
+
+
+def _saved(data: Any) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(data, buffer)
-    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    return buffer
 
 
-def decode(encoded: torch.Tensor, name: str = "what a rank has sent") -> Any:
+def decode(encoded: Tensor, name: str = "what a rank has sent") -> Any:
     """Return the plain data that `encode` made, tensors on the CPU; nothing in it is executed.
 
     Args:
@@ -180,7 +191,38 @@ def decode(encoded: torch.Tensor, name: str = "what a rank has sent") -> Any:
     return load_archive(memory, name, start=0, size=memory.nbytes())
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
+def pack_result(result: Any) -> bytes:
+    """Return what a rank's function has returned as bytes, for `unpack_result`.
+
+    Raises:
+        ConfigurationError: it is not plain data; says where.
+
+    Example:
+        >>> from stratagem.launch import pack_result, unpack_result
+        >>> unpack_result(pack_result({"losses": [0.5, 0.25]}))
+        {'losses': [0.5, 0.25]}
+    """
+    if offending_value := find_offending_value(result):
+        raise ConfigurationError(
+            f"what the launched function returns comes back from another process, as plain data "
+            f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but "
+            f"{offending_value}: return model.state_dict() in the place of a model, or save a "
+            "checkpoint"
+        )
+    return _saved(result).getvalue()
+
+
+def unpack_result(data: bytes) -> Any:
+    """Return what `pack_result` was given, tensors on the CPU; nothing in it is executed.
+
+    Raises:
+        CheckpointCorruptError: it is nothing that `pack_result` made.
+    """
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return decode(encoded, "what rank 0 has returned")
+
+
+def bytes_of(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements, in row-major order."""
     tensor = tensor.cpu().contiguous()
     # Not by way of numpy, without which torch may be installed.
@@ -213,3 +255,51 @@ def check_contents(checkpoint: Any, path: str | Path) -> None:
     """
     if why := why_refused(checkpoint):
         raise CheckpointContentError(f"cannot save {path}: {why}")
+
+
+def first_nonfinite(state: Mapping[str, Any], trained: Set[str]) -> str:
+    """Return the name of the first tensor that training has broken, or "".
+
+    That is one with NaN in it, or with an infinity if it is trained: a buffer may hold infinities
+    for good reasons, such as a causal mask. Each tensor is read once, where it is, which takes half
+    as long as copying it; a device is waited for twice for each dtype.
+
+    Args:
+        state: tensors or `Shards` by name; anything else is passed over.
+        trained: names of those that the optimizer changes.
+
+    Example:
+        >>> import torch
+        >>> from stratagem.state.plain_data import first_nonfinite
+        >>> mask = torch.tensor([0.0, -torch.inf])
+        >>> first_nonfinite({"mask": mask, "weight": torch.ones(2)}, {"weight"})
+        ''
+        >>> first_nonfinite({"mask": mask, "weight": mask}, {"weight"})
+        'weight'
+    """
+    extremes: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor, Tensor]]] = {}
+    for name, value in state.items():
+        for tensor in _float_tensors(value):
+            low, high = torch.aminmax(tensor)  # of a tensor with NaN, both are NaN
+            extremes.setdefault((tensor.device, tensor.dtype), []).append((name, low, high))
+    broken: set[str] = set()
+    for of_kind in extremes.values():
+        names, lows, highs = zip(*of_kind, strict=True)
+        low, high = torch.stack(lows), torch.stack(highs)
+        nan, infinite = low.isnan().tolist(), (low.isinf() | high.isinf()).tolist()
+        broken.update(name for name, is_nan in zip(names, nan, strict=True) if is_nan)
+        infinities = {name for name, is_inf in zip(names, infinite, strict=True) if is_inf}
+        broken.update(trained & infinities)
+    return next((name for name in state if name in broken), "")
+
+
+def _float_tensors(value: Any) -> Iterator[Tensor]:
+    for tensor in [chunk for _, chunk in value.chunks] if isinstance(value, Shards) else [value]:
+        # A subclass may hold its values in any form.
+        if (
+            type(tensor) in _TENSORS
+            and tensor.dtype in _FLOATS
+            and tensor.numel()
+            and tensor.device.type != "meta"
+        ):
+            yield tensor.detach()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,17 @@ from torch import Tensor
 
 from stratagem import __version__
 from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
+from stratagem.discovery.installed import require_package
 from stratagem.discovery.registry import get_registry
-from stratagem.errors import CheckpointMismatchError, CheckpointSaveError, ConfigurationError
+from stratagem.errors import (
+    CheckpointContentError,
+    CheckpointMismatchError,
+    CheckpointSaveError,
+    ConfigurationError,
+)
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.native.checkpoint.safetensors import write_safetensors
+from stratagem.storage.durable_directory import DurableDirectory
+from stratagem.storage.local import sync_directory
 
 _OF_TRAINER = "state_dict"
 # Counts of steps, which differ between any two checkpoints of one run.
@@ -32,6 +40,7 @@ def convert(source: Path, target: Path, key: str | None = None, to: str = "safet
 
     Raises:
         ConfigurationError: the target is there already, or is not to be a safetensors file.
+        MissingPackageError: the library safetensors is not installed.
         CheckpointError: the source cannot be read or has no weights, or the target not be written.
     """
     if to == "lightning":
@@ -44,9 +53,11 @@ def convert(source: Path, target: Path, key: str | None = None, to: str = "safet
             f"received {str(target)!r}"
         )
     _refuse_existing(target)
+    for package in ("safetensors", "numpy"):  # the library imports numpy
+        require_package("convert", package, extra="safetensors")
     weights, left_out = _weights(_read(source), source, key)
     try:
-        size = write_safetensors(weights, target)
+        size = _write_safetensors(weights, target)
     except OSError as error:
         state = "nothing is there"
         if target.exists():
@@ -59,6 +70,58 @@ def convert(source: Path, target: Path, key: str | None = None, to: str = "safet
     if left_out:
         summary += f"; left out, since they are no tensors: {', '.join(left_out)}"
     return summary
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> int:
+    """Write tensors by name, each on its own even if some share memory; return the file's size.
+
+    The library writes to a temporary name and renames it, without fsync. So it writes into a
+    temporary directory, from which the durable file is moved to the path.
+
+    Raises:
+        CheckpointContentError: the format does not support a tensor; names it.
+        OSError: the file system refused.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    separate: dict[str, Tensor] = {}
+    storages = set()
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise _unsupported(path, name, tensor)
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        storage = plain.untyped_storage().data_ptr()
+        # The library refuses tensors that share memory.
+        separate[name] = plain.clone() if storage in storages else plain
+        storages.add(storage)
+    directory = DurableDirectory(path)
+    try:
+        file = directory.temporary / path.name
+        try:
+            save_file(separate, file, metadata={"format": "pt"})
+        except KeyError as error:
+            name = next(name for name, each in separate.items() if each.dtype == error.args[0])
+            raise _unsupported(path, name, tensors[name]) from error
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        # The library's file has mode 0600; a new file has the mode that the umask leaves.
+        file.chmod(directory.temporary.stat().st_mode & 0o666)
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+        size = file.stat().st_size
+        file.replace(path)
+        sync_directory(path.parent)
+    finally:
+        directory.close()
+    return size
+
+
+def _unsupported(path: Path, name: str, tensor: Tensor) -> CheckpointContentError:
+    return CheckpointContentError(
+        f"cannot write {str(path)!r}: {name} is a tensor of {tensor.dtype} ({tensor.layout}); a "
+        "safetensors file stores dense tensors of the usual dtypes: leave it out or convert it"
+    )
 
 
 def _to_lightning(source: Path, target: Path) -> str:

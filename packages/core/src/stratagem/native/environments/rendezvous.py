@@ -1,34 +1,59 @@
-"""AnnouncedPortEnvironment: a cluster that names rank 0's host, but no port."""
+"""AnnouncedPortEnvironment: ranks of SLURM, MPI and LSF read rank 0's port from a file.
+
+Rank 0 listens on a free port first. Then it writes the port into a file that only this user can
+read or write, in a folder that the ranks share. No other process is asked for the port, so no
+other user can answer, delay the answer, or take the port.
+
+A killed run leaves its file behind. Rank 0 therefore rewrites the file again and again, each time
+with a new random number, and the other ranks believe only a file that changes while they watch.
+This compares no clocks and needs no file locks, which many shared file systems do not support.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import secrets
 import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.launch import network
-from stratagem.native.environments.beacon import Beacon, find
-from stratagem.native.environments.run_secret import SECRET_VARIABLE, RunSecret
+from stratagem.launch.environment import STARTED_IN
 
 _RANK_0_TIMEOUT = 600.0
-"""Seconds that a rank waits for rank 0, which the cluster has started at the same time."""
+"""Seconds that a rank waits for rank 0. The cluster starts both at the same time."""
+_INTERVAL = 0.2
+"""Seconds between two reads, and between the first writes."""
+_LONGEST_INTERVAL = 60.0
+_FORGOTTEN_AFTER = 24 * 3600
+"""Seconds after which the file of a killed run is removed by the next run."""
 
 
 class AnnouncedPortEnvironment(ClusterEnvironment):
-    """A cluster that names rank 0's host, but no port: rank 0 announces a free one.
+    """A cluster that knows rank 0's host but no port: rank 0 chooses one and writes it to a file.
 
-    A subclass says `_token`. MASTER_PORT goes before what is announced.
+    The file is in `~/.cache/stratagem` (or $XDG_CACHE_HOME). If there are several nodes, it is also
+    in the folder where the job was started: the nodes of a cluster usually share one of the two.
+    MASTER_PORT takes precedence over the file.
+
+    A subclass implements `_token`.
     """
 
     def __init__(self) -> None:
         self._main_port: int | None = None
         self._listener: socket.socket | None = None
-        self._beacon: Beacon | None = None
-        self._secret: RunSecret | None = None
+        self._announcement: _Announcement | None = None
 
     def _token(self) -> str:
-        """Return what this run has and no other that runs at the same time; alike on every rank."""
+        """Return a name of this run that no simultaneous run has; the same on every rank."""
         raise NotImplementedError
 
     @property
@@ -37,28 +62,26 @@ class AnnouncedPortEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """Where rank 0 listens; waits until rank 0 has announced it."""
+        """The port on which rank 0 listens; waits until rank 0 has written it.
+
+        Raises:
+            ConfigurationError: no shared folder can hold the file, or rank 0 did not write it.
+        """
         if "MASTER_PORT" in os.environ:
             return self._number("MASTER_PORT")
         if self._main_port is None:
-            secret = RunSecret(self._token(), one_node=self._one_node)
-            self._main_port = (
-                self._announce(secret)
-                if self.global_rank() == 0
-                else _find(network.LOOPBACK if self._one_node else self.main_address, secret)
-            )
+            paths = _paths(self._token(), one_node=self._one_node)
+            self._main_port = self._announce(paths) if self.global_rank() == 0 else _wait(paths)
         return self._main_port
 
-    def _announce(self, secret: RunSecret) -> int:
+    def _announce(self, paths: Sequence[Path]) -> int:
         address = network.LOOPBACK
         if not self._one_node:
             address = network.address_to_listen_on(self.main_address)
         self._listener = network.listen(address)
         port = int(self._listener.getsockname()[1])
         if self.world_size() > 1:
-            self._beacon, self._secret = Beacon(secret.own_key, address, port), secret
-            # The last thing, so that who finds it finds the beacon too.
-            secret.share()
+            self._announcement = _Announcement(paths, port, only_first=self._one_node)
         return port
 
     def take_listener(self) -> int | None:
@@ -67,21 +90,130 @@ class AnnouncedPortEnvironment(ClusterEnvironment):
         return super().take_listener() if listener is None else listener.detach()
 
     def teardown(self) -> None:
-        """End what tells the other ranks where rank 0 is."""
-        if self._beacon is not None and self._secret is not None:
-            self._beacon.close()
-            self._secret.remove()
-        self._beacon = self._secret = None
+        """Remove the file with the port, and close the socket if nobody has taken it."""
+        if self._announcement is not None:
+            self._announcement.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._announcement = self._listener = None
 
 
-def _find(main_address: str, secret: RunSecret) -> int:
-    address = network.address_to_connect_to(main_address)
-    port = find(address, secret.keys, _RANK_0_TIMEOUT)
-    if port is None:
-        raise ConfigurationError(
-            f"rank 0 was not found on {main_address!r} within {_RANK_0_TIMEOUT:.0f} s (it proves "
-            f"who it is {secret.where}): see what became of rank 0; if the nodes share no such "
-            f"folder, set {SECRET_VARIABLE} to the same random text on every rank, or MASTER_ADDR "
-            "and MASTER_PORT to where rank 0 can be reached"
-        )
-    return port
+def _paths(token: str, *, one_node: bool) -> list[Path]:
+    """Return where the file may be."""
+    name = f".stratagem-{hashlib.sha256(token.encode()).hexdigest()[:32]}.port"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    folders = [f"{cache}/stratagem", STARTED_IN, tempfile.gettempdir() if one_node else None]
+    # A user without a home has a folder that begins with "~".
+    return [Path(folder) / name for folder in folders if folder and Path(folder).is_absolute()]
+
+
+class _Announcement:
+    """Rank 0's port, in files that a thread rewrites until `close`.
+
+    Args:
+        paths: the files.
+        port: the port.
+        only_first: write only the first file that can be written.
+
+    Raises:
+        ConfigurationError: none can be written.
+    """
+
+    def __init__(self, paths: Sequence[Path], port: int, *, only_first: bool) -> None:
+        self._port = port
+        self._written: dict[Path, str] = {}
+        problems = []
+        for path in paths:
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _remove_forgotten(path.parent)
+                self._write(path)
+            except OSError as error:
+                problems.append(f"{path.parent}: {error.strerror or error}")
+            if self._written and only_first:
+                break
+        if not self._written:
+            raise ConfigurationError(
+                "rank 0 found no folder in which to write its port for the other ranks "
+                f"({'; '.join(problems)}): set MASTER_ADDR to the host of rank 0 and MASTER_PORT "
+                "to a free port there, on every rank"
+            )
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._rewrite, name="stratagem-port", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._closed.set()
+        self._thread.join()
+        for path, text in self._written.items():
+            # A later run of the same name may have replaced the file.
+            if _read(path) == text:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _rewrite(self) -> None:
+        began = time.monotonic()
+        # The interval grows with time: a late rank waits little longer, and a long run writes
+        # little.
+        while not self._closed.wait(
+            min(max(_INTERVAL, (time.monotonic() - began) / 20), _LONGEST_INTERVAL)
+        ):
+            for path in self._written:
+                with contextlib.suppress(OSError):  # the next attempt may succeed
+                    self._write(path)
+
+    def _write(self, path: Path) -> None:
+        text = f"{self._port} {secrets.token_hex(16)}"
+        # Created with mode 0600. It replaces the file at once, so that nobody reads half of it.
+        descriptor, name = tempfile.mkstemp(".port", f"{path.stem}-", path.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+            if _read(temporary) != text:
+                raise OSError("this file system does not protect a file from other users")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._written[path] = text
+
+
+def _wait(paths: Sequence[Path]) -> int:
+    """Return the port in a file that changes, which shows that rank 0 is running."""
+    first: dict[Path, str] = {}
+    deadline = time.monotonic() + _RANK_0_TIMEOUT
+    while time.monotonic() < deadline:
+        for path in paths:
+            text = _read(path)
+            if text is not None and text != first.setdefault(path, text):
+                return int(text.split()[0])
+        time.sleep(_INTERVAL)
+    folders = " or ".join(str(path.parent) for path in paths)
+    raise ConfigurationError(
+        f"rank 0 did not write its port into a file in {folders} within {_RANK_0_TIMEOUT:.0f} s: "
+        "see whether rank 0 has failed; if the nodes share no such folder, set MASTER_ADDR to the "
+        "host of rank 0 and MASTER_PORT to a free port there, on every rank"
+    )
+
+
+def _read(path: Path) -> str | None:
+    """Return the text of a file; None if it does not exist or other users can access it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor) as file:
+            about = os.fstat(descriptor)
+            is_ours = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+            if not is_ours or about.st_mode & 0o077 or about.st_nlink != 1:
+                return None
+            return file.read(256)
+    except (OSError, ValueError):
+        return None
+
+
+def _remove_forgotten(folder: Path) -> None:
+    for path in folder.glob(".stratagem-*.port"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _FORGOTTEN_AFTER:
+                path.unlink()

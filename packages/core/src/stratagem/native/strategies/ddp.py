@@ -16,10 +16,10 @@ from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.native.plugin import DDP
 from stratagem.native.strategies.communication_hooks import CommHook, CommunicationHook, CommWrapper
 from stratagem.native.strategies.ddp_errors import explain
 from stratagem.native.strategies.unfrozen import reduce_unfrozen
-from stratagem.native.strategy_specs import DDP
 from stratagem.native.torch_versions import FORWARD_SYNC_BUFFERS
 
 if TYPE_CHECKING:

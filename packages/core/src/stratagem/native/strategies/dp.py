@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
+from stratagem.native.plugin import DP, why_no_dp
 from stratagem.native.single_device import SingleDeviceStrategy
-from stratagem.native.strategy_specs import DP, why_no_dp
 
 
 class DataParallelStrategy(SingleDeviceStrategy):

@@ -27,12 +27,12 @@ from stratagem.distributed.activation_checkpointing import (
 )
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
+from stratagem.native.plugin import FSDP
 from stratagem.native.sharding.replicated import find_replicated
 from stratagem.native.sharding.shard_model import shard_model
 from stratagem.native.sharding.usage_check import CheckedReduceScatter
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
-from stratagem.native.strategy_specs import FSDP
 from stratagem.native.torch_versions import takes_unused_parameters
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")

@@ -15,12 +15,12 @@ from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.ranks import DataShard
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.train_step import TrainStep
+from stratagem.native.plugin import MODEL_PARALLEL
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.replicated import find_replicated
 from stratagem.native.sharding.shard_model import give_values, shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
-from stratagem.native.strategy_specs import MODEL_PARALLEL
 
 Size = int | Literal["auto"]
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
