@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 CORE = "stratagem-core"
+GUESTS = ("stratagem-extras", "stratagem-testing")
+"""Distributions that add commands."""
 
 
 class Program:
@@ -18,7 +20,7 @@ class Program:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.plugins = [CORE]
+        self.plugins = [CORE, *GUESTS]
         self.variables: dict[str, str] = {}
 
     def install(self, name: str, code: str, *, requires: str = "") -> Path:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stratagem.discovery.exports import exporter
 from stratagem.launch.streams import open_standard_streams
 
 if TYPE_CHECKING:
@@ -26,20 +25,22 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
-    __getattr__, __dir__ = exporter(
-        __name__,
-        None,
-        {
-            "SLOW_IMPORT": "stratagem.cli.doctor",
-            "at_least": "stratagem.cli.arguments",
-            "failed_commands": "stratagem.cli.plugins",
-            "listed_component": "stratagem.cli.doctor",
-            "parser_of": "stratagem.cli.arguments",
-            "plugins_checks": "stratagem.cli.doctor",
-            "print_table": "stratagem.cli.tables",
-            "why_not": "stratagem.cli.strategies",
-        },
-    )
+    _HOMES = {
+        "SLOW_IMPORT": "stratagem.cli.doctor",
+        "at_least": "stratagem.cli.arguments",
+        "failed_commands": "stratagem.cli.plugins",
+        "listed_component": "stratagem.cli.doctor",
+        "parser_of": "stratagem.cli.arguments",
+        "plugins_checks": "stratagem.cli.doctor",
+        "print_table": "stratagem.cli.tables",
+        "why_not": "stratagem.cli.strategies",
+    }
+
+    def __getattr__(name: str) -> Any:
+        # The registry, which the exporter asks, needs pluggy; `stratagem run` does without.
+        from stratagem.discovery.exports import exporter
+
+        return exporter(__name__, None, _HOMES)[0](name)
 
 
 Run = Callable[[Sequence[str]], int]
