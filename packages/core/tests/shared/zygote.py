@@ -1,13 +1,15 @@
 """Scripts run in forks of one process that has imported torch, as `python SCRIPT` would run them.
 
-Importing torch, and what its first optimizer step imports, takes seconds of CPU time; a fork takes
-milliseconds. A test whose subject is the start of an interpreter asks for a new one.
+Importing torch, and the modules that the first optimizer step needs, takes seconds of CPU time. A
+fork takes milliseconds. When a script starts its own command line again for a further rank, a fork
+from before the script becomes that rank. A test of an interpreter's start asks for a new one.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -24,6 +26,8 @@ from typing import Any, NoReturn
 
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "TORCH", "PYTORCH", "CUDA", "NCCL")
 """Prefixes of variables that an interpreter or torch reads when it starts."""
+SPARES = 3
+"""Processes that wait to become a rank, beside each script."""
 
 
 class Zygote:
@@ -135,9 +139,17 @@ def _become(request: dict[str, Any], out: int, error: int) -> None:
     os.dup2(error, 2)
     os.close(out)
     os.close(error)
+    _begin(request["arguments"], request["environment"])
+    spares = [spare for _ in range(SPARES) if (spare := _spare())]
+    if len(spares) < SPARES:
+        return  # this is one of them, and a rank
+    _use_for_ranks(spares)
+
+
+def _begin(arguments: list[str], environment: dict[str, str]) -> None:
     os.environ.clear()
-    os.environ.update(request["environment"])
-    sys.argv = request["arguments"]
+    os.environ.update(environment)
+    sys.argv = arguments
     sys.orig_argv = [sys.executable, *sys.argv]
     script = Path(sys.argv[0])
     os.chdir(script.parent)
@@ -146,6 +158,67 @@ def _become(request: dict[str, Any], out: int, error: int) -> None:
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
     sys.modules["__main__"] = module
+
+
+def _spare() -> tuple[int, socket.socket] | None:
+    """Fork a process that waits to become a rank; return its pid, or None in it, once it is one."""
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    ours.close()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    header, fds, _, _ = socket.recv_fds(theirs, 8, 2)
+    if not header or os.getppid() != parent:
+        os._exit(0)
+    size, data = int.from_bytes(header, "big"), b""
+    while len(data) < size:
+        data += theirs.recv(size - len(data))
+    theirs.close()
+    request: dict[str, Any] = json.loads(data)
+    if request["new_session"]:
+        os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, fd in zip((1, 2), fds, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    _begin(sys.argv, request["environment"])
+    return None
+
+
+def _use_for_ranks(spares: list[tuple[int, socket.socket]]) -> None:
+    """Let `subprocess.Popen` of this script's own command line take a spare process."""
+    start = subprocess.Popen.__init__
+    own = [sys.executable, *sys.orig_argv[1:]]
+
+    def popen(self: Any, args: Any, **options: Any) -> None:
+        plain = {"env", "stdin", "cwd", "stdout", "stderr", "pass_fds", "start_new_session"}
+        given = {name for name, value in options.items() if value}
+        known = args == own and given <= plain and not options.get("pass_fds")
+        if not (known and spares and options.get("stdin") == subprocess.DEVNULL):
+            start(self, args, **options)
+            return
+        start(self, [sys.executable, "-S", "-c", ""], stdin=subprocess.DEVNULL)
+        self.wait()  # its fields are those of a process that ran; they become those of the spare
+        pid, connection = spares.pop()
+        request = json.dumps(
+            {
+                "environment": dict(options["env"]),
+                "new_session": bool(options.get("start_new_session")),
+            }
+        ).encode()
+        fds = [
+            number if (file := options.get(name)) is None else file.fileno()
+            for number, name in ((1, "stdout"), (2, "stderr"))
+        ]
+        socket.send_fds(connection, [len(request).to_bytes(8, "big")], fds)
+        connection.sendall(request)
+        connection.close()
+        self.args, self.pid, self.returncode = args, pid, None
+
+    subprocess.Popen.__init__ = popen  # type: ignore[assignment, method-assign]
 
 
 def _run() -> None:
