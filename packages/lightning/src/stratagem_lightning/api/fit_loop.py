@@ -1,4 +1,4 @@
-"""FitLoop: where users of the 2.x line find a fit's limits and its position."""
+"""FitLoop: the limits and the position of a fit, as attributes of `trainer.fit_loop`."""
 
 from __future__ import annotations
 
