@@ -18,9 +18,8 @@ load_checks()
 class StrategyConformance(Conformance):
     """Tests of one strategy, in processes that its own launcher starts.
 
-    In a module with `pytest_plugins = ["stratagem_testing.plugin"]`, a subclass whose name begins
-    with `Test` and which names the strategy is the whole adoption. Ranks are started once for all
-    checks of a class; with `-k`, for those that are selected. What the capabilities say that the
+    A subclass in a test module is enough: its name begins with `Test`, and it names the strategy.
+    Ranks are started once for all checks of a class; with `-k`, for those that are selected. What the capabilities say that the
     strategy cannot do is tried as well, and has to be refused with the reason.
 
     Attributes:
