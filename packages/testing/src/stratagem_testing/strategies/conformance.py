@@ -19,8 +19,8 @@ class StrategyConformance(Conformance):
     """Tests of one strategy, in processes that its own launcher starts.
 
     A subclass in a test module is enough: its name begins with `Test`, and it names the strategy.
-    Ranks are started once for all checks of a class; with `-k`, for those that are selected. What the capabilities say that the
-    strategy cannot do is tried as well, and has to be refused with the reason.
+    Ranks are started once for all checks of a class, or for the checks that `-k` selects. What the
+    capabilities exclude is tried as well, and has to be refused with the reason.
 
     Attributes:
         strategy: a discovered name; or a class, or a function without arguments that makes one, at
