@@ -1,4 +1,4 @@
-"""FitLoop: the limits and the position of a fit, as attributes of `trainer.fit_loop`."""
+"""FitLoop: where users of the 2.x line find a fit's limits and its position."""
 
 from __future__ import annotations
 
