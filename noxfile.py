@@ -134,7 +134,7 @@ def tools(*names: str) -> list[str]:
 
 
 def install_everything(session: nox.Session, torch: str = TORCH) -> None:
-    """Torch, the tools, then the five packages from the source tree, editable."""
+    """Torch, the tools, then the packages from the source tree, editable."""
     session.install(torch)
     session.install(*BUILD_TOOLS, *TEST_TOOLS)
     low_precisions = LOW_PRECISIONS_2_9 if torch.startswith("torch==2.9.") else LOW_PRECISIONS

@@ -1,4 +1,4 @@
-"""Puts the five packages and what they need into one folder, for a machine with a GPU.
+"""Puts the packages and what they need into one folder, for a machine with a GPU.
 
     python benchmarks/gpu_bundle.py bundle
 

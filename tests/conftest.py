@@ -141,7 +141,7 @@ def build_release(tmp_path: Path) -> Callable[..., dict[str, bytes]]:
 def wheelhouse(
     build_wheel: Callable[[Path, Path], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A folder with the five wheels."""
+    """A folder with the wheels of all distributions."""
     wheels = tmp_path_factory.mktemp("wheels")
     for package in sorted((ROOT / "packages").iterdir()):
         build_wheel(package, wheels)

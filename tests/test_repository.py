@@ -14,11 +14,15 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = "stratagem-core"
-BACKENDS = [
+OTHERS = [
+    "stratagem",
     "stratagem-backend-cuda",
     "stratagem-backend-deepspeed",
-    "stratagem-backend-xla",
     "stratagem-backend-hpu-ipu",
+    "stratagem-backend-xla",
+    "stratagem-extras",
+    "stratagem-lightning",
+    "stratagem-testing",
 ]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 
@@ -27,16 +31,16 @@ MACHINE_PATH = re.compile(r"(?<![\w.\-/])/(work|root|home/\w+|opt/(wheels|pypi)|
 IGNORED_FOLDERS = {".git", ".hypothesis", ".nox", ".venv", "venv", "build", "dist", "__pycache__"}
 
 
-def test_the_packages_are_the_five_distributions() -> None:
+def test_the_packages_are_the_documented_distributions() -> None:
     named = {
         re.search(r'^name = "(.+)"$', (package / "pyproject.toml").read_text(), re.MULTILINE)[1]  # type: ignore[index]
         for package in PACKAGES
     }
-    assert named == {CORE, *BACKENDS}
+    assert named == {CORE, *OTHERS}
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_backend_has_the_version_of_core(name: str) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_distribution_has_the_version_of_core(name: str) -> None:
     assert version(name) == version(CORE)
 
 
@@ -46,24 +50,28 @@ def test_the_library_says_the_version_of_its_distribution() -> None:
     assert stratagem.__version__ == version(CORE)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_backend_requires_this_minor_version_of_core_and_pins_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_distribution_requires_this_minor_version_of_ours_and_pins_nothing(name: str) -> None:
     stated = [Requirement(text) for text in distribution(name).requires or []]
     # An extra may name a pair that only works together (torch_xla and its torch).
     requirements = [one for one in stated if "extra" not in str(one.marker or "")]
-    (core,) = [requirement for requirement in requirements if requirement.name == CORE]
+    ours = [one for one in requirements if one.name in {CORE, *OTHERS}]
+    assert CORE in {one.name for one in ours}
     now = Version(version(CORE))
     lowest, too_high = f"{now.major}.{now.minor}", f"{now.major}.{now.minor + 1}"
-    assert {str(part) for part in core.specifier} == {f">={lowest}", f"<{too_high}"}
+    for one in ours:
+        assert {str(part) for part in one.specifier} == {f">={lowest}", f"<{too_high}"}
     operators = {part.operator for each in requirements for part in each.specifier}
     assert not operators & {"==", "==="}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_a_package_has_what_its_wheel_needs(package: Path) -> None:
-    (marker,) = package.glob("src/*/py.typed")
-    assert marker.with_name("__init__.py").is_file()
-    assert (package / "README.md").read_text().startswith("# stratagem-")
+    folders = [path.parent for path in package.glob("src/*/__init__.py")]
+    assert all((folder / "py.typed").is_file() for folder in folders)
+    # The distribution `stratagem` has no code.
+    assert bool(folders) is (package.name != "stratagem")
+    assert (package / "README.md").read_text().startswith("# stratagem")
     # Copies, because a wheel and an sdist hold only what lies in the package's own folder.
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 

@@ -1,4 +1,4 @@
-"""Each of the five wheels, built and installed alone in an empty environment, works."""
+"""Each wheel, built and installed alone in an empty environment, works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables in docs/strategies.md, from the specs of our five distributions.
+"""The tables in docs/strategies.md, from the specs of our distributions.
 
 python packages/core/scripts/strategies_table.py    # writes them; all five have to be installed
 """

@@ -59,7 +59,7 @@ def test_outputs_gradients_and_statistics_are_those_of_one_process(results: Resu
 
 
 def test_a_large_mean_does_not_cost_the_variance_its_digits(results: Results) -> None:
-    # In one pass the output was wrong by 1.6e-2.
+    # Computed in one pass, the output would be wrong by 1.6e-2.
     assert all(out["large mean"]["output"] < 4e-3 for out in results.out)
 
 

@@ -27,7 +27,7 @@ CPU_BUCKET_SIZE = 10_000_000
 
 Each bucket is memory of a rank: several of 2e8, at stage 3 with all parameters that forward has
 gathered, are more than what sharding saves. The price is that backward gathers parameters again.
-BENCHMARKS.md ("Memory of a rank") has the memory; what it costs in time was not measured alone.
+BENCHMARKS.md has the memory ("How much memory does a rank need?"). The time was not measured.
 """
 
 _STAGE = 2

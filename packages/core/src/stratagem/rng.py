@@ -186,8 +186,8 @@ def _device_state(state: dict[str, Any], device: torch.device) -> Any:
     if "device" in state:
         kind, own = state["device"]
         return own if kind == device.type else None
-    # Checkpoints written before `device` was a key hold the states of all devices that a process
-    # saw, under the type of device.
+    # Checkpoints without this key hold the states of all devices that a process saw, under the type
+    # of device.
     of_all, index = state.get(device.type, []), device.index or 0
     return of_all[index] if index < len(of_all) else None
 

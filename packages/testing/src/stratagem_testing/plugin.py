@@ -1,4 +1,4 @@
-"""The pytest plugin of the conformance kits: `pytest_plugins = ["stratagem_testing.plugin"]`."""
+"""The pytest plugin of the conformance kits, which pytest finds by its entry point."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ def _end_with_error(message: str) -> NoReturn:
 def _wait_for_communication_threads(timeout: float = 1.0) -> None:
     """Wait until gloo's threads are idle.
 
-    A model that was wrapped by DDP keeps them alive. One that still lets go of a tensor while the
-    interpreter shuts down aborts the process (seen once in 25 runs on busy cores).
+    A model that was wrapped by DDP keeps them alive. A thread that still releases a tensor while
+    the interpreter shuts down aborts the process.
     """
     deadline = time.monotonic() + timeout
     idle_looks = 0

@@ -204,7 +204,7 @@ class Lite(Launched, Observed):
             *dataloaders: one or several.
             use_distributed_sampler: divide the data between ranks; every rank gets as many
                 samples, the first ones repeated if they do not divide evenly.
-            replace_sampler: the same argument under its earlier name.
+            replace_sampler: another name for `use_distributed_sampler`.
             move_to_device: move tensors to this rank's device.
 
         Returns:

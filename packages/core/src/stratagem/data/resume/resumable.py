@@ -276,7 +276,7 @@ class Resumable:
             self._indices.begin(epoch, done, start)
             return iter(self.loader), []
         passed_over, number, start = done, 0, resumed.get("start")
-        # Before there were several, torch has shuffled.
+        # A state without a rule was shuffled by torch.
         rule = resumed.get("rule") or TORCH
         rule = rule if rule in RULES else None
         if resumed.get("deal"):

@@ -15,8 +15,8 @@ class BoundedStore:
     """Makes each call to a store end in time.
 
     A store's own timeout limits how long it waits for a key. Nothing limits how long it waits for
-    an answer over a connection whose other side is gone without a word, as when a cable is pulled:
-    a rank then hung for good where it wanted to say why it had failed.
+    an answer over a connection whose other end has disappeared, for example if a cable is pulled.
+    A rank that reports its failure would then hang.
 
     Args:
         store: the store; its calls are made in one thread, which the first call starts.
