@@ -28,8 +28,9 @@ def exporter(
             return [known for known in names() if _is_there(find, known)]
         if name in bases:
             return getattr(importlib.import_module(bases[name]), name)
-        if name.startswith("_") or _is_submodule(module, name):
-            # Which an import then looks for itself.
+        # A submodule is found by the import itself. A dotted path is nobody's name, though
+        # jsonargparse asks for "function.<locals>.Class".
+        if name.startswith("_") or not name.isidentifier() or _is_submodule(module, name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         # By target, since several names may mean one class with different arguments.
         offers = {c.spec.target: c for c in _offers(module, kind) if _import_name(c) == name}

@@ -196,7 +196,7 @@ def _words_of(name: str) -> str:
 
 def rendered(names: Mapping[str, str]) -> dict[str, str]:
     """Return the text of each file, by its path in the folder."""
-    folder = files("stratagem.cli") / "template"
+    folder = files("stratagem_testing.author") / "template"
     texts = {
         path: "" if source is None else (folder / f"{source}.txt").read_text(encoding="utf-8")
         for path, source in _FILES.items()
