@@ -11,7 +11,8 @@ from torch import nn
 
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.errors import UserCodeError
+from stratagem.discovery import CallbackSpec, get_registry
+from stratagem.errors import ConfigurationError, UnknownNameError, UserCodeError
 
 
 class Counts(Callback):
@@ -55,3 +56,19 @@ def test_a_callback_logs_as_its_module_does() -> None:
     assert values == {"one": 1.0, "two": 2.0, "four": 4.0}
     with pytest.raises(UserCodeError, match=r"Logs.log\('late', ...\) works in a callback's hooks"):
         Logs().log("late", 1.0)
+
+
+def test_a_callback_of_a_plugin_is_chosen_by_its_name() -> None:
+    registry = get_registry()
+    registry.add(CallbackSpec(name="counts", target=Counts, api_version=1))
+    options: dict[str, Any] = {"logger": False, "accelerator": "cpu"}
+    try:
+        for given in ("counts", ["counts"], ["COUNTS", ModelCheckpoint()]):
+            made = Trainer(callbacks=given, **options).callbacks
+            assert sum(type(callback) is Counts for callback in made) == 1
+        with pytest.raises(UnknownNameError, match=r"callback 'count'\. Did you mean 'counts'"):
+            Trainer(callbacks=["count"], **options)
+    finally:
+        registry.remove("callback", "counts")
+    with pytest.raises(ConfigurationError, match=r"Counts'>; expected .* or names of installed"):
+        Trainer(callbacks=[Counts], **options)  # type: ignore[list-item]

@@ -8,6 +8,7 @@ import sys
 import pytest
 from profiled_runs import Net, loader, trainer
 
+from stratagem.discovery import ProfilerSpec, get_registry
 from stratagem.errors import UnknownNameError
 from stratagem.profilers import PassThroughProfiler, Profiler
 
@@ -61,3 +62,16 @@ def test_an_unknown_name_is_refused() -> None:
         UnknownNameError, match=r"unknown profiler 'simpel'\. Did you mean 'simple'"
     ):
         trainer("simpel")
+
+
+def test_a_profiler_of_a_plugin_is_chosen_by_its_name() -> None:
+    class Named(Profiler):
+        def start(self, action_name: str) -> None: ...
+        def stop(self, action_name: str) -> None: ...
+
+    registry = get_registry()
+    registry.add(ProfilerSpec(name="named", target=Named, api_version=1))
+    try:
+        assert type(trainer("named").profiler) is Named
+    finally:
+        registry.remove("profiler", "named")

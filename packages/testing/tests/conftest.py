@@ -1,5 +1,9 @@
-"""Fixtures for the tests of this package: scripts, and a clean global state."""
+"""The fixtures of these tests, which several distributions share."""
 
-from script_fixtures import _global_state, run_script, script_environment
+from __future__ import annotations
 
-__all__ = ["_global_state", "run_script", "script_environment"]
+from fixtures import (
+    _global_state as _global_state,
+    run_script as run_script,
+    script_environment as script_environment,
+)

@@ -1,4 +1,4 @@
-"""Fixtures: scripts run in processes of their own, and no test sees another one's global state."""
+"""Fixtures: scripts in processes of their own, and a clean global state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from torch_output import without_torchs_own
 # Unbuffered, a line is written in two pieces, between which another rank may write.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
-
 
 # What a launcher, torchrun or a cluster sets for a rank; no process of a test may inherit it.
 RANK_VARIABLES = (
