@@ -348,10 +348,8 @@ def loggers(session: nox.Session) -> None:
     """Loggers on the libraries that they log by, and the command line; not in CI."""
     install_everything(session)
     session.install(*LOGGERS)
-    files = [
-        f"packages/core/tests/test_{name}.py"
-        for name in ("loggers", "logger_conformance", "trainer_cli")
-    ]
+    names = ("service_loggers", "conformance", "trainer_cli")
+    files = [f"packages/extras/tests/test_{name}.py" for name in names]
     session.run("pytest", *files, *session.posargs)
 
 

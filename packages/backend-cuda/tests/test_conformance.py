@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from stratagem_cuda.precision import BitsandbytesPrecision, Float8Precision, Float16Mixed
 from stratagem_testing import AcceleratorConformance, PrecisionConformance
-
-pytest_plugins = ["stratagem_testing.plugin"]
-pytestmark = pytest.mark.conformance
 
 
 class TestCUDA(AcceleratorConformance):

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from stratagem_testing import StrategyConformance
-
-pytest_plugins = ["stratagem_testing.plugin"]
-pytestmark = pytest.mark.conformance
 
 
 class TestStage1(StrategyConformance):

@@ -20,7 +20,6 @@ from stratagem.checkpoint.checksum import checksum_of_file
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointCorruptError
 from stratagem.state.reading.unpickler import PlainUnpickler
-from stratagem_testing.durability.harness import formats
 
 SAVED_BEFORE = Path(__file__).parent / "data" / "single_file_0.1.0.zip"
 # 9 MB: more than one piece of those in which a file is read.
@@ -51,7 +50,14 @@ def leave_page_cache(file: Path) -> None:
     os.close(descriptor)
 
 
-@pytest.fixture(params=formats())
+FORMATS = [
+    candidate.spec.name
+    for candidate in get_registry().candidates("checkpoint_io")
+    if not candidate.spec.build().asynchronous
+]
+
+
+@pytest.fixture(params=FORMATS)
 def io(request: pytest.FixtureRequest) -> CheckpointIO:
     built: CheckpointIO = get_registry().find("checkpoint_io", request.param).spec.build()
     return built

@@ -32,7 +32,6 @@ from stratagem.discovery.entry_points import (
     why_disabled,
     why_incompatible,
 )
-from stratagem.discovery.hints import distribution_of, installation_hint, names_by_distribution
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.loading import PluginReport
 from stratagem.discovery.registry import Registry
@@ -730,15 +729,6 @@ def test_a_disabled_plugin_is_named_too() -> None:
     text = unknown(registry, "local_sgd")
     assert "someones-local-sgd 1.0 might provide it but is disabled" in text
     assert "disabled by STRATAGEM_DISABLE_PLUGINS" in text
-
-
-def test_hints_agree_with_one_another() -> None:
-    for distribution, names in names_by_distribution().items():
-        for name in names:
-            assert distribution_of(name) == distribution
-            assert f"pip install {distribution}" in installation_hint(name)
-    assert distribution_of("nothing_known") is None
-    assert installation_hint("nothing_known") == ""
 
 
 # -- the process's registry

@@ -34,7 +34,6 @@ from stratagem.strategies import (
     GradientClip,
     StepOptions,
 )
-from stratagem_testing.author.spec_checks import check_spec
 
 PARALLEL = Capabilities(
     launchers=("script",), one_process=False, many_devices=True, multi_node=True
@@ -421,18 +420,6 @@ def test_a_component_may_object_to_the_plan(kind: str, objection: Any) -> None:
     assert getattr(planned(1), kind).name == "fp9"
     with pytest.raises(ConfigurationError, match="fp9 takes one device, received 2"):
         planned(2)
-
-
-def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
-    spec = PrecisionSpec(
-        name="fp9",
-        target="stratagem.native.precision.true:TruePrecision",
-        api_version=1,
-        objection="stratagem.native.plugin:nobody",
-    )
-    assert list(check_spec(spec, registry_of())) == [
-        "its objection's module stratagem.native.plugin defines no 'nobody'"
-    ]
 
 
 def test_data_parallel_needs_kernels_for_several_devices(

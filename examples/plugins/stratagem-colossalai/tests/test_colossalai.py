@@ -12,8 +12,6 @@ from stratagem.errors import ConfigurationError
 from stratagem_colossalai.strategy import ColossalAIStrategy
 from stratagem_testing import StrategyConformance
 
-pytest_plugins = ["stratagem_testing.plugin"]
-
 
 class TestColossalAI(StrategyConformance):
     strategy = "colossalai"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from stratagem_hivemind.strategy import HivemindStrategy
 from stratagem_testing import StrategyConformance
 
-pytest_plugins = ["stratagem_testing.plugin"]
-
 
 def alone() -> HivemindStrategy:
     # A look at the others, of which there are none, may undo what was counted in that moment.

@@ -15,8 +15,6 @@ from stratagem_testing import (
     StrategyConformance,
 )
 
-pytest_plugins = ["stratagem_testing.plugin"]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cluster(cluster: dict[str, str]) -> Iterator[None]:

@@ -10,8 +10,6 @@ from torchft.coordination import LighthouseServer
 
 from stratagem_testing import StrategyConformance
 
-pytest_plugins = ["stratagem_testing.plugin"]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def lighthouse() -> Iterator[str]:

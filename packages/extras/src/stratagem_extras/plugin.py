@@ -55,16 +55,24 @@ PROFILERS = (
     ("pytorch", "pytorch:PyTorchProfiler", "operators and kernels, by torch.profiler"),
 )
 NAMES = (
-    ("stratagem", "Tuner", "tuner"),
-    ("stratagem.callbacks", "BaseFinetuning", "callbacks.finetuning"),
-    ("stratagem.callbacks", "BasePredictionWriter", "callbacks.prediction_writer"),
-    ("stratagem.cli", "LRSchedulerCallable", "cli.parser"),
-    ("stratagem.cli", "OptimizerCallable", "cli.parser"),
-    ("stratagem.cli", "SaveConfigCallback", "cli.save_config"),
-    ("stratagem.cli", "TrainerArgumentParser", "cli.parser"),
-    ("stratagem.cli", "TrainerCLI", "cli.trainer_cli"),
-    ("stratagem.module", "to_onnx", "export"),
-    ("stratagem.module", "to_torchscript", "export"),
+    ("stratagem.Tuner", "tuner:Tuner", "find a batch size or a learning rate"),
+    ("stratagem.callbacks.BaseFinetuning", "callbacks.finetuning:BaseFinetuning", ""),
+    (
+        "stratagem.callbacks.BasePredictionWriter",
+        "callbacks.prediction_writer:BasePredictionWriter",
+        "",
+    ),
+    ("stratagem.cli.LRSchedulerCallable", "cli.parser:LRSchedulerCallable", ""),
+    ("stratagem.cli.OptimizerCallable", "cli.parser:OptimizerCallable", ""),
+    ("stratagem.cli.SaveConfigCallback", "cli.save_config:SaveConfigCallback", ""),
+    ("stratagem.cli.TrainerArgumentParser", "cli.parser:TrainerArgumentParser", ""),
+    ("stratagem.cli.TrainerCLI", "cli.trainer_cli:TrainerCLI", "a Trainer from a command line"),
+    ("stratagem.module.to_onnx", "export:to_onnx", "what Module.to_onnx calls"),
+    (
+        "stratagem.module.to_torchscript",
+        "export:to_torchscript",
+        "what Module.to_torchscript calls",
+    ),
 )
 
 
@@ -88,22 +96,14 @@ def stratagem_cli() -> Iterable[Command]:
 @hookimpl
 def stratagem_components() -> tuple[ComponentSpec, ...]:
     """Return the callbacks, loggers, profilers and import names of this distribution."""
-    here = "stratagem_extras"
-    return (
-        *(
-            CallbackSpec(name=n, target=f"{here}.callbacks.{t}", api_version=1, summary=s)
-            for n, t, s in CALLBACKS
-        ),
-        *(
-            LoggerSpec(name=n, target=f"{here}.loggers.{t}", api_version=1, summary=s)
-            for n, t, s in LOGGERS
-        ),
-        *(
-            ProfilerSpec(name=n, target=f"{here}.profilers.{t}", api_version=1, summary=s)
-            for n, t, s in PROFILERS
-        ),
-        *(
-            NameSpec(name=n, module=module, target=f"{here}.{t}:{n}", api_version=1)
-            for module, n, t in NAMES
-        ),
+    rooms: tuple[tuple[type[ComponentSpec], str, tuple[tuple[str, str, str], ...]], ...] = (
+        (CallbackSpec, "stratagem_extras.callbacks", CALLBACKS),
+        (LoggerSpec, "stratagem_extras.loggers", LOGGERS),
+        (ProfilerSpec, "stratagem_extras.profilers", PROFILERS),
+        (NameSpec, "stratagem_extras", NAMES),
+    )
+    return tuple(
+        kind(name=name, target=f"{package}.{target}", api_version=1, summary=summary)
+        for kind, package, rows in rooms
+        for name, target, summary in rows
     )

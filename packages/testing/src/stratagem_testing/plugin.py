@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from stratagem_testing.components.server import Server
-from stratagem_testing.strategies.session import Outcome, Reference, run_checks
+if TYPE_CHECKING:
+    from stratagem_testing.components.server import Server
+    from stratagem_testing.strategies.session import Outcome, Reference
+
+# Every run of pytest in the environment imports this module, so the kits, and torch, are imported
+# by the fixtures.
 
 
 @pytest.fixture(scope="session")
 def stratagem_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Return what single_device comes to: once for all strategies that are compared with it."""
+    """Return the results of single_device, computed once for all strategies compared with it."""
+    from stratagem_testing.strategies.session import Reference
+
     return Reference(tmp_path_factory.mktemp("stratagem_reference"))
 
 
 @pytest.fixture(scope="session")
 def stratagem_server() -> Iterator[Server]:
-    """Return what runs the checks of components: one process has imported torch for all."""
+    """Return the process that runs the checks of components; it imports torch once for all."""
+    from stratagem_testing.components.server import Server
+
     server = Server()
     yield server
     server.close()
@@ -30,7 +39,9 @@ def stratagem_outcomes(
     stratagem_reference: Reference,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Outcome]:
-    """Run the checks of a class that are selected, on ranks started once; what came of each."""
+    """Run the selected checks of a class, on ranks started once; return the outcome of each."""
+    from stratagem_testing.strategies.session import run_checks
+
     kind = request.cls
     target = kind.target()
     names = [

@@ -42,7 +42,10 @@ SLOW_IMPORT = 0.2
 """Seconds above which a plugin module's import counts as slow: every program that uses Stratagem
 pays it."""
 
-KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher")
+KINDS = (
+    *("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher"),
+    *("logger", "callback", "profiler", "name"),
+)
 """All but strategies, which have a command of their own."""
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stratagem.discovery.entry_points import CORE
+from stratagem.discovery.hints import modules_of_import
 from stratagem.discovery.registry import Candidate, get_registry
+from stratagem.discovery.specs import ComponentSpec, NameSpec
 from stratagem.errors import StratagemError
 
 
@@ -28,22 +30,30 @@ def exporter(
             return [known for known in names() if _is_there(find, known)]
         if name in bases:
             return getattr(importlib.import_module(bases[name]), name)
-        if name.startswith("_") or _is_submodule(module, name):
-            # Which an import then looks for itself.
+        # A submodule is found by the import itself. A dotted path is nobody's name, though
+        # jsonargparse asks for "function.<locals>.Class".
+        if name.startswith("_") or not name.isidentifier() or _is_submodule(module, name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         # By target, since several names may mean one class with different arguments.
         offers = {c.spec.target: c for c in _offers(module, kind) if _import_name(c) == name}
         ours = [c for c in offers.values() if c.distribution == CORE]
         if len(offers) > 1 and not ours:
+            providers = sorted({c.distribution for c in offers.values()})
+            modules = sorted({str(target).partition(":")[0] for target in offers})
             raise ImportError(
-                f"several distributions provide {name!r}: import it from its own module, one of "
-                + ", ".join(sorted(str(target).partition(":")[0] for target in offers))
+                f"{' and '.join(providers)} both provide {module}.{name}: import it from one of "
+                f"{', '.join(modules)}, or uninstall one of them",
+                name=module,
             )
         for candidate in ours or offers.values():
             return candidate.spec.load()
         # Of an AttributeError, `from ... import` would show nothing but the name.
-        if providers := get_registry().possible_providers(name):
+        if providers := get_registry().possible_providers(name, module):
             raise ImportError(f"{module!r} has no {name!r}. {' '.join(providers)}", name=module)
+        if others := modules_of_import(name):
+            raise ImportError(
+                f"{module!r} has no {name!r}: import it from {' or '.join(others)}", name=module
+            )
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}. It has: {', '.join(names())}."
         )
@@ -71,10 +81,14 @@ def _is_there(find: Callable[[str], Any], name: str) -> bool:
 def _offers(module: str, kind: str | None) -> list[Candidate]:
     """Return the components whose classes a module serves, and the names that guests add to it."""
     registry = get_registry()
-    names = [c for c in registry.candidates("name") if getattr(c.spec, "module", "") == module]
+    names = [c for c in registry.candidates("name") if _module_of(c.spec) == module]
     return names if kind is None else [*registry.candidates(kind), *names]
+
+
+def _module_of(spec: ComponentSpec) -> str:
+    return spec.module if isinstance(spec, NameSpec) else ""
 
 
 def _import_name(candidate: Candidate) -> str:
     spec = candidate.spec
-    return spec.name if spec.kind == "name" else spec.class_name
+    return spec.import_name if isinstance(spec, NameSpec) else spec.class_name

@@ -1,60 +1,87 @@
-"""Names that are known to live in a distribution that may not be installed."""
+"""Which distribution provides a name that is not installed here."""
 
 from __future__ import annotations
 
-_OURS = {
-    "stratagem-backend-cuda": (
-        *("cuda", "gpu", "nccl", "16-mixed", "16", "float8"),
-        *("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"),
-        *("transformer-engine", "transformer-engine-float16"),
-    ),
-    "stratagem-backend-deepspeed": ("deepspeed",),
-    "stratagem-backend-xla": ("xla", "xla_debug", "single_xla", "xla_fsdp", "tpu", "tpu_spawn"),
-    "stratagem-backend-hpu-ipu": ("hpu", "hpu_single", "hpu_parallel", "ipu", "ipu_strategy"),
-}
+import functools
+from collections.abc import Mapping
+
+from stratagem.discovery.known_names import KNOWN_NAMES
+
 _THIRD_PARTIES = {
     "colossalai": "colossalai",
     "bagua": "bagua",
     "hivemind": "hivemind",
     "torchft": "torchft-nightly",
 }
-_CLASSES = {
-    "DeepSpeedStrategy": "stratagem-backend-deepspeed",
-    "XLAStrategy": "stratagem-backend-xla",
-    "SingleXLAStrategy": "stratagem-backend-xla",
-    "XLAFSDPStrategy": "stratagem-backend-xla",
-    "XLAAccelerator": "stratagem-backend-xla",
-    "CUDAAccelerator": "stratagem-backend-cuda",
-    "Float16Mixed": "stratagem-backend-cuda",
-    "Float8Precision": "stratagem-backend-cuda",
-    "BitsandbytesPrecision": "stratagem-backend-cuda",
-    "TransformerEnginePrecision": "stratagem-backend-cuda",
-    "HPUParallelStrategy": "stratagem-backend-hpu-ipu",
-    "SingleHPUStrategy": "stratagem-backend-hpu-ipu",
-    "IPUStrategy": "stratagem-backend-hpu-ipu",
-}
 
 
-def distribution_of(name: str) -> str | None:
-    """Return the distribution of ours that provides a component or class, or None if unknown."""
-    if name in _CLASSES:
-        return _CLASSES[name]
-    wanted = name.casefold()
-    for distribution, names in _OURS.items():
+@functools.cache
+def _known() -> Mapping[tuple[str, str], tuple[str, ...]]:
+    """Return the known names by distribution and kind."""
+    rows = (line.partition(": ") for line in KNOWN_NAMES.strip().splitlines())
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
+    for head, _, names in rows:
+        distribution, _, kind = head.partition(" ")
+        found[distribution, kind] = (*found.get((distribution, kind), ()), *names.split(", "))
+    return found
+
+
+def distribution_of(name: str, kind: str | None = None) -> str | None:
+    """Return the distribution of ours that provides a name, or None if it is unknown.
+
+    Args:
+        name: of a component or a command, or what users import.
+        kind: "strategy", "callback" and so on, "command", or the module that serves an import
+            name, such as "stratagem.callbacks"; None: any but a module.
+
+    Example:
+        >>> from stratagem.discovery import distribution_of
+        >>> distribution_of("LearningRateMonitor", "stratagem.callbacks")
+        'stratagem-extras'
+    """
+    of_kind = {
+        key: names
+        for key, names in _known().items()
+        if (not _is_module(key[1]) if kind is None else key[1] == kind)
+    }
+    wanted = name if kind is not None and _is_module(kind) else name.casefold()
+    for (distribution, _), names in of_kind.items():
         if wanted in names:
             return distribution
-    # deepspeed_stage_3_offload and its kin: a family, named by its first word.
-    return "stratagem-backend-deepspeed" if wanted.startswith("deepspeed_") else None
+    # A misspelled member of a family, such as deepspeed_stage_3_offlod, is known by its first word.
+    family = wanted.partition("_")[0]
+    for (distribution, its_kind), names in of_kind.items():
+        if its_kind == "strategy" and family in names:
+            return distribution
+    return None
+
+
+def modules_of_import(name: str) -> list[str]:
+    """Return the modules of core that serve an import name of another distribution.
+
+    Example:
+        >>> modules_of_import("LearningRateMonitor")
+        ['stratagem.callbacks']
+    """
+    return [kind for (_, kind), names in _known().items() if _is_module(kind) and name in names]
 
 
 def names_by_distribution() -> dict[str, tuple[str, ...]]:
-    """Return what each of our backend distributions provides, whether installed or not."""
-    return dict(_OURS)
+    """Return the components and commands of each of our other distributions, installed or not."""
+    found: dict[str, tuple[str, ...]] = {}
+    for (distribution, kind), names in _known().items():
+        more = () if _is_module(kind) else names
+        found[distribution] = tuple(dict.fromkeys((*found.get(distribution, ()), *more)))
+    return found
 
 
-def installation_hint(name: str) -> str:
+def _is_module(kind: str) -> bool:
+    return kind.partition(".")[0] == "stratagem"
+
+
+def installation_hint(name: str, kind: str | None = None) -> str:
     """Return a sentence that says what to install for a name, or an empty string if unknown."""
-    distribution = distribution_of(name)
+    distribution = distribution_of(name, kind)
     if distribution is not None:
         return f"It is provided by {distribution}: pip install {distribution}."
     package = _THIRD_PARTIES.get(name.casefold())

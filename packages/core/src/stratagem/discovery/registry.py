@@ -125,7 +125,7 @@ class Registry:
 
         Args:
             kind: "strategy", "accelerator", "precision", "checkpoint_io", "cluster_environment",
-                "launcher" or "logger".
+                "launcher", "logger", "callback" or "profiler".
             name: a name, an alias, or the qualified form `"distribution:name"`.
 
         Raises:
@@ -158,8 +158,8 @@ class Registry:
             parts.append(f"{qualifier!r} provides none of that name; there is {others}.")
         elif near:
             parts.append(f"Did you mean {near!r}?")
-        parts += self.possible_providers(plain)
-        if kind == "accelerator" and not installation_hint(plain):
+        parts += self.possible_providers(plain, kind)
+        if kind == "accelerator" and not installation_hint(plain, kind):
             parts.append(
                 "If torch has a device of that name, pass "
                 f"accelerator=DeviceAccelerator({plain!r}) (from stratagem.accelerators)."
@@ -185,13 +185,17 @@ class Registry:
         """Return a sentence for each installed entry point in a group that only looks like ours."""
         return self._misplaced()
 
-    def possible_providers(self, name: str) -> list[str]:
-        """Return sentences on who might provide a component or class that was not found.
+    def possible_providers(self, name: str, kind: str | None = None) -> list[str]:
+        """Return sentences on who might provide a name that was not found.
 
         A plugin that failed and might have provided it; otherwise the distribution to install, and
         whatever plugin failed.
+
+        Args:
+            name: of a component or a command, or what users import.
+            kind: as in `distribution_of`.
         """
-        provider = distribution_of(name)
+        provider = distribution_of(name, kind)
         suspects = [
             f"{report.distribution} {report.version} might provide it but is {report.status}: "
             f"{report.reason}."
@@ -207,7 +211,7 @@ class Registry:
                     f"{provider} {report.version} is installed and provides no such name; if a "
                     f"later release does: pip install --upgrade {provider}."
                 ]
-        hint = installation_hint(name)
+        hint = installation_hint(name, kind)
         failed = [
             f"{report.distribution} {report.version} is {report.status}, and nothing that it "
             f"provides is known: {report.reason}."
@@ -231,6 +235,11 @@ class Registry:
                     if holder.spec.name.casefold() == name:
                         found.setdefault((holder.spec.name, holder.distribution), holder)
         return [found[key] for key in sorted(found)]
+
+    def provider_of(self, target: str) -> str | None:
+        """Return the distribution whose spec has this target, or None."""
+        candidates = (c for holders in self._candidates.values() for c in holders)
+        return next((c.distribution for c in candidates if c.spec.target == target), None)
 
     def ambiguous(self) -> dict[tuple[str, str], list[Candidate]]:
         """Return the names (kind, name) that several distributions other than core claim."""

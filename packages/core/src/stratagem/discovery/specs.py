@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 from stratagem.discovery.capabilities import Capabilities, check_fields
-from stratagem.errors import PluginError, StratagemError
+from stratagem.errors import MissingPackageError, PluginError, StratagemError
 
 PLUGIN_API_VERSION = 1
 """The version of the interfaces that plugins build on; a spec declares the one it was made for."""
@@ -314,20 +314,29 @@ class ProfilerSpec(ComponentSpec):
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
 class NameSpec(ComponentSpec):
     """Describes an import name that a distribution adds to a module of core.
 
+    Its name is the path that users import: `"stratagem.Tuner"` for `from stratagem import Tuner`.
+
     Example:
-        >>> spec = NameSpec(name="Tuner", module="stratagem", target="my_package:Tuner",
-        ...                 api_version=1)
-        >>> spec.module, spec.name
+        >>> spec = NameSpec(name="stratagem.Tuner", target="my_package:Tuner", api_version=1)
+        >>> spec.module, spec.import_name
         ('stratagem', 'Tuner')
     """
 
+    __slots__ = ()
     kind: ClassVar[str] = "name"
-    module: str
-    """The module that serves the name, such as "stratagem.callbacks"."""
+
+    @property
+    def module(self) -> str:
+        """The module that serves the name."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def import_name(self) -> str:
+        """The name in that module."""
+        return self.name.rpartition(".")[2]
 
 
 def asked_function(spec: ComponentSpec, field: str, *arguments: Any) -> Any:
@@ -380,11 +389,29 @@ def load_target(target: Target, *, what: str) -> Any:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
+    except MissingPackageError:
+        raise  # it says what to install
     # Whatever a vendor's SDK raises at import, the error names the component that needs it.
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"cannot import {what}: target={target!r} failed with "
-            f"{type(error).__name__}: {error}. Its distribution or the SDK that it needs is broken "
-            "or missing; `stratagem doctor` says more"
+            f"{type(error).__name__}: {error}. {_remedy(target, error)}"
         ) from error
     return found
+
+
+def _remedy(target: str, error: BaseException) -> str:
+    """Return what to do about a target that cannot be imported."""
+    package = target.partition(":")[0].partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(f"{package}."):
+        from stratagem.discovery.registry import get_registry
+
+        if distribution := get_registry().provider_of(target):
+            return (
+                f"{distribution} is only partly installed: pip install --force-reinstall "
+                f"--no-deps {distribution}"
+            )
+    return (
+        "Its distribution or the SDK that it needs is broken or missing; `stratagem doctor` says "
+        "more"
+    )

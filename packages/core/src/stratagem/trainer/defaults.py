@@ -46,10 +46,12 @@ def parse_arguments(arguments: Mapping[str, Any], function: Callable[..., Any]) 
 
     Raises:
         ConfigurationError: two of them contradict one another.
+        UnknownNameError: no installed distribution provides a callback of a given name.
     """
     given = with_defaults(of_barebones(arguments, function), function)
     # Here None is a value: batches are counted over epochs.
     given["check_val_every_n_epoch"] = arguments["check_val_every_n_epoch"]
+    given["callbacks"] = [_named_callback(each) for each in as_list(given["callbacks"])]
     return _with_schedule(given)
 
 
@@ -107,6 +109,11 @@ def _make_logger(given: Any, folder: Path) -> Logger:
     return AdaptedLogger(made)
 
 
+def _named_callback(given: Any) -> Any:
+    """Return a callback, made by its name if `given` is one."""
+    return get_registry().find("callback", given).spec.build() if isinstance(given, str) else given
+
+
 def make_callbacks(given: Mapping[str, Any], *, quick: bool) -> list[Callback]:
     """Return the callbacks, with a ProgressBar, a ModelSummary and a ModelCheckpoint if wanted.
 
@@ -122,7 +129,8 @@ def make_callbacks(given: Mapping[str, Any], *, quick: bool) -> list[Callback]:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigurationError(
-                f"callbacks has {callback!r}; expected instances of stratagem.Callback"
+                f"callbacks has {callback!r}; expected instances of stratagem.Callback, or names "
+                "of installed callbacks"
             )
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     if saves and not enable_checkpointing:

@@ -61,7 +61,7 @@ class Trainer(TrainerAttributes):
         plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
         logger: a Logger or its name ("tensorboard", ...), several, False for none, or True for a
             CSVLogger.
-        callbacks: a Callback or several.
+        callbacks: a Callback or several; a name stands for an installed callback.
         max_epochs: epochs to train; -1: no limit; None: 1000, unless max_steps or max_time is set.
         min_epochs, min_steps: train at least so long before `should_stop` counts.
         max_steps: optimizer steps to train; -1: no limit.
@@ -131,7 +131,7 @@ class Trainer(TrainerAttributes):
         precision: Precision | str | int = "32-true",
         plugins: Plugin | Sequence[Plugin] | None = None,
         logger: bool | Logger | Sequence[Logger | str] | str | None = None,
-        callbacks: Callback | Sequence[Callback] | None = None,
+        callbacks: Callback | str | Sequence[Callback | str] | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,

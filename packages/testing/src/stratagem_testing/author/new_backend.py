@@ -168,8 +168,9 @@ def _check_name(name: str, registry: Registry) -> None:
             "NAME='auto' is how users leave the choice of a strategy to Stratagem: choose another "
             "one, such as 'my_auto'"
         )
-    if known := distribution_of(name):
-        raise _taken(name, known, "a strategy")
+    for kind in _KINDS:
+        if known := distribution_of(name, kind):
+            raise _taken(name, known, _called(kind))
     if name in _NOT_OURS_TO_GIVE:
         raise ConfigurationError(
             f"NAME={name!r} is {_NOT_OURS_TO_GIVE[name]}, and would be taken for it: choose "

@@ -76,7 +76,7 @@ def _unknown(names: Iterable[str], kind: str, registry: Registry) -> Iterator[st
                     f"{meant!r}"
                 )
         except ConfigurationError as error:
-            if not installation_hint(name):
+            if not installation_hint(name, kind):
                 what = kind.replace("_", " ")
                 article = "an" if what[0] in "aeiou" else "a"
                 yield f"it names {article} {what} that cannot be found: {error}"

@@ -21,7 +21,7 @@ from stratagem_testing.strategies.target import REFERENCE, Target
 SCRIPT = """\
 import sys
 
-from stratagem.testing.strategies.rank import main
+from stratagem_testing.strategies.rank import main
 
 if __name__ == "__main__":
     main(sys.argv[1])

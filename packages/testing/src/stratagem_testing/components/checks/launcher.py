@@ -27,7 +27,7 @@ _FIELDS = ("interactive", "new_processes", "spans_nodes", "devices_elsewhere")
 _SCRIPT = """\
 import sys
 
-from stratagem.testing.components.launched import main
+from stratagem_testing.components.launched import main
 
 if __name__ == "__main__":
     main(sys.argv[1])

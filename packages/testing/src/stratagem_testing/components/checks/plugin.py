@@ -33,7 +33,7 @@ _LONGEST = 120
 """Characters of a summary, which is a line of a table."""
 _LIST = """
 import json, sys
-from stratagem.discovery.import_cost import import_alone
+from stratagem_testing.author.import_cost import import_alone
 from stratagem.discovery.registry import Registry
 registry = Registry.discover()
 kinds = json.loads(sys.argv[1])

@@ -14,8 +14,6 @@ from stratagem_testing import (
 from stratagem_testing.components.component import Component
 from stratagem_testing.components.server import Server
 
-pytest_plugins = ["stratagem_testing.plugin"]
-
 FILE = Path(__file__).with_name("planted_components.py")
 RANKS = [
     {

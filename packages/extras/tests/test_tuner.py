@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from stratagem import DataModule, Module, Trainer, Tuner
+from stratagem import DataModule, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem_extras.tuner import BatchSizeFinder, LearningRateFinder
+from stratagem_extras.tuner import BatchSizeFinder, LearningRateFinder, Tuner
 
 
 class Net(Module):

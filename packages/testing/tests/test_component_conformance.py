@@ -22,8 +22,6 @@ from stratagem_testing import (
 )
 from stratagem_testing.places import find, place_of
 
-pytest_plugins = ["stratagem_testing.plugin"]
-
 
 class TestCPU(AcceleratorConformance):
     accelerator = "cpu"

@@ -15,8 +15,6 @@ from stratagem_testing import StrategyConformance
 from stratagem_testing.components.check import MODULES
 from stratagem_testing.guide import BEGIN, END, class_name, tables
 
-pytest_plugins = ["stratagem_testing.plugin"]
-
 
 class TestDDP(StrategyConformance):
     strategy = "ddp"

@@ -25,12 +25,11 @@ pytest.importorskip(
     "jsonargparse", reason="`nox -s loggers` runs this: jsonargparse is not installed"
 )
 
-from stratagem.cli import (  # noqa: E402  # after the look for jsonargparse
-    OptimizerCallable,
-    SaveConfigCallback,
-    TrainerCLI,
-)
+# After the look for jsonargparse.
 from stratagem_extras.cli import parser as parsing  # noqa: E402
+from stratagem_extras.cli.parser import OptimizerCallable  # noqa: E402
+from stratagem_extras.cli.save_config import SaveConfigCallback  # noqa: E402
+from stratagem_extras.cli.trainer_cli import TrainerCLI  # noqa: E402
 
 
 class Line(Module):

@@ -1,10 +1,10 @@
 """What the kits say of each component that is wrong on purpose, as a table; about ten minutes.
 
-    OMP_NUM_THREADS=1 python packages/core/scripts/planted_bugs.py        # all
-    OMP_NUM_THREADS=1 python packages/core/scripts/planted_bugs.py clip   # with this word
+    OMP_NUM_THREADS=1 python packages/testing/scripts/planted_bugs.py        # all
+    OMP_NUM_THREADS=1 python packages/testing/scripts/planted_bugs.py clip   # with this word
 
-The mistakes are in packages/core/tests/planted_strategies.py and planted_components.py; the tests
-beside them hold the kits to their answers.
+The mistakes are in planted_strategies.py and planted_components.py in packages/testing/tests; the
+tests beside them hold the kits to their answers.
 """
 
 from __future__ import annotations

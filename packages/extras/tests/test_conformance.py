@@ -16,16 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.loggers import (
-    Logger,
-    MLFlowLogger,
-    NeptuneLogger,
-    TensorBoardLogger,
-)
+from stratagem.loggers import Logger
+from stratagem_extras.loggers.mlflow_logger import MLFlowLogger
+from stratagem_extras.loggers.neptune_logger import NeptuneLogger
+from stratagem_extras.loggers.tensorboard_logger import TensorBoardLogger
 from stratagem_testing import LoggerConformance
-
-pytest_plugins = ["stratagem_testing.plugin"]
-pytestmark = pytest.mark.conformance
 
 SESSION = "its SDK is not installed here; `nox -s loggers` runs this"
 RUN = "0123456789abcdef"

@@ -12,9 +12,6 @@ import pytest
 from stratagem_testing.strategies.session import Item, Outcome, Reference, run_checks
 from stratagem_testing.strategies.target import Target
 
-pytest_plugins = ["stratagem_testing.plugin"]
-pytestmark = pytest.mark.slow
-
 FILE = Path(__file__).with_name("planted_strategies.py")
 
 # The class, the check that fails, and what it says.
@@ -198,8 +195,8 @@ def stratagem_components():
 JUDGE = """
 import sys
 from pathlib import Path
-from stratagem.testing.strategies.session import run_checks
-from stratagem.testing.strategies.target import Target
+from stratagem_testing.strategies.session import run_checks
+from stratagem_testing.strategies.target import Target
 
 if __name__ == "__main__":
     item = Target(strategy="heavy"), "plugin/light import"

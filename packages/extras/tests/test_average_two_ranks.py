@@ -1,0 +1,61 @@
+"""The average of weights that two ranks share is that of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Module, Trainer
+from stratagem.callbacks import EMAWeightAveraging
+
+SCRIPT = Path(__file__).parent / "scripts" / "average_two_ranks.py"
+
+inputs = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.validated = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += float(self.net(batch[0]).sum())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_an_average_of_sharded_weights_is_that_of_whole_ones(
+    run_script: Any, tmp_path: Path
+) -> None:
+    run_script(SCRIPT.read_text(), timeout=240)
+    net, data = Net(), DataLoader(TensorDataset(inputs), 8)
+    Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=EMAWeightAveraging(decay=0.8),
+        max_epochs=2,
+        num_sanity_val_steps=0,
+    ).fit(net, data, data)
+    sharded = torch.load(tmp_path / "fsdp.ckpt", weights_only=True)["state_dict"]
+    assert sharded.keys() == net.state_dict().keys()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(sharded[name], value)
+    # Validation ran on the average, too.
+    validated = json.loads((tmp_path / "validated.json").read_text())
+    assert validated == pytest.approx(net.validated, rel=1e-4)

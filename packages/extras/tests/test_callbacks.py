@@ -1,0 +1,610 @@
+"""The callbacks that users know: what each does, and that a run goes on exactly with its state."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from callback_runs import Net, loader, trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Callback, Module, Trainer
+from stratagem.callbacks import ModelCheckpoint, ProgressBar
+from stratagem.errors import ConfigurationError
+from stratagem.loggers import CSVLogger
+from stratagem_extras.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
+from stratagem_extras.callbacks.gradient_accumulation import GradientAccumulationScheduler
+from stratagem_extras.callbacks.lambda_callback import LambdaCallback
+from stratagem_extras.callbacks.lr_monitor import LearningRateMonitor
+from stratagem_extras.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
+from stratagem_extras.callbacks.progress_bar_names import RichProgressBar, TQDMProgressBar
+from stratagem_extras.callbacks.pruning import ModelPruning
+from stratagem_extras.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
+from stratagem_extras.callbacks.throughput import ThroughputMonitor
+from stratagem_extras.callbacks.timer import Timer
+from stratagem_extras.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
+
+
+def rows(logger: CSVLogger) -> list[dict[str, str]]:
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+STATEFUL: dict[str, Callable[[], Callback]] = {
+    "ema": lambda: EMAWeightAveraging(decay=0.8),
+    "average": WeightAveraging,
+    "swa": lambda: StochasticWeightAveraging(0.05, 2, annealing_epochs=2),
+    "swa linear": lambda: StochasticWeightAveraging(0.05, 1, 3, "linear"),
+    "finetuning": lambda: BackboneFinetuning(1, lambda epoch: 1.5, verbose=False),
+    "pruning": lambda: ModelPruning("l1_unstructured", amount=0.3),
+    "pruning, structured": lambda: ModelPruning(
+        "ln_structured",
+        parameter_names=["weight"],
+        use_global_unstructured=False,
+        amount=0.25,
+        pruning_dim=0,
+        pruning_norm=2,
+        use_lottery_ticket_hypothesis=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
+@pytest.mark.parametrize("steps", [8, 12], ids=["within an epoch", "at its end"])
+def test_a_run_goes_on_exactly_with_a_callbacks_state(
+    make: Callable[[], Callback], steps: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    whole = Net()
+    if isinstance(make(), ModelPruning):
+        whole.backbone[1] = nn.Identity()
+    trainer(make(), max_epochs=4).fit(whole, loader(shuffle=True))
+
+    torch.manual_seed(5)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=steps, save_top_k=-1)
+    first, resumed = Net(), Net()
+    if isinstance(make(), ModelPruning):
+        first.backbone[1] = resumed.backbone[1] = nn.Identity()
+    trainer(make(), saver, max_epochs=4, limit_train_batches=6).fit(first, loader(shuffle=True))
+    (path,) = (p for p in tmp_path.iterdir() if f"step={steps}" in p.name)
+
+    trainer(make(), max_epochs=4).fit(resumed, loader(shuffle=True), ckpt_path=path)
+    assert_same(state(resumed), state(whole))
+
+
+# -- averages of weights
+
+
+def test_ema_ends_with_the_average_and_validates_with_it() -> None:
+    weights: list[Tensor] = []
+
+    def note(trainer: Trainer, module: Module, *_: Any) -> None:
+        weights.append(module.head.weight.detach().clone())  # type: ignore[operator, union-attr]
+
+    model = Net()
+    noting = LambdaCallback(on_train_batch_end=note)
+    one = trainer(EMAWeightAveraging(decay=0.8), noting, max_epochs=1, num_sanity_val_steps=0)
+    one.fit(model, loader(), loader())
+    expected = weights[0]
+    for value in weights[1:]:
+        expected = 0.8 * expected + 0.2 * value
+    assert torch.allclose(model.head.weight, expected)
+    assert not torch.allclose(model.head.weight, weights[-1])
+    assert model.validated_with[0] == pytest.approx(float(expected.sum()), abs=1e-6)
+
+
+def test_a_checkpoint_has_the_average_as_the_models_weights(tmp_path: Path) -> None:
+    model, saver = Net(), ModelCheckpoint(tmp_path)
+    trainer(WeightAveraging(), saver, max_epochs=1).fit(model, loader())
+    assert_same(state(Net.load_from_checkpoint(saver.best_model_path)), state(model))
+
+
+def test_averaging_begins_where_it_is_told() -> None:
+    ema = EMAWeightAveraging(
+        update_every_n_steps=2, update_starting_at_step=3, update_starting_at_epoch=1
+    )
+    trainer(ema, max_epochs=2).fit(Net(), loader())
+    assert ema.state_dict() == {"n_averaged": 3}  # after steps 6, 8 and 10, counted from 0
+    with pytest.raises(ConfigurationError, match=r"decay=1\.5"):
+        EMAWeightAveraging(decay=1.5)
+    with pytest.raises(ConfigurationError, match="expected one of them"):
+        WeightAveraging(avg_fn=lambda a, b, n: a, multi_avg_fn=lambda a, b, n: None)
+
+
+def test_swa_is_the_average_at_the_starts_of_epochs_and_has_its_statistics() -> None:
+    weights: list[Tensor] = []
+
+    def note(trainer: Trainer, module: Module) -> None:
+        weights.append(module.head.weight.detach().clone())  # type: ignore[operator, union-attr]
+
+    model = Net()
+    swa = StochasticWeightAveraging(0.02, swa_epoch_start=0.5, annealing_epochs=1, device=None)
+    one = trainer(swa, LambdaCallback(on_train_epoch_start=note), max_epochs=4)
+    one.fit(model, loader())
+    assert (swa.swa_start, swa.n_averaged) == (1, 3)
+    assert torch.allclose(model.head.weight, torch.stack(weights[1:]).mean(0))
+    assert one.optimizers[0].param_groups[0]["lr"] == 0.02
+    inputs = torch.cat([model.backbone[0](batch[0]) for batch in loader()])
+    norm: Any = model.backbone[1]
+    assert torch.allclose(norm.running_mean, inputs.mean(0), atol=1e-6)
+    assert norm.momentum == 0.1
+
+
+def test_swa_refuses_what_it_cannot_do() -> None:
+    for wrong, what in (
+        ({"swa_lrs": 0.0}, "swa_lrs"),
+        ({"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "swa_epoch_start"),
+        ({"swa_lrs": 0.1, "annealing_epochs": -1}, "annealing_epochs"),
+        ({"swa_lrs": 0.1, "annealing_strategy": "up"}, "annealing_strategy"),
+    ):
+        with pytest.raises(ConfigurationError, match=what):
+            StochasticWeightAveraging(**wrong)
+    with pytest.raises(ConfigurationError, match="pass max_epochs"):
+        trainer(StochasticWeightAveraging(0.1), max_steps=2).fit(Net(), loader())
+    with pytest.raises(ConfigurationError, match=r"has 2 learning rates.*1 parameter groups"):
+        trainer(StochasticWeightAveraging([0.1, 0.2], 1), max_epochs=1).fit(Net(), loader())
+
+    class Two(Net):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    with pytest.raises(ConfigurationError, match=r"takes one optimizer; configure.* returned 2"):
+        trainer(StochasticWeightAveraging(0.1, 1), max_epochs=1).fit(Two(), loader())
+
+
+# -- finetuning and pruning
+
+
+def test_the_backbone_is_trained_from_its_epoch_on() -> None:
+    first: list[Tensor] = []
+    rates: list[list[float]] = []
+
+    def note(trainer: Trainer, module: Module) -> None:
+        first.append(module.backbone[0].weight.detach().clone())  # type: ignore[index, union-attr]
+        rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+    model = Net()
+    unfreeze = BackboneFinetuning(2, lambda epoch: 3.0, backbone_initial_lr=0.01)
+    one = trainer(unfreeze, LambdaCallback(on_train_epoch_start=note), max_epochs=5)
+    one.fit(model, loader())
+    assert torch.equal(first[0], first[2])
+    assert not torch.equal(first[2], first[3])
+    assert rates[1] == [pytest.approx(0.09)]
+    assert rates[2] == [pytest.approx(0.081), 0.01]
+    assert rates[3][1] == pytest.approx(0.03)
+    assert rates[4] == [pytest.approx(0.1 * 0.9**4)] * 2  # not above the first group's
+    with pytest.raises(ConfigurationError, match=r"module\.backbone, and Bare"):
+        trainer(BackboneFinetuning(), max_epochs=1).fit(Bare(), loader())
+
+
+def test_an_optimizer_that_has_the_backbone_already_keeps_its_learning_rate() -> None:
+    class All(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    one = trainer(BackboneFinetuning(1, backbone_initial_lr=0.001), max_epochs=4)
+    with pytest.warns(UserWarning, match=r"^2 of the parameters that are unfrozen were in the opt"):
+        one.fit(All(), loader())
+    assert [group["lr"] for group in one.optimizers[0].param_groups] == [0.1]
+
+
+class Bare(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.backbone
+        del self.backbone
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(self.layers(batch[0])).square().mean()  # type: ignore[no-any-return]
+
+
+def test_pruned_weights_stay_zero_and_names_stay_the_models(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Net()
+    names = list(model.state_dict())
+    pruning = ModelPruning(
+        "l1_unstructured",
+        parameter_names=["weight"],
+        amount=0.5,
+        use_lottery_ticket_hypothesis=False,
+        verbose=2,
+    )
+    caplog.set_level("INFO")
+    trainer(pruning, max_epochs=2).fit(model, loader())
+    assert list(model.state_dict()) == names
+    total = sum(mask.numel() for mask in pruning.masks.values())
+    zeros = sum(int((mask == 0).sum()) for mask in pruning.masks.values())
+    assert zeros == total * 3 // 4  # half, and half of what was left
+    for name, mask in pruning.masks.items():
+        assert torch.equal(model.get_parameter(name) * mask, model.get_parameter(name))
+    half = f"{total // 2}/{total} (50.00%)"
+    whole = [line for line in caplog.messages if line.startswith("Applied `L1Unstructured`. ")]
+    assert [line.partition("Pruned: ")[2] for line in whole] == [
+        f"0/{total} (0.00%) -> {half}",
+        f"{half} -> {zeros}/{total} (75.00%)",
+    ]
+    assert any("to `head.weight` with amount=0.5. Pruned: 0/" in line for line in caplog.messages)
+
+
+def test_what_would_be_pruned_is_listed_once() -> None:
+    model = Net()
+    model.other = model.head  # the same parameters under two names
+    listed = ModelPruning.sanitize_parameters_to_prune(
+        model, parameter_names=["weight", "training"]
+    )
+    linear, norm, _ = model.backbone
+    assert listed == [(linear, "weight"), (norm, "weight"), (model.head, "weight")]
+    assert ModelPruning.sanitize_parameters_to_prune(model, [(model.head, "bias")]) == [
+        (model.head, "bias")
+    ]
+    with pytest.raises(ConfigurationError, match="Linear with 'mask'; expected submodules of the"):
+        ModelPruning.sanitize_parameters_to_prune(model, [(model.head, "mask")])
+
+
+def test_the_lottery_gives_what_is_left_its_first_values() -> None:
+    model = Net()
+    before = model.head.weight.detach().clone()
+    pruning = ModelPruning("random_unstructured", [(model.head, "weight")], amount=1)
+    trainer(pruning, max_epochs=1).fit(model, loader())
+    assert torch.equal(model.head.weight, before * pruning.masks["head.weight"])
+    assert int((pruning.masks["head.weight"] == 0).sum()) == 1
+
+
+def test_masks_are_left_in_the_model_where_they_are_not_permanent() -> None:
+    model = Net()
+    given = [(model.head, "weight")]
+    pruning = ModelPruning("l1_unstructured", given, amount=0.5, make_pruning_permanent=False)
+    trainer(pruning, max_epochs=1).fit(model, loader())
+    assert {"head.weight_orig", "head.weight_mask"} <= set(model.state_dict())
+
+
+def test_pruning_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ConfigurationError, match="expected one of l1_unstructured"):
+        ModelPruning("smallest")
+    with pytest.raises(ConfigurationError, match="use_global_unstructured=False and a pruning_dim"):
+        ModelPruning("ln_structured", pruning_dim=0)
+    with pytest.raises(ConfigurationError, match="pruning_norm, such as"):
+        ModelPruning("ln_structured", pruning_dim=0, use_global_unstructured=False)
+    with pytest.raises(ConfigurationError, match="nothing to prune in Net"):
+        trainer(ModelPruning("l1_unstructured", parameter_names=["x"])).fit(Net(), loader())
+    strange = ModelPruning("l1_unstructured", [(nn.Linear(1, 1), "weight")])
+    with pytest.raises(ConfigurationError, match="expected submodules of the model"):
+        trainer(strange).fit(Net(), loader())
+
+
+# -- logs
+
+
+def test_learning_rates_are_those_of_the_next_step(tmp_path: Path) -> None:
+    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    logger = CSVLogger(tmp_path)
+    one = trainer(monitor, logger=logger, max_epochs=3)
+    one.fit(Net(), loader())
+    assert monitor.lrs == {"lr-SGD": pytest.approx([0.1, 0.09, 0.081])}
+    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.9}
+    assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.0}
+    assert float(one.callback_metrics["lr-SGD"]) == pytest.approx(0.081)
+    logged = {row["step"]: float(row["lr-SGD"]) for row in rows(logger) if row["lr-SGD"]}
+    assert logged == {"0": 0.1, "6": pytest.approx(0.09), "12": pytest.approx(0.081)}
+
+    class Plain(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.ASGD(self.parameters())
+
+    monitor = LearningRateMonitor(log_momentum=True)
+    with pytest.warns(RuntimeWarning, match="logs 0.0 for ASGD, which takes no momentum"):
+        trainer(monitor, logger=logger, max_epochs=1).fit(Plain(), loader())
+    assert monitor.last_momentum_values == {"lr-ASGD-momentum": 0.0}
+
+    by_step = LearningRateMonitor("step")
+    trainer(by_step, logger=CSVLogger(tmp_path), max_epochs=1, log_every_n_steps=3).fit(
+        Net(), loader()
+    )
+    assert by_step.lrs == {"lr-SGD": [0.1, 0.1]}
+
+    class Unscheduled(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    both = LearningRateMonitor()
+    trainer(both, logger=CSVLogger(tmp_path), max_epochs=2, log_every_n_steps=100).fit(
+        Unscheduled(), loader()
+    )
+    assert both.lrs == {"lr-SGD": [0.1, 0.1]}
+
+
+def test_several_groups_and_names_of_schedulers(tmp_path: Path) -> None:
+    class Grouped(Net):
+        def configure_optimizers(self) -> Any:
+            groups: list[dict[str, Any]] = [
+                {"params": self.backbone.parameters(), "name": "backbone"},
+                {"params": self.head.parameters(), "lr": 0.2},
+            ]
+            optimizer = torch.optim.SGD(groups, lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return [optimizer], [{"scheduler": scheduler, "name": "mine", "interval": "step"}]
+
+    monitor = LearningRateMonitor()
+    trainer(monitor, logger=CSVLogger(tmp_path), max_steps=2).fit(Grouped(), loader())
+    assert monitor.lrs == {"mine/backbone": [0.1, 0.05], "mine/pg2": [0.2, 0.1]}
+    with pytest.raises(ConfigurationError, match="nowhere to log to"):
+        trainer(monitor, max_steps=2).fit(Net(), loader())
+    with pytest.raises(ConfigurationError, match="logging_interval='batch'"):
+        LearningRateMonitor("batch")  # type: ignore[arg-type]
+
+    class Twice(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(
+                [{"params": [p], "name": "same"} for p in self.head.parameters()], lr=0.1
+            )
+
+    with pytest.raises(ConfigurationError, match="several groups of an optimizer are called"):
+        trainer(LearningRateMonitor(), logger=CSVLogger(tmp_path), max_steps=2).fit(
+            Twice(), loader()
+        )
+
+
+def test_learning_rates_of_a_group_that_was_added_and_of_two_optimizers(tmp_path: Path) -> None:
+    class Later(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.backbone)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.5)
+
+    class Plain(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    class Two(Net):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=rate) for rate in (0.1, 0.2)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.head(self.backbone(batch[0])).sum())
+                optimizer.step()
+
+    monitor = LearningRateMonitor("epoch")
+    trainer(Later(), monitor, logger=CSVLogger(tmp_path), max_epochs=2).fit(Plain(), loader())
+    assert monitor.lrs == {"lr-SGD/pg1": [0.1, 0.1], "lr-SGD/pg2": [0.5]}
+
+    # Each batch takes two steps, so that none begins one before the one that is logged.
+    monitor = LearningRateMonitor("step")
+    logger = CSVLogger(tmp_path)
+    one = trainer(monitor, logger=logger, max_epochs=1, log_every_n_steps=2)
+    one.fit(Two(), loader())
+    assert monitor.lrs == {"lr-SGD": [0.1] * 6, "lr-SGD-1": [0.2] * 6}
+    assert len([row for row in rows(logger) if row["lr-SGD-1"]]) == 6
+
+
+def test_throughput_counts_batches_samples_and_items(tmp_path: Path) -> None:
+    class Counted(Net):
+        flops_per_batch = 100
+
+    monitor = ThroughputMonitor(
+        lambda batch: len(batch[0]), lambda batch: batch[0].numel(), available_flops=1e9
+    )
+    logger = CSVLogger(tmp_path)
+    one = trainer(monitor, logger=logger, max_epochs=1, log_every_n_steps=2)
+    one.fit(Counted(), loader(), loader())
+    last = [row for row in rows(logger) if row["train/samples"]][-1]
+    assert (last["train/batches"], last["train/samples"], last["train/lengths"]) == (
+        *("6", "24", "72"),
+    )
+    rate = float(last["train/device/samples_per_sec"])
+    assert float(last["train/device/items_per_sec"]) == pytest.approx(3 * rate)
+    assert float(last["train/device/mfu"]) == pytest.approx(rate / 4 * 100 / 1e9)
+    assert [row["validate/samples"] for row in rows(logger) if row["validate/samples"]] == ["24"]
+    with pytest.raises(ConfigurationError, match="nowhere to log to"):
+        trainer(monitor, max_epochs=1).fit(Net(), loader())
+    with pytest.raises(ConfigurationError, match="window_size=1"):
+        trainer(ThroughputMonitor(len, window_size=1), logger=CSVLogger(tmp_path)).fit(
+            Net(), loader()
+        )
+
+
+# -- time, hooks, bars
+
+
+def test_a_timer_ends_training_and_counts_the_time_before_a_resume(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    timer = Timer(duration=0.0001)
+    one = trainer(timer, max_epochs=50)
+    one.fit(Net(), loader())
+    assert one.global_step == 1
+    one = trainer(Timer(timedelta(0)), max_epochs=50, min_steps=2)
+    one.fit(Net(), loader())
+    assert one.global_step == 2
+    assert "Timer(duration=0.0001 s) is up" in capsys.readouterr().out
+    assert timer.time_elapsed() > 0.0001
+    assert timer.start_time("test") is None
+    assert timer.end_time() is not None
+
+    resumed = Timer(duration={"hours": 1}, interval="epoch")
+    resumed.load_state_dict({"time_elapsed": {"train": 3601.0}})
+    one = trainer(resumed, max_epochs=50)
+    one.fit(Net(), loader())
+    assert (one.global_step, one.current_epoch) == (0, 0)  # there is no time left
+    remaining = resumed.time_remaining()
+    assert remaining is not None
+    assert remaining < -1
+    with pytest.raises(ConfigurationError, match=r"Timer\(duration\)='soon'"):
+        Timer("soon")
+    with pytest.raises(ConfigurationError, match="interval='batch'"):
+        Timer(interval="batch")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="stage 'sleep'"):
+        timer.time_elapsed("sleep")
+
+
+def test_functions_are_hooks() -> None:
+    seen: list[str] = []
+    hooks = LambdaCallback(
+        setup=lambda trainer, module, stage: seen.append(stage),
+        on_train_end=lambda trainer, module: seen.append("end"),
+        on_fit_end=None,
+    )
+    trainer(hooks, max_steps=1).fit(Net(), loader())
+    assert seen == ["fit", "end"]
+    with pytest.raises(ConfigurationError, match=r"no such hook; expected one of .*on_fit_end"):
+        LambdaCallback(on_coffee=print)
+    with pytest.raises(ConfigurationError, match="expected a function"):
+        LambdaCallback(on_fit_end=3)  # type: ignore[arg-type]
+
+
+def test_accumulation_changes_with_the_epoch() -> None:
+    schedule = GradientAccumulationScheduler({1: 3})
+    steps: list[int] = []
+    note = LambdaCallback(on_train_epoch_end=lambda t, m: steps.append(t.global_step))
+    trainer(schedule, note, max_epochs=2).fit(Net(), loader())
+    assert steps == [6, 8]
+    assert schedule.going_to_accumulate_grad_batches()
+    with pytest.raises(ConfigurationError, match="accumulate_grad_batches=4 beside 1"):
+        trainer(schedule, accumulate_grad_batches=4)
+    for wrong, what in (({}, "at least one epoch"), ({0: 0}, "number of batches 0")):
+        with pytest.raises(ConfigurationError, match=what):
+            GradientAccumulationScheduler(wrong)
+
+    class Asks(Net):
+        def configure_callbacks(self) -> Any:
+            return GradientAccumulationScheduler({0: 2})
+
+    with pytest.raises(ConfigurationError, match=r"pass it to Trainer\(callbacks"):
+        trainer(max_epochs=1).fit(Asks(), loader())
+
+
+def test_progress_bars_under_the_names_that_users_know(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for bar in (RichProgressBar(leave=True), TQDMProgressBar(refresh_rate=5)):
+        one = Trainer(callbacks=bar, logger=False, enable_checkpointing=False, max_steps=1)
+        assert one.progress_bar_callback is bar
+        assert [c for c in one.callbacks if isinstance(c, ProgressBar)] == [bar]
+        assert bar.is_enabled
+        bar.disable()
+        assert bar.is_disabled
+        one.fit(Net(), loader())
+        assert capsys.readouterr() == ("", "")
+        bar.enable()
+        assert bar.is_enabled
+        one.fit(Net(), loader())
+        assert "epoch" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match=r"TQDMProgressBar\(refresh_rate=-1\)"):
+        TQDMProgressBar(refresh_rate=-1)
+
+
+# -- predictions and errors
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self, interval: Any) -> None:
+        super().__init__(interval)
+        self.batches: list[Any] = []
+        self.epochs: list[Any] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        self.batches.append((dataloader_idx, batch_indices, prediction))
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: Module, predictions: Any, batch_indices: Any
+    ) -> None:
+        self.epochs.append((predictions, batch_indices))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_predictions_are_written_with_the_samples_that_they_are_of(workers: int) -> None:
+    data = TensorDataset(torch.zeros(5, 3), torch.arange(5.0))
+    shuffled = DataLoader(data, 2, shuffle=True, num_workers=workers)
+    writer = Writer("batch_and_epoch")
+    returned = trainer(writer).predict(Net(), shuffled, return_predictions=False)
+    assert returned is None
+    assert [len(indices) for _, indices, _ in writer.batches] == [2, 2, 1]
+    for _, indices, prediction in writer.batches:
+        assert prediction.tolist() == indices
+    ((predictions, indices),) = writer.epochs
+    assert [one.tolist() for one in predictions] == indices[0]
+
+
+def test_predictions_of_several_loaders_and_of_what_has_no_indices() -> None:
+    writer = Writer("epoch")
+    batch = [torch.zeros(2, 3), torch.arange(2.0)]
+    trainer(writer).predict(Net(), [loader(), [batch]])
+    ((predictions, indices),) = writer.epochs
+    assert [len(one) for one in predictions] == [6, 1]
+    assert indices[0][0] == [0, 1, 2, 3]
+    assert indices[1] == [None]
+    assert writer.batches == []
+    with pytest.raises(ConfigurationError, match="write_interval='step'"):
+        Writer("step")
+
+
+def test_a_checkpoint_is_left_of_a_run_that_fails(tmp_path: Path) -> None:
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 3:
+                raise ValueError("a bad batch")
+            return super().training_step(batch, batch_idx)
+
+    saver = OnExceptionCheckpoint(tmp_path, "failed")
+    with (
+        pytest.warns(UserWarning, match="within an optimizer step"),
+        pytest.raises(ValueError, match="a bad batch"),
+    ):
+        trainer(saver, max_epochs=1).fit(Fails(), loader())
+    assert saver.ckpt_path == str(tmp_path / "failed.ckpt")
+    one = trainer(max_epochs=1)
+    one.fit(Net(), loader(), ckpt_path=saver.ckpt_path)
+    assert one.global_step == 6
+    with pytest.raises(ConfigurationError, match="expected the name of a file"):
+        OnExceptionCheckpoint(tmp_path, "")
+
+
+@pytest.mark.parametrize(
+    ("callback", "method", "count"),
+    [
+        (cast(Any, BaseFinetuning)(), "freeze_before_training", 1),
+        (cast(Any, BaseFinetuning)(), "finetune_function", 3),
+        (BasePredictionWriter("batch"), "write_on_batch_end", 7),
+        (BasePredictionWriter("epoch"), "write_on_epoch_end", 4),
+    ],
+)
+def test_a_method_that_a_subclass_has_left_out_is_named(
+    callback: Any, method: str, count: int
+) -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        getattr(callback, method)(*[None] * count)
+    assert str(caught.value) == f"{type(callback).__name__} has to define {method}()"

@@ -1,0 +1,18 @@
+"""What a spec says is compared with what it names, without a run."""
+
+from __future__ import annotations
+
+from stratagem.discovery import PrecisionSpec, get_registry
+from stratagem_testing.author.spec_checks import check_spec
+
+
+def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
+    spec = PrecisionSpec(
+        name="fp9",
+        target="stratagem.native.precision.true:TruePrecision",
+        api_version=1,
+        objection="stratagem.native.strategy_specs:nobody",
+    )
+    assert list(check_spec(spec, get_registry())) == [
+        "its objection's module stratagem.native.strategy_specs defines no 'nobody'"
+    ]
