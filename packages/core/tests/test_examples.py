@@ -19,7 +19,7 @@ import stratagem
 def modules_in(path: Iterable[str], package: str) -> Iterator[str]:
     for found in pkgutil.iter_modules(path, f"{package}."):
         # Importing the one runs the program; the other changes what `import lightning` means, and
-        # has its examples run in a process of its own (test_lightning.py).
+        # has its examples run in a process of its own (packages/lightning/tests).
         if found.name.endswith("__main__") or found.name == "stratagem_lightning":
             continue
         # It needs jsonargparse, of the extra [cli].

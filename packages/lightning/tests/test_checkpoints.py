@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from program import Program
 from torch import Tensor
 from torch.utils.data import DataLoader
-from typer.testing import CliRunner
 
 from stratagem import Module, Trainer
 from stratagem.callbacks import EarlyStopping
 from stratagem.checkpoint import LightningCheckpointIO, SingleFileCheckpointIO
-from stratagem.cli.app import core_app
 from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError
 from stratagem_lightning_plugin.checkpoint_format import from_lightning, to_lightning
 
 THEIRS = Path(__file__).parent / "data" / "lightning_2.6.6.ckpt"
+TO_LIGHTNING = ("--to", "lightning")
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu"}
 
 
@@ -110,6 +110,13 @@ def test_states_that_name_files_are_not_taken_over() -> None:
     assert stopping["best_score"] == pytest.approx(0.63552, rel=1e-4)
 
 
+def program(folder: Path) -> Program:
+    """Return the `stratagem` program with this distribution's plugin, run in a folder."""
+    found = Program(folder)
+    found.plugins.append("stratagem-lightning")
+    return found
+
+
 def plugin(path: Path) -> None:
     trainer = Trainer(max_steps=9, enable_checkpointing=False, plugins="lightning", **QUIET)
     trainer.fit(Line(), loader(), loader())
@@ -120,9 +127,8 @@ def command(path: Path) -> None:
     trainer = Trainer(max_steps=9, enable_checkpointing=False, **QUIET)
     trainer.fit(Line(), loader(), loader())
     trainer.save_checkpoint(path.with_suffix(".ours"))
-    arguments = ["checkpoint", "convert", str(path.with_suffix(".ours")), str(path)]
-    told = CliRunner().invoke(core_app(), [*arguments, "--to", "lightning"])
-    assert (told.exit_code, "all that Lightning resumes from" in told.output) == (0, True)
+    told = program(path.parent)("checkpoint", "convert", "written.ours", path.name, *TO_LIGHTNING)
+    assert "all that Lightning resumes from" in told.stdout
 
 
 @pytest.mark.parametrize("write", [plugin, command])
@@ -161,8 +167,6 @@ def test_what_is_no_trainers_checkpoint_is_written_as_it_is(tmp_path: Path) -> N
 def test_convert_names_the_formats_that_it_writes(tmp_path: Path) -> None:
     source = tmp_path / "source.ckpt"
     shutil.copy(THEIRS, source)
-    told = CliRunner().invoke(
-        core_app(), ["checkpoint", "convert", str(source), str(tmp_path / "x"), "--to", "onnx"]
-    )
-    assert told.exit_code == 1
-    assert "to='onnx': expected 'safetensors' or 'lightning'" in told.output
+    arguments = ("checkpoint", "convert", source.name, "x", "--to", "onnx")
+    told = program(tmp_path)(*arguments, code=1)
+    assert "to='onnx': expected 'safetensors' or 'lightning'" in told.stderr

@@ -1,0 +1,100 @@
+"""Fixtures: scripts in processes of their own, and a clean global state."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_output import without_torchs_own
+
+# Unbuffered, a line is written in two pieces, between which another rank may write.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# What a launcher, torchrun or a cluster sets for a rank; no process of a test may inherit it.
+RANK_VARIABLES = (
+    *(name for name in os.environ if name.startswith(("JSM_", "LSB_", "OMPI_", "PMI", "SLURM_"))),
+    "GROUP_RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "RANK",
+    "STRATAGEM_CLUSTER",
+    "STRATAGEM_SEED",
+    "STRATAGEM_SEED_WORKERS",
+    *(name for name in os.environ if name.startswith("TORCHELASTIC_")),
+    "WORLD_SIZE",
+)
+
+
+@pytest.fixture(autouse=True)
+def _global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test sees the seed, the dtype, the process group or the variables that another one set."""
+    for variable in RANK_VARIABLES:
+        # Set first, so that monkeypatch also removes what the test sets itself.
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    torch.manual_seed(0)
+    yield
+    assert torch.get_default_dtype() is torch.float32, "a test changed the default dtype"
+    assert torch.is_grad_enabled(), "a test left gradients off"
+    assert not torch.is_inference_mode_enabled(), "a test left inference mode on"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("a test left its process group")
+
+
+@pytest.fixture
+def script_environment() -> dict[str, str]:
+    """The environment of a script: one thread a process, and no variable of a rank."""
+    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
+    return {**environment, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
+    """Write a script into tmp_path and run it in a process of its own, in tmp_path.
+
+    Arguments: the text, arguments of the script, `env` (more variables), `expect` (the exit code;
+    None: any), `timeout` (seconds), `before` (what comes between the interpreter and the script).
+    """
+
+    def run(
+        text: str,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        expect: int | None = 0,
+        timeout: float = 90.0,
+        before: tuple[str, ...] = (),
+        name: str = "script.py",
+    ) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / name
+        script.write_text(textwrap.dedent(text))
+        finished = subprocess.run(
+            [sys.executable, *before, str(script), *args],
+            env={**script_environment, **(env or {})},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        finished.stdout = without_torchs_own(finished.stdout)
+        if expect is not None:
+            assert finished.returncode == expect, (
+                f"exit code {finished.returncode}, expected {expect}\n"
+                f"--- stdout\n{finished.stdout}\n--- stderr\n{finished.stderr}"
+            )
+        return finished
+
+    return run
