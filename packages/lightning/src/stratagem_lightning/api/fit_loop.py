@@ -36,7 +36,7 @@ class FitLoop:
         trainer: whose.
 
     Example:
-        >>> from stratagem import Trainer
+        >>> from stratagem_lightning.pytorch import Trainer
         >>> trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1)
         >>> trainer.fit_loop.max_epochs = 3
         >>> trainer.max_epochs
