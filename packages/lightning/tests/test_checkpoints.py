@@ -17,11 +17,12 @@ from program import Program
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stratagem import Module, Trainer
+from stratagem import Module, Trainer, checkpoint
 from stratagem.callbacks import EarlyStopping
-from stratagem.checkpoint import LightningCheckpointIO, SingleFileCheckpointIO
+from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError
 from stratagem_lightning_plugin.checkpoint_format import from_lightning, to_lightning
+from stratagem_lightning_plugin.checkpoint_io import LightningCheckpointIO
 
 THEIRS = Path(__file__).parent / "data" / "lightning_2.6.6.ckpt"
 TO_LIGHTNING = ("--to", "lightning")
@@ -150,6 +151,10 @@ def test_what_is_written_has_lightnings_form(write: Callable[[Path], None], tmp_
     resumed = fit(path, max_epochs=2)
     assert resumed.begun == (1, 9, 0.05)
     assert weights(resumed) == pytest.approx(weights(fit(None, max_epochs=2)), rel=1e-6)
+
+
+def test_core_serves_the_format_by_its_class() -> None:
+    assert checkpoint.LightningCheckpointIO is LightningCheckpointIO  # type: ignore[attr-defined]
 
 
 def test_weights_alone_are_written_for_lightning_too() -> None:

@@ -10,6 +10,7 @@ _OURS = {
     ),
     "stratagem-backend-deepspeed": ("deepspeed",),
     "stratagem-backend-xla": ("xla", "xla_debug", "single_xla", "xla_fsdp", "tpu", "tpu_spawn"),
+    "stratagem-lightning": ("lightning",),
     "stratagem-backend-hpu-ipu": ("hpu", "hpu_single", "hpu_parallel", "ipu", "ipu_strategy"),
 }
 _THIRD_PARTIES = {
@@ -32,6 +33,8 @@ _CLASSES = {
     "HPUParallelStrategy": "stratagem-backend-hpu-ipu",
     "SingleHPUStrategy": "stratagem-backend-hpu-ipu",
     "IPUStrategy": "stratagem-backend-hpu-ipu",
+    "LightningCheckpointIO": "stratagem-lightning",
+    "lightning_command": "stratagem-lightning",
 }
 
 
