@@ -150,3 +150,7 @@ __all__ = [
     "version_of",
     "why_not_lasting",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
