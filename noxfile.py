@@ -355,6 +355,7 @@ def loggers(session: nox.Session) -> None:
         f"packages/core/tests/test_{name}.py"
         for name in ("loggers", "logger_conformance", "trainer_cli")
     ]
+    files.append("packages/lightning/tests/test_command_line.py")
     session.run("pytest", *files, *session.posargs)
 
 
