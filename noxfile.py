@@ -27,6 +27,8 @@ PACKAGES = [
     "packages/testing",
     "packages/stratagem",
 ]
+# What Lightning's names stand on, for the sessions beside Lightning itself.
+AS_LIGHTNING = [f"./packages/{name}" for name in ("core", "extras", "lightning", "backend-cuda")]
 # What builds a package of ours; installed once, so that no build fetches it again.
 BUILD_TOOLS = ["build==1.6.1", "editables==0.6", "hatchling==1.33.0"]
 # Pinned, so that CI does not break by itself.
@@ -330,7 +332,8 @@ def libraries(session: nox.Session, library: str) -> None:
     """A library that stands on Lightning, with it and with `stratagem_lightning`; not in CI."""
     session.install(library, "lightning")
     session.install(*BUILD_TOOLS)
-    session.install("--no-build-isolation", "-e", "./packages/core")
+    editable = [argument for package in AS_LIGHTNING for argument in ("-e", package)]
+    session.install("--no-build-isolation", *editable)
     session.run("python", "benchmarks/libraries.py", library.partition("==")[0])
 
 
@@ -350,6 +353,7 @@ def loggers(session: nox.Session) -> None:
     session.install(*LOGGERS)
     names = ("service_loggers", "conformance", "trainer_cli")
     files = [f"packages/extras/tests/test_{name}.py" for name in names]
+    files.append("packages/lightning/tests/test_command_line.py")
     session.run("pytest", *files, *session.posargs)
 
 
@@ -368,8 +372,7 @@ def peer_tests(session: nox.Session) -> None:
     # Theirs in an environment of its own, since both answer to its name.
     pip = (theirs, "-m", "pip", "install", "-q", f"lightning=={PEER_TESTS}", *needed)
     session.run(*pip, external=True)
-    session.install(*needed)
-    session.install("./packages/core")
+    session.install(*needed, *AS_LIGHTNING)
     for arguments in (
         ("select", str(source), str(work)),
         ("run", str(work), "peer", "--python", theirs),

@@ -17,7 +17,7 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch import rank_zero_only
 from stratagem_lightning.absent import explain
 from stratagem_lightning.layout import LAYOUT
-from stratagem_lightning_plugin.plugin import installed_lightning
+from stratagem_lightning_plugin.installed import check_installation, installed_lightning
 
 HERE = "stratagem_lightning"
 ROOTS = {
@@ -32,8 +32,10 @@ def install() -> None:
     """Let Lightning's names mean Stratagem in this process, and say so on rank 0.
 
     Raises:
-        ConfigurationError: one of them was imported before.
+        ConfigurationError: one of them was imported before, or a distribution that they need is
+            missing or does not fit.
     """
+    check_installation()
     for root in ROOTS:
         if root in sys.modules:
             file = getattr(sys.modules[root], "__file__", None)

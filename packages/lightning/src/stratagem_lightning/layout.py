@@ -116,8 +116,7 @@ _IO = _names(
 )
 _RANK_ZERO = _names(
     {
-        "stratagem.launch.rank_zero": "rank_zero_debug rank_zero_info rank_zero_only "
-        "rank_zero_warn",
+        "stratagem.launch": "rank_zero_debug rank_zero_info rank_zero_only rank_zero_warn",
         f"{_API}.warnings": "LightningDeprecationWarning rank_zero_deprecation WarningCache "
         "rank_prefixed_message",
     }
@@ -181,7 +180,7 @@ _LSTM = _names({f"{_API}.demos.lstm": "LightningLSTM SequenceSampler SimpleLSTM"
 _MODULES = _names(
     {f"{_API}.module": "LightningModule", f"{_API}.datamodule": "LightningDataModule"}
 )
-_MIXINS = _names({"stratagem.module.hyperparameters": "HyperparametersMixin=HyperParametersMixin"})
+_MIXINS = _names({"stratagem.module": "HyperparametersMixin=HyperParametersMixin"})
 _TRAINER = _names({f"{_API}.trainer": "Trainer"})
 _TUNER = _names({"stratagem_extras.tuner": "Tuner"})
 _FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})
@@ -318,16 +317,14 @@ _PYTORCH: _Layout = {
         "pytorch.core", _MODULES, {"module": "LightningModule", "datamodule": "LightningDataModule"}
     ),
     **_package("pytorch.core.mixins", _MIXINS, {"hparams_mixin": "HyperparametersMixin"}),
-    "pytorch.core.optimizer": _names(
-        {"stratagem.runtime.optimizer": "LightningOptimizer=LiteOptimizer"}
-    ),
+    "pytorch.core.optimizer": _names({"stratagem.runtime": "LightningOptimizer=LiteOptimizer"}),
     "pytorch.core.saving": _names(
         {
             f"{_API}.cloud_io": "get_filesystem",
             f"{_API}.saving": "load_hparams_from_yaml save_hparams_to_yaml",
         }
     ),
-    "pytorch.core.hooks": _names({"stratagem.module.hooks": "DataHooks ModelHooks=ModuleHooks"}),
+    "pytorch.core.hooks": _names({"stratagem.module": "DataHooks ModelHooks=ModuleHooks"}),
     **_package("pytorch.trainer", {**_TRAINER, **_SEED_EVERYTHING}, {"trainer": "Trainer"}),
     # Private, and in a library that many use.
     "pytorch.trainer.connectors": {},

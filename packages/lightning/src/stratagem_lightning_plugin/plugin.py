@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratagem.discovery import (
-    Check,
-    CheckpointIOSpec,
-    ComponentSpec,
-    hookimpl,
-    version_of,
-)
-
-LIGHTNING = ("lightning", "pytorch-lightning", "lightning-fabric")
-"""The distributions whose import names `stratagem_lightning` takes, in a process that asks."""
-
-
-def installed_lightning() -> dict[str, str]:
-    """Return which distributions of Lightning itself are installed, with their versions."""
-    found = {name: version_of(name) for name in LIGHTNING}
-    return {name: version for name, version in found.items() if version is not None}
+from stratagem.discovery import Check, CheckpointIOSpec, ComponentSpec, NameSpec, hookimpl
+from stratagem_lightning_plugin.installed import installed_lightning
 
 
 @hookimpl
 def stratagem_components() -> tuple[ComponentSpec, ...]:
-    """Return the checkpoint format of Lightning."""
+    """Return the checkpoint format of Lightning, and the command of `stratagem run`."""
     return (
         CheckpointIOSpec(
             name="lightning",
             target="stratagem_lightning_plugin.checkpoint_io:LightningCheckpointIO",
             api_version=1,
             summary="One file in the form that Lightning 2.x loads",
+        ),
+        NameSpec(
+            name="stratagem.cli.lightning_command",
+            target="stratagem_lightning_plugin.script:command",
+            api_version=1,
         ),
     )
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem import __version__
+from stratagem.discovery.entry_points import DISABLE_VARIABLE
 from stratagem.discovery.registry import get_registry
-from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, shown
+from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, PluginError, shown
 from stratagem.storage import paths
 
+_LIGHTNING = "pytorch-lightning_version"
+"""The key of Lightning's checkpoints, known here for an error that says what to install."""
 FORMAT_VERSION = 2
 """Of the table of keys in `stratagem.trainer.resume.checkpoint`."""
 
@@ -42,8 +45,7 @@ def check(checkpoint: dict[str, Any], path: paths.Location | str) -> dict[str, A
         CheckpointMismatchError: it has no weights.
     """
     if "format_version" not in checkpoint:
-        read = get_registry().plugins.hook.stratagem_read_checkpoint
-        checkpoint = read(contents=checkpoint, path=str(path)) or checkpoint
+        checkpoint = _converted(checkpoint, str(path))
     for name, kinds in _KINDS.items():
         _check_kind(path, name, checkpoint.get(name, kinds[0]()), kinds)
     progress = checkpoint.get("progress")
@@ -62,6 +64,28 @@ def check(checkpoint: dict[str, Any], path: paths.Location | str) -> dict[str, A
         raise CheckpointMismatchError(
             f"{str(path)!r} has no 'state_dict'; it has {', '.join(map(str, checkpoint))}: "
             "expected a checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
+        )
+    return checkpoint
+
+
+def _converted(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the first answer of a plugin that knows the checkpoint's form, or the checkpoint."""
+    registry = get_registry()
+    for plugin, answer in registry.call_hook(
+        "stratagem_read_checkpoint", contents=checkpoint, path=path
+    ):
+        if isinstance(answer, dict):
+            return answer
+        if answer is not None:
+            raise PluginError(
+                f"the plugin {plugin} returned a {type(answer).__name__} from "
+                f"stratagem_read_checkpoint for {path!r}; expected a dict, or None if it does not "
+                f"know the form: disable it with {DISABLE_VARIABLE}"
+            )
+    if version := checkpoint.get(_LIGHTNING):
+        raise CheckpointMismatchError(
+            f"{path!r} is a checkpoint of Lightning {shown(version)}, which needs a plugin to be "
+            f"read. {' '.join(registry.possible_providers('lightning'))}"
         )
     return checkpoint
 

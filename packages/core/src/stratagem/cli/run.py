@@ -20,6 +20,8 @@ from types import FrameType
 from typing import NoReturn
 
 from stratagem.cli.arguments import at_least
+from stratagem.discovery.registry import get_registry
+from stratagem.errors import StratagemError
 from stratagem.launch import network, rank
 from stratagem.launch.cores import threads_per_rank
 from stratagem.launch.environment import rank_environment
@@ -38,8 +40,9 @@ script; what follows `--` is passed on unread:
     stratagem run train.py --devices 2 --lr 0.1
     stratagem run train.py --devices 2 -- --devices "an option of the script"
 
-A script that is written for Lightning runs unchanged, its imports of `lightning` and
-`pytorch_lightning` mean Stratagem; without --devices it starts the ranks that its Trainer asks for:
+A script that is written for Lightning runs unchanged with --as-lightning, which needs
+`pip install stratagem-lightning`. Its imports of `lightning` and `pytorch_lightning` then mean
+Stratagem. Without --devices it starts the ranks that its Trainer asks for:
 
     stratagem run --as-lightning train.py
 
@@ -73,13 +76,13 @@ class Launch:
     max_restarts: int
     log_dir: Path | None
     prefix: bool
-    as_lightning: bool
+    prefix_of_script: tuple[str, ...] = ()
+    """Arguments of the interpreter before the script."""
 
     @property
     def program(self) -> list[str]:
-        """What the interpreter is given to run."""
-        module = ["-m", "stratagem_lightning.script"] if self.as_lightning else []
-        return [*module, self.script, *self.script_arguments]
+        """The arguments of the interpreter."""
+        return [*self.prefix_of_script, self.script, *self.script_arguments]
 
     @property
     def command(self) -> list[str]:
@@ -136,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--as-lightning",
         action="store_true",
-        help="let `import lightning` and its other names mean Stratagem in SCRIPT",
+        help="let `import lightning` mean Stratagem in SCRIPT (needs stratagem-lightning)",
     )
     add("--num-nodes", metavar="N", type=at_least(1), default=1, help="machines that take part")
     add("--node-rank", metavar="N", type=at_least(0), help="which of them this is, from 0")
@@ -198,8 +201,25 @@ def parse(arguments: Sequence[str]) -> Launch:
         max_restarts=options.max_restarts,
         log_dir=options.log_dir,
         prefix=options.prefix,
-        as_lightning=options.as_lightning,
+        prefix_of_script=_lightning_command() if options.as_lightning else (),
     )
+
+
+def _lightning_command() -> tuple[str, ...]:
+    """Return the interpreter's arguments before a script that is written for Lightning.
+
+    Raises:
+        SystemExit: stratagem-lightning is missing or unusable (exit code 2); one line says why.
+    """
+    registry, name = get_registry(), "stratagem.cli.lightning_command"
+    try:
+        if name in registry.names("name"):
+            return tuple(registry.find("name", name).spec.load()())
+        problem = " ".join(registry.possible_providers("lightning_command"))
+    except StratagemError as error:
+        problem = str(error)
+    print(f"stratagem run: error: --as-lightning cannot be used. {problem}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def _check_devices(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

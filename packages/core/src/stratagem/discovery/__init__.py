@@ -156,3 +156,7 @@ __all__ = [
     "why_missing",
     "why_not_lasting",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

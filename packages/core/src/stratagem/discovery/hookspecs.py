@@ -99,9 +99,13 @@ def stratagem_choose_strategy(request: RunRequest, candidates: tuple[str, ...]) 
 def stratagem_read_checkpoint(contents: dict[str, Any], path: str) -> dict[str, Any] | None:
     """Convert a checkpoint of another library to the form of a Trainer's.
 
-    Called when a Trainer, `load_from_checkpoint` or `stratagem checkpoint convert` has read a
-    checkpoint, with what weights-only loading returned. Return the converted checkpoint, or None
-    if the form is not known. The first answer that is not None wins.
+    Called on every rank when a Trainer, `load_from_checkpoint` or `stratagem checkpoint convert`
+    has read a checkpoint that no Trainer of Stratagem wrote. `contents` is the dict that
+    weights-only loading returned, `path` is its name for errors. Return a dict with the keys of a
+    Trainer's checkpoint (at least `state_dict`), or None if the form is not known. Leave `contents`
+    as it is: other plugins may receive it. The first answer that is not None wins; plugins that
+    were registered later are asked first. Raise an error of `stratagem.errors` if the form is known
+    and the checkpoint is damaged.
     """
 
 

@@ -28,6 +28,7 @@ stratagem-extras callback: backbone_finetuning, device_stats, ema, gradient_accu
 stratagem-extras callback: lambda, lr_monitor, on_exception_checkpoint, pruning
 stratagem-extras callback: rich_progress_bar, swa, throughput, timer, tqdm_progress_bar
 stratagem-extras callback: weight_averaging
+stratagem-extras command: fit, predict, test, validate
 stratagem-extras logger: comet, mlflow, neptune, tensorboard, wandb
 stratagem-extras profiler: advanced, pytorch, simple
 stratagem-extras stratagem: Tuner
@@ -45,4 +46,6 @@ stratagem-extras stratagem.module: to_onnx, to_torchscript
 stratagem-extras stratagem.profilers: AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 stratagem-lightning checkpoint_io: lightning
 stratagem-lightning stratagem.checkpoint: LightningCheckpointIO
+stratagem-lightning stratagem.cli: lightning_command
+stratagem-testing command: checkpoint durability, new-backend
 """

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pluggy
 
@@ -13,6 +14,7 @@ from stratagem import __version__
 from stratagem.discovery import hookspecs
 from stratagem.discovery.entry_points import (
     CORE,
+    DISABLE_VARIABLE,
     PluginEntry,
     installed_entries,
     misplaced_entries,
@@ -21,7 +23,13 @@ from stratagem.discovery.entry_points import (
 from stratagem.discovery.hints import distribution_of, installation_hint
 from stratagem.discovery.loading import PluginReport, load_plugin
 from stratagem.discovery.specs import ComponentSpec
-from stratagem.errors import AmbiguousNameError, ConfigurationError, UnknownNameError
+from stratagem.errors import (
+    AmbiguousNameError,
+    ConfigurationError,
+    PluginError,
+    StratagemError,
+    UnknownNameError,
+)
 
 RUN_TIME = "registered-in-this-process"
 """Stands for the distribution of what code registered at run time."""
@@ -119,6 +127,25 @@ class Registry:
             holders.append(candidate)
             if candidate.distribution != CORE and holders[0].distribution == CORE:
                 yield name
+
+    def call_hook(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
+        """Call a hook of each plugin, the last registered first; yield the plugin and its answer.
+
+        Raises:
+            PluginError: a plugin failed with an error that is not ours; names the plugin.
+        """
+        for implementation in reversed(getattr(self.plugins.hook, hook).get_hookimpls()):
+            taken = (arguments[name] for name in implementation.argnames)
+            try:
+                answer = implementation.function(*taken)
+            except StratagemError:
+                raise
+            except Exception as error:
+                raise PluginError(
+                    f"the plugin {implementation.plugin_name} failed in {hook} with "
+                    f"{type(error).__name__}: {error}: disable it with {DISABLE_VARIABLE}"
+                ) from error
+            yield implementation.plugin_name, answer
 
     def find(self, kind: str, name: str) -> Candidate:
         """Return the component that a name means.

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         this_rank as this_rank,
     )
     from stratagem.launch.rank_zero import (
+        rank_zero_debug as rank_zero_debug,
         rank_zero_info as rank_zero_info,
         rank_zero_only as rank_zero_only,
         rank_zero_warn as rank_zero_warn,
@@ -82,6 +83,7 @@ else:
             "pack_result": "stratagem.state.plain_data",
             "rank_environment": "stratagem.launch.environment",
             "rank_failure": "stratagem.launch.packed",
+            "rank_zero_debug": "stratagem.launch.rank_zero",
             "rank_zero_info": "stratagem.launch.rank_zero",
             "rank_zero_only": "stratagem.launch.rank_zero",
             "rank_zero_warn": "stratagem.launch.rank_zero",

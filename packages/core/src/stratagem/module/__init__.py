@@ -8,7 +8,11 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.module.datamodule import DataModule as DataModule
-    from stratagem.module.hyperparameters import HyperParameters as HyperParameters
+    from stratagem.module.hooks import DataHooks as DataHooks, ModuleHooks as ModuleHooks
+    from stratagem.module.hyperparameters import (
+        HyperParameters as HyperParameters,
+        HyperParametersMixin as HyperParametersMixin,
+    )
     from stratagem.module.module import Module as Module
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
@@ -18,7 +22,10 @@ else:
         None,
         {
             "DataModule": "stratagem.module.datamodule",
+            "DataHooks": "stratagem.module.hooks",
             "HyperParameters": "stratagem.module.hyperparameters",
+            "HyperParametersMixin": "stratagem.module.hyperparameters",
             "Module": "stratagem.module.module",
+            "ModuleHooks": "stratagem.module.hooks",
         },
     )

@@ -6,14 +6,14 @@ from the request. Every wrong combination is refused here, before a process star
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.registry import Registry
 from stratagem.discovery.specs import Availability, PrecisionSpec, StrategySpec, asked_function
-from stratagem.errors import ConfigurationError, PluginError, StratagemError
+from stratagem.errors import ConfigurationError
 from stratagem.plan.cluster import CLUSTER_VARIABLE, Cluster, find_cluster
 from stratagem.plan.compilation import check_compiles
 from stratagem.plan.components import (
@@ -158,10 +158,7 @@ def _auto_strategy(
 def _chosen_by_plugin(question: Question, fitting: tuple[str, ...]) -> Selection | None:
     """Return the first answer of a plugin's `stratagem_choose_strategy`, if there is one."""
     arguments = {"request": question.request, "candidates": fitting}
-    hook = question.registry.plugins.hook.stratagem_choose_strategy
-    for implementation in reversed(hook.get_hookimpls()):
-        plugin = implementation.plugin_name
-        answer = _ask_plugin("stratagem_choose_strategy", implementation, arguments)
+    for plugin, answer in question.registry.call_hook("stratagem_choose_strategy", **arguments):
         if answer is None:
             continue
         if answer not in fitting:
@@ -291,26 +288,8 @@ def _check_world(
 
 def _tell_plugins(registry: Registry, plan: RunPlan) -> None:
     """Let every plugin observe the plan, or refuse it by an error of ours."""
-    hook = registry.plugins.hook.stratagem_run_planned
-    for implementation in reversed(hook.get_hookimpls()):
-        _ask_plugin("stratagem_run_planned", implementation, {"plan": plan})
-
-
-def _ask_plugin(hook: str, implementation: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return what a plugin's hook answers.
-
-    Raises:
-        PluginError: it fails; of what it raises, not all would say whose it is.
-    """
-    try:
-        return implementation.function(*(arguments[name] for name in implementation.argnames))
-    except StratagemError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"the plugin {implementation.plugin_name} failed in {hook} with "
-            f"{type(error).__name__}: {error}: disable it with STRATAGEM_DISABLE_PLUGINS"
-        ) from error
+    for _ in registry.call_hook("stratagem_run_planned", plan=plan):
+        pass
 
 
 def _check_objections(plan: RunPlan) -> None:

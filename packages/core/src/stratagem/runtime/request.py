@@ -62,10 +62,13 @@ def sort_plugins(
     for plugin in as_list(plugins):
         kind = _kind_of(plugin)
         if kind is None:
-            raise ConfigurationError(
+            by_name = isinstance(plugin, str)
+            providers = get_registry().possible_providers(plugin) if by_name else []
+            problem = (
                 f"plugins has {plugin!r}; expected a CheckpointIO, a ClusterEnvironment, a "
                 "Launcher or a Precision, or the name of one (`stratagem doctor` lists them)"
             )
+            raise ConfigurationError(". ".join((problem, *providers)))
         if kind in components and components[kind] != "32-true":
             raise ConfigurationError(
                 f"{kind} was given twice: {components[kind]!r} and {plugin!r}; give it once"

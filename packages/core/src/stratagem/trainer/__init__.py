@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from stratagem.trainer.options import check_whole as check_whole, root_folder as root_folder
     from stratagem.trainer.progress import Progress as Progress, RunState as RunState
     from stratagem.trainer.run import Run as Run
+    from stratagem.trainer.step.batch_feed import (
+        BatchFeed as BatchFeed,
+        training_batches as training_batches,
+    )
     from stratagem.trainer.step.contract_check import takes_own_steps as takes_own_steps
     from stratagem.trainer.step.hooked_step import (
         needs_closure as needs_closure,
@@ -32,6 +36,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
+            "BatchFeed": "stratagem.trainer.step.batch_feed",
             "EndOfEpoch": "stratagem.trainer.step.step",
             "Job": "stratagem.trainer.job",
             "LatestValues": "stratagem.trainer.metrics.metrics",
@@ -53,5 +58,6 @@ else:
             "source_of": "stratagem.trainer.loaders.loaders",
             "step_hooks_of": "stratagem.trainer.step.hooked_step",
             "takes_own_steps": "stratagem.trainer.step.contract_check",
+            "training_batches": "stratagem.trainer.step.batch_feed",
         },
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stratagem.trainer.loaders.dataloader_iter import ReadingStep, reads_itself
+from stratagem.trainer.step.batch_feed import refuse_dataloader_iter
 from stratagem.trainer.step.contract_check import takes_own_steps
 from stratagem.trainer.step.hooked_step import HookedStep, needs_closure, step_hooks_of
 from stratagem.trainer.step.step import Step
@@ -30,12 +30,15 @@ class _WatchedStep(Step):
 
 
 def make_step(run: Run, prepared: PreparedModel) -> Step:
-    """Return the step of a fit: one graph if that was asked for; else watched where needed.
+    """Return the step of a fit.
 
-    One with hooks where the Module has its own, or that reads its batches itself.
+    One graph if `compile="step"`, a HookedStep if the Module overrides a part of the step, and a
+    Step otherwise, which is watched if the strategy takes its steps itself.
+
+    Raises:
+        UserCodeError: `training_step` takes `dataloader_iter`.
     """
-    if reads_itself(run.module.training_step):
-        return ReadingStep(run, prepared)
+    refuse_dataloader_iter(run.module.training_step)
     compilation = run.trainer.step_options.compilation
     if compilation is not None and compilation.whole_step and run.optimizers:
         # It is a Step itself, and only those who ask for it import what makes graphs.

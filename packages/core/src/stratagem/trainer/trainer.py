@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,8 +45,11 @@ from stratagem.trainer.progress import Progress, RunState
 from stratagem.trainer.results import print_values
 
 if TYPE_CHECKING:
+    from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.profilers import Profiler
     from stratagem.trainer.run import Run
+    from stratagem.trainer.step.batch_feed import BatchFeed, IndexedBatch
+    from stratagem.trainer.step.step import Step
 
 
 class Trainer(TrainerAttributes):
@@ -384,6 +387,30 @@ class Trainer(TrainerAttributes):
             self, launched, job, progress=self._progress, latest=self._latest, before=self._run
         )
         return self._run.execute()
+
+    # -- what a subclass may change
+
+    def make_train_step(self, run: Run, prepared: PreparedModel) -> Step:
+        """Return the optimizer step of a fit; called once, before its first epoch."""
+        from stratagem.trainer.steps import make_step
+
+        return make_step(run, prepared)
+
+    def make_batch_feed(
+        self, step: Callable[..., Any], batches: Iterator[IndexedBatch], count: float, takes: int
+    ) -> BatchFeed:
+        """Return what passes batches to a step that runs without an optimizer step.
+
+        Args:
+            step: the Module's method.
+            batches: the batches of all loaders.
+            count: how many there are; infinity: not known.
+            takes: how many of (batch, batch_idx, dataloader_idx) the step takes.
+        """
+        from stratagem.trainer.step.batch_feed import BatchFeed, refuse_dataloader_iter
+
+        refuse_dataloader_iter(step)
+        return BatchFeed(batches, takes)
 
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to this process; a copy has its model, and may begin another one.

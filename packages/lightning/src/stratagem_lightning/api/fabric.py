@@ -71,7 +71,8 @@ class Fabric(Lite):
             group: not needed here.
             sync_grads: let gradients flow through it.
         """
-        return first_of_one(super().all_gather(data, sync_grads=sync_grads), self)
+        gathered = super().all_gather(data, sync_grads=sync_grads)
+        return first_of_one(gathered, self.world_size)
 
     def clip_gradients(
         self,

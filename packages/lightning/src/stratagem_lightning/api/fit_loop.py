@@ -1,4 +1,4 @@
-"""FitLoop: where users of the 2.x line find a fit's limits and its position."""
+"""FitLoop: a fit's limits and its position, by Lightning's names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.trainer import check_whole
 
 if TYPE_CHECKING:
-    from stratagem.trainer import TrainerAttributes
+    from stratagem.trainer import Trainer
 
 
 class _Limit:
@@ -36,7 +36,7 @@ class FitLoop:
         trainer: whose.
 
     Example:
-        >>> from stratagem import Trainer
+        >>> from stratagem_lightning.pytorch import Trainer
         >>> trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1)
         >>> trainer.fit_loop.max_epochs = 3
         >>> trainer.max_epochs
@@ -50,7 +50,7 @@ class FitLoop:
 
     _trainer: Any
 
-    def __init__(self, trainer: TrainerAttributes) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         vars(self)["_trainer"] = trainer
 
     def __getattr__(self, name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +14,10 @@ from stratagem.module import Module
 from stratagem_lightning.api.data import first_of_one
 from stratagem_lightning.api.exceptions import StateDictError
 from stratagem_lightning.api.saving import of_file
+
+if TYPE_CHECKING:
+    import stratagem
+    from stratagem_lightning.api.trainer import Trainer
 
 ModuleType = TypeVar("ModuleType", bound="LightningModule")
 
@@ -26,6 +30,15 @@ class LightningModule(Module):
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
     __jit_unused_properties__ = [*Module.__jit_unused_properties__, "fabric"]  # noqa: RUF012 - torch.jit reads a list
+
+    if TYPE_CHECKING:
+
+        @property
+        def trainer(self) -> Trainer:
+            """The Trainer."""
+
+        @trainer.setter
+        def trainer(self, trainer: stratagem.Trainer) -> None: ...
 
     # -- with Fabric in the place of a Trainer
 
@@ -105,7 +118,8 @@ class LightningModule(Module):
         """
         if self.fabric is not None:
             return self.fabric.all_gather(data, group, sync_grads)
-        return first_of_one(super().all_gather(data, sync_grads=sync_grads), self.trainer)
+        gathered = super().all_gather(data, sync_grads=sync_grads)
+        return first_of_one(gathered, self.trainer.world_size)
 
     # -- from a checkpoint
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem import precision
+from stratagem import precision as own
 from stratagem.errors import ConfigurationError
 from stratagem.precision import default_dtype
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 from stratagem_lightning.api.warnings import rank_zero_deprecation
 
 
-class Precision(precision.Precision, metaclass=InstanceCheck):
+class Precision(own.Precision, metaclass=InstanceCheck):
     """A precision whose batches are converted by methods, as Lightning's are.
 
     A subclass names itself by `precision`, and overrides `convert_module`, `convert_input`,
@@ -37,7 +37,7 @@ class Precision(precision.Precision, metaclass=InstanceCheck):
     """
 
     name = "32-true"
-    is_instance = of_class(precision.Precision)
+    is_instance = of_class(own.Precision)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -105,29 +105,29 @@ class Precision(precision.Precision, metaclass=InstanceCheck):
             optimizer.step(**kwargs)
 
 
-class DoublePrecision(Precision, precision.TruePrecision):
+class DoublePrecision(Precision, own.TruePrecision):
     """float64 throughout: "64-true"."""
 
-    is_instance = of_class(precision.TruePrecision, "64-true")
+    is_instance = of_class(own.TruePrecision, "64-true")
 
     def __init__(self) -> None:
         super().__init__("64-true")
 
 
-class HalfPrecision(Precision, precision.TruePrecision):
+class HalfPrecision(Precision, own.TruePrecision):
     """float16 or bfloat16 throughout.
 
     Args:
         precision: "16-true" or "bf16-true".
     """
 
-    is_instance = of_class(precision.TruePrecision, "16-true", "bf16-true")
+    is_instance = of_class(own.TruePrecision, "16-true", "bf16-true")
 
     def __init__(self, precision: str = "16-true") -> None:
         super().__init__(precision)
 
 
-class MixedPrecision(Precision, precision.MixedPrecision):
+class MixedPrecision(Precision, own.MixedPrecision):
     """float32 parameters; bfloat16 or float16 where autocast finds it safe.
 
     Args:
@@ -140,7 +140,7 @@ class MixedPrecision(Precision, precision.MixedPrecision):
     """
 
     scaler: Any = None
-    is_instance = of_class(precision.Precision, "16-mixed", "bf16-mixed")
+    is_instance = of_class(own.Precision, "16-mixed", "bf16-mixed")
 
     def __new__(cls, precision: str = "", *args: Any, **options: Any) -> MixedPrecision:
         """Return one that scales the loss for "16-mixed"."""
@@ -164,7 +164,7 @@ class MixedPrecision(Precision, precision.MixedPrecision):
         return self.forward_context()
 
 
-class _TruePrecision(Precision, precision.TruePrecision):
+class _TruePrecision(Precision, own.TruePrecision):
     """One dtype throughout."""
 
 
@@ -187,7 +187,7 @@ class FSDPPrecision(Precision):
         (True, True)
     """
 
-    is_instance = of_class(precision.Precision, *_OF_SHARDING)
+    is_instance = of_class(own.Precision, *_OF_SHARDING)
 
     def __new__(cls, precision: str = "", scaler: Any = None) -> Any:
         """Return the one that computes so."""
@@ -203,7 +203,7 @@ def _check(who: str, precision: str) -> None:
         raise ConfigurationError(f"{who}({precision!r}): expected one of {expected}")
 
 
-class DeepSpeedPrecision(Precision, precision.EnginePrecision):
+class DeepSpeedPrecision(Precision, own.EnginePrecision):
     """The precision that DeepSpeed's engine computes in.
 
     Args:
@@ -213,7 +213,7 @@ class DeepSpeedPrecision(Precision, precision.EnginePrecision):
         ConfigurationError: it is none of these.
     """
 
-    is_instance = of_class(precision.EnginePrecision)
+    is_instance = of_class(own.EnginePrecision)
 
     def __init__(self, precision: str) -> None:
         _check("DeepSpeedPrecision", precision)

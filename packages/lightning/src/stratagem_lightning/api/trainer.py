@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from stratagem import callbacks as own, storage, trainer
 from stratagem.checkpoint import find_all
@@ -17,11 +17,16 @@ from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
 from stratagem.trainer import LatestValues, root_folder
+from stratagem_lightning.api import dataloader_iter
 from stratagem_lightning.api.callbacks import RichProgressBar
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem_lightning.api.loops import EvaluationLoop, FitLoop, PredictionLoop
 from stratagem_lightning.api.model_checkpoint import ModelCheckpoint
 from stratagem_lightning.api.states import TrainerState
+
+if TYPE_CHECKING:
+    from stratagem.strategies import PreparedModel
+    from stratagem.trainer import BatchFeed, Run, Step
 
 _OWN_DEFAULTS = ("logger", "log_every_n_steps", "enable_model_summary")
 """Arguments whose defaults are Lightning's where None is given."""
@@ -170,6 +175,24 @@ class Trainer(trainer.Trainer):
         """Predict; as `stratagem.Trainer.predict`, with `model` and `ckpt_path` of `validate`."""
         path = self._best_if_left_out(model, ckpt_path, "predict")
         return super().predict(model, dataloaders, datamodule, return_predictions, path)
+
+    def make_train_step(self, run: Run, prepared: PreparedModel) -> Step:
+        """Return the step of a fit; also of one whose `training_step` takes `dataloader_iter`."""
+        if dataloader_iter.takes_dataloader_iter(run.module.training_step):
+            return dataloader_iter.ReadingStep(run, prepared)
+        return super().make_train_step(run, prepared)
+
+    def make_batch_feed(
+        self,
+        step: Callable[..., Any],
+        batches: Iterator[tuple[Any, int, int]],
+        count: float,
+        takes: int,
+    ) -> BatchFeed:
+        """Return what passes batches to a step; also to one that takes `dataloader_iter`."""
+        if dataloader_iter.takes_dataloader_iter(step):
+            return dataloader_iter.IterFeed(dataloader_iter.DataLoaderIter(batches, count))
+        return super().make_batch_feed(step, batches, count, takes)
 
     def _run_on_rank(self, launched: Any, job: Any) -> Any:
         """Run, and forget before another run what was logged in the one before."""

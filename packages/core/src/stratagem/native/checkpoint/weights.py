@@ -125,12 +125,11 @@ def _unsupported(path: Path, name: str, tensor: Tensor) -> CheckpointContentErro
 
 
 def _to_lightning(source: Path, target: Path) -> str:
+    spec = get_registry().find("checkpoint_io", "lightning").spec
     _refuse_existing(target)
     checkpoint = check(_read(source), source)
     checkpoint.setdefault("format_version", FORMAT_VERSION)
-    get_registry().find("checkpoint_io", "lightning").spec.build().save_checkpoint(
-        checkpoint, target
-    )
+    spec.build().save_checkpoint(checkpoint, target)
     kept = "all that Lightning resumes from" if "progress" in checkpoint else "weights only"
     return f"{target}: {target.stat().st_size} bytes, {kept}"
 

@@ -12,11 +12,12 @@ import torch
 from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import UserCodeError
 from stratagem.trainer.hooks import is_users, positional_parameters
-from stratagem.trainer.loaders.dataloader_iter import DataLoaderIter, read_to_train, reads_itself
 from stratagem.trainer.loaders.loaders import set_epoch_of
 from stratagem.trainer.metrics.log_buffer import Rows
 from stratagem.trainer.metrics.metrics import EpochValues, LatestValues, Metrics
+from stratagem.trainer.step.batch_feed import training_batches
 from stratagem.trainer.step.batch_transfer import batch_converter
+from stratagem.trainer.step.step import EndOfEpoch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,20 +103,20 @@ def pass_over_training_data(run: Run) -> None:
     metrics.in_step = True
     convert = batch_converter(run.strategy, run.module, run.datamodule)
     step, epoch = run.module.training_step, run.progress.epoch
-    takes, itself = 2 if positional_parameters(step).most > 1 else 1, reads_itself(step)
+    takes = 2 if positional_parameters(step).most > 1 else 1
     context = run.strategy.precision.forward_context() or nullcontext()
     loader.set_epoch(epoch)
     loader.begin_epoch(epoch, 0)
     run.module.train()
-    source = DataLoaderIter(read_to_train(loader, convert, metrics), loader.end)
+    batches = training_batches(loader, convert, metrics)
+    feed = run.trainer.make_batch_feed(step, batches, loader.end, takes)
+    call = partial(prepared.module, "training_step")
     with run.module.logging_to(metrics), torch.no_grad():
-        for given in source.turns() if itself else source:
+        for _ in feed:
             try:
                 with context:
-                    prepared.module("training_step", *((source,) if itself else given[:takes]))
-            except StopIteration:
-                if not itself:
-                    raise
+                    feed.run(call)
+            except EndOfEpoch:
                 break
 
 
@@ -135,23 +136,19 @@ def _run_batches(
     context = run.strategy.precision.forward_context() or nullcontext()
     on_start = _with_index(run.hooks.of(f"on_{what}_batch_start"), 3)
     on_end = _with_index(run.hooks.of(f"on_{what}_batch_end"), 4)
-    call = run.profiling.of_strategy(method, prepared.evaluation_module)
-    reading, itself = _read(run, loaders, method, metrics), reads_itself(step)
-    source = DataLoaderIter(reading, sum(loader.batches for loader in loaders))
-    # A step that reads its batches itself has none yet: its first hooks are given the one before.
-    for batch, batch_idx, loader_idx in source.turns() if itself else reading:
+    call = partial(run.profiling.of_strategy(method, prepared.evaluation_module), method)
+    reading = _read(run, loaders, method, metrics)
+    count = sum(loader.batches for loader in loaders)
+    feed = run.trainer.make_batch_feed(step, reading, count, takes)
+    for batch, batch_idx, loader_idx in feed:
         for hook in on_start:
             hook(batch, batch_idx, loader_idx)
-        arguments = (source,) if itself else (batch, batch_idx, loader_idx)[:takes]
         try:
             with context:
-                output = call(method, *arguments)
-        except StopIteration:
-            if not itself:
-                raise
+                output = feed.run(call)
+        except EndOfEpoch:
             break
-        if itself:
-            batch, batch_idx, loader_idx = source.last
+        batch, batch_idx, loader_idx = feed.last
         for hook in on_end:
             hook(output, batch, batch_idx, loader_idx)
         if metrics.row:

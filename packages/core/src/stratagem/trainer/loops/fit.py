@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.trainer.checks import check_that_it_ends
-from stratagem.trainer.loaders.dataloader_iter import EndOfData
 from stratagem.trainer.loaders.open import data_of, reopen_in_epoch
 from stratagem.trainer.loops.divergence import DivergenceCheck
 from stratagem.trainer.step.step import EndOfEpoch, Step
-from stratagem.trainer.steps import make_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +36,7 @@ def fit(
     """
     loader, rank_state = data_of(run)
     module, progress, hooks = run.module, run.progress, run.hooks
-    step = run.step = make_step(run, prepared)
+    step = run.step = run.trainer.make_train_step(run, prepared)
     train_steps = _train_steps(run, prepared, step, loader, validation)
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
@@ -150,10 +148,9 @@ def _train_steps(
 def _end_early(end: EndOfEpoch, step: Step, loader: TrainLoader, done: int) -> bool:
     """Forget the step under way; return whether the epoch has ended as others do, with its data."""
     step.abandon()
-    has_ended = isinstance(end, EndOfData)
-    if has_ended:
+    if end.data_has_ended:
         loader.check_end(done)
-    return has_ended
+    return end.data_has_ended
 
 
 def _check_after_step(

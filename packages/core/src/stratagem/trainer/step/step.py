@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 
 class EndOfEpoch(Exception):  # no error: user code asks for it
-    """Raised where `on_train_batch_start` returns -1: the epoch ends before that batch."""
+    """Ends the epoch before the present batch, as when `on_train_batch_start` returns -1.
+
+    Attributes:
+        data_has_ended: the epoch ends since there is no further batch, so validation follows.
+    """
+
+    data_has_ended = False
 
 
 class Step(TrainStep):
@@ -190,11 +196,14 @@ class Step(TrainStep):
             # A batch that is repeated to keep step with other ranks was counted before.
             self._logged.counts = self._weight != 0.0
         self._batch = self._logged.batch = batch
+        self._start_batch(batch, self.batch_idx)
+        return batch
+
+    def _start_batch(self, batch: Any, batch_idx: int) -> None:
         for hook in self._on_batch_start:
-            returned = hook(batch, self.batch_idx)
+            returned = hook(batch, batch_idx)
             if type(returned) is int and returned == -1:
                 raise EndOfEpoch
-        return batch
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
         """Return the loss of a batch or of a part of it."""

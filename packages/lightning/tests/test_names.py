@@ -264,7 +264,13 @@ def test_run_needs_devices_unless_the_script_starts_its_ranks(
     script.touch()
     assert parse(["--as-lightning", str(script)]).devices == 0
     launch = parse(["--as-lightning", str(script), "--lr", "1"])
-    assert launch.command[1:] == ["-m", "stratagem_lightning.script", str(script), "--lr", "1"]
+    assert launch.command[1:] == [
+        "-m",
+        "stratagem_lightning_plugin.script",
+        str(script),
+        "--lr",
+        "1",
+    ]
     for arguments, said in [
         ([str(script)], "--devices"),
         (["--as-lightning", "--prefix", str(script)], "give --devices as well for"),

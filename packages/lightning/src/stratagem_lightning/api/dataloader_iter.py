@@ -4,42 +4,47 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.trainer.step.contract_check import takes_own_steps
-from stratagem.trainer.step.hooked_step import needs_closure, step_hooks_of
-from stratagem.trainer.step.step import EndOfEpoch, Step
+from stratagem.trainer import (
+    BatchFeed,
+    EndOfEpoch,
+    Step,
+    needs_closure,
+    step_hooks_of,
+    takes_own_steps,
+    training_batches,
+)
 
 if TYPE_CHECKING:
-    from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.trainer.loaders.train_loader import TrainLoader
-    from stratagem.trainer.metrics.metrics import Metrics
-    from stratagem.trainer.run import Run
+    from stratagem.strategies import PreparedModel
+    from stratagem.trainer import Run, TrainLoader
 
 
-def reads_itself(step: Callable[..., Any] | None) -> bool:
-    """Whether a step takes `dataloader_iter` in the place of a batch.
+def takes_dataloader_iter(step: Callable[..., Any] | None) -> bool:
+    """Whether a step takes `dataloader_iter` in place of a batch.
 
     Example:
-        >>> reads_itself(lambda dataloader_iter: next(dataloader_iter))
+        >>> takes_dataloader_iter(lambda dataloader_iter: next(dataloader_iter))
         True
     """
     return step is not None and "dataloader_iter" in inspect.signature(step).parameters
 
 
 class DataLoaderIter(Iterator[tuple[Any, int, int]]):
-    """What such a step is given: each `next` is `(batch, batch_idx, dataloader_idx)`.
+    """The iterator that such a step receives: each `next` is `(batch, batch_idx, dataloader_idx)`.
 
     Args:
-        batches: yields them.
+        batches: the batches of all loaders.
         count: how many there are; infinity: not known.
 
     Attributes:
         fetched: how many were read.
-        last: what was read last; before, (None, 0, 0).
+        last: the last one; before the first, (None, 0, 0).
         done: whether there are no more, as far as is known.
 
     Example:
@@ -55,27 +60,24 @@ class DataLoaderIter(Iterator[tuple[Any, int, int]]):
         self.last: tuple[Any, int, int] = (None, 0, 0)
         self.done = count <= 0
 
-    def turns(self) -> Iterator[tuple[Any, int, int]]:
-        """Yield what was read last, as long as there is more."""
-        while not self.done:
-            before = self.fetched
-            yield self.last
-            self.check_read(before)
-
-    def check_read(self, before: int) -> None:
-        """Check that a step has read a batch.
-
-        Args:
-            before: how many were read before it.
+    def pass_to(self, step: Callable[[DataLoaderIter], Any]) -> Any:
+        """Call a step with this iterator; return what the step returns.
 
         Raises:
-            UserCodeError: it has not, so that there would always be more.
+            EndOfData: the step asks for a batch, and there is none.
+            UserCodeError: the step has read no batch, so that it would be called forever.
         """
+        before = self.fetched
+        try:
+            returned = step(self)
+        except StopIteration:
+            raise EndOfData from None
         if self.fetched == before and not self.done:
             raise UserCodeError(
                 "a step took no batch from dataloader_iter, so that it would be called for ever: "
                 "call next(dataloader_iter) in each"
             )
+        return returned
 
     def __next__(self) -> tuple[Any, int, int]:
         if self.done:
@@ -90,33 +92,45 @@ class DataLoaderIter(Iterator[tuple[Any, int, int]]):
         return self.last
 
 
-def read_to_train(
-    loader: TrainLoader, convert: Callable[[Any], Any] | None, metrics: Metrics, done: int = 0
-) -> Iterator[tuple[Any, int, int]]:
-    """Yield each batch as `training_step` gets it, its number, and 0, its loader's.
+class EndOfData(EndOfEpoch):
+    """Raised if a step asks for a batch and there is none."""
+
+    data_has_ended = True
+
+
+class IterFeed(BatchFeed):
+    """Passes a `DataLoaderIter` to a step that runs without an optimizer step.
+
+    The hooks of a batch's start receive the batch before it, since the step has not read its own
+    yet.
 
     Args:
-        loader: in an epoch.
-        convert: makes the step's batch of the loader's.
-        metrics: is told of each, for its size.
-        done: batches of the epoch before the first.
+        source: what the step reads from.
     """
-    for number, (batch,) in enumerate(loader.steps(1), start=done):
-        if convert is not None:
-            batch = convert(batch)
-        metrics.batch = batch
-        yield batch, number, 0
 
+    def __init__(self, source: DataLoaderIter) -> None:
+        super().__init__(source, 0)
+        self._source = source
 
-class EndOfData(EndOfEpoch):
-    """Raised where `training_step` has asked for a batch, and there is none."""
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        while not self._source.done:
+            yield self.last
+
+    def run(self, step: Callable[..., Any]) -> Any:
+        """Call the step with the iterator; return what the step returns."""
+        returned = self._source.pass_to(step)
+        self.last = self._source.last
+        return returned
 
 
 class ReadingStep(Step):
-    """A step whose `training_step` reads its batches itself, as many as it likes.
+    """An optimizer step whose `training_step` reads its batches itself.
 
-    They count as trained on once the step is taken, so that a run which is resumed goes on behind
-    them. A batch that a model keeps for its next step is not seen from here.
+    The batches count as trained on once the step is taken, so that a resumed run continues after
+    them. A batch that a model keeps for its next step is not known here.
+
+    Raises:
+        ConfigurationError: the run needs a batch before `training_step` reads one.
     """
 
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
@@ -124,44 +138,34 @@ class ReadingStep(Step):
         super().__init__(run, prepared)
 
     def micro_batches(self, loader: TrainLoader, accumulate: int) -> Iterator[Collection[Any]]:
-        """Yield what batches are read from, as long as it has any."""
+        """Yield the iterator over the epoch's batches for each step, as long as it has any."""
         done = self._progress.batches
-        batches = read_to_train(loader, self._convert, self._logged, done)
+        batches = training_batches(loader, self._convert, self._logged, done)
         source = DataLoaderIter(batches, loader.end - done)
-        return ((source,) for _ in source.turns())
+        while not source.done:
+            yield (source,)
 
     def begin(self, micro_batch: DataLoaderIter) -> Any:
-        """Return what batches are read from, after the hooks of the start.
-
-        The hooks are given the batch before: which ones this step will read is not known yet.
-        """
+        """Return the iterator, after the hooks of the start, which receive the batch before."""
         self._begun += 1
         self._batch = micro_batch
-        batch, batch_idx, _ = micro_batch.last
-        for hook in self._on_batch_start:
-            returned = hook(batch, batch_idx)
-            if type(returned) is int and returned == -1:
-                raise EndOfEpoch
+        self._start_batch(*micro_batch.last[:2])
         return micro_batch
 
     def loss(self, part: DataLoaderIter, *, converted: bool = False) -> Tensor | None:
-        """Return the loss of what `training_step` reads."""
+        """Return the loss of the batches that `training_step` reads."""
         before = part.fetched
-        try:
-            loss = super().loss(part, converted=True)
-        except StopIteration:
-            raise EndOfData from None
-        part.check_read(before)
+        loss: Tensor | None = part.pass_to(partial(super().loss, converted=True))
         self._micro_batches = part.fetched - before
         self._batch, self.batch_idx, _ = part.last
         return loss
 
 
 def _check(run: Run, prepared: PreparedModel) -> None:
-    """Refuse what needs a batch before `training_step` reads one.
+    """Refuse a run that needs a batch before `training_step` reads one.
 
     Raises:
-        ConfigurationError: says what.
+        ConfigurationError: says what needs it.
     """
     options, module = run.trainer.step_options, run.module
     loader = run.train_loader
@@ -173,7 +177,7 @@ def _check(run: Run, prepared: PreparedModel) -> None:
     elif loader is not None and loader.compares_ranks:
         problem = "ranks that may have different numbers of batches compare theirs before each step"
     elif takes_own_steps(type(run.strategy)):
-        problem = f"the strategy {run.launched.plan.strategy.name!r} takes the step as a whole"
+        problem = f"the strategy {run.trainer.plan.strategy.name!r} takes the step as a whole"
     elif module.automatic_optimization and (own := step_hooks_of(module)):
         problem = f"it overrides {' and '.join(own)}"
     elif module.automatic_optimization and any(map(needs_closure, prepared.optimizers)):

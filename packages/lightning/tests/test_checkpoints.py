@@ -6,26 +6,26 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from program import Program
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stratagem import Module, Trainer
+from stratagem import Module, Trainer, checkpoint
 from stratagem.callbacks import EarlyStopping
-from stratagem.checkpoint import LightningCheckpointIO, SingleFileCheckpointIO
-from stratagem.cli import run_command
+from stratagem.checkpoint import SingleFileCheckpointIO
 from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError
 from stratagem_lightning_plugin.checkpoint_format import from_lightning, to_lightning
+from stratagem_lightning_plugin.checkpoint_io import LightningCheckpointIO
 
 THEIRS = Path(__file__).parent / "data" / "lightning_2.6.6.ckpt"
+TO_LIGHTNING = ("--to", "lightning")
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu"}
 
 
@@ -111,6 +111,13 @@ def test_states_that_name_files_are_not_taken_over() -> None:
     assert stopping["best_score"] == pytest.approx(0.63552, rel=1e-4)
 
 
+def program(folder: Path) -> Program:
+    """Return the `stratagem` program with this distribution's plugin, run in a folder."""
+    found = Program(folder)
+    found.plugins.append("stratagem-lightning")
+    return found
+
+
 def plugin(path: Path) -> None:
     trainer = Trainer(max_steps=9, enable_checkpointing=False, plugins="lightning", **QUIET)
     trainer.fit(Line(), loader(), loader())
@@ -121,11 +128,8 @@ def command(path: Path) -> None:
     trainer = Trainer(max_steps=9, enable_checkpointing=False, **QUIET)
     trainer.fit(Line(), loader(), loader())
     trainer.save_checkpoint(path.with_suffix(".ours"))
-    arguments = ["checkpoint", "convert", str(path.with_suffix(".ours")), str(path)]
-    told = io.StringIO()
-    with redirect_stdout(told):
-        assert run_command([*arguments, "--to", "lightning"]) == 0
-    assert "all that Lightning resumes from" in told.getvalue()
+    told = program(path.parent)("checkpoint", "convert", "written.ours", path.name, *TO_LIGHTNING)
+    assert "all that Lightning resumes from" in told.stdout
 
 
 @pytest.mark.parametrize("write", [plugin, command])
@@ -149,6 +153,10 @@ def test_what_is_written_has_lightnings_form(write: Callable[[Path], None], tmp_
     assert weights(resumed) == pytest.approx(weights(fit(None, max_epochs=2)), rel=1e-6)
 
 
+def test_core_serves_the_format_by_its_class() -> None:
+    assert checkpoint.LightningCheckpointIO is LightningCheckpointIO  # type: ignore[attr-defined]
+
+
 def test_weights_alone_are_written_for_lightning_too() -> None:
     written = to_lightning({"format_version": 2, "state_dict": {}, "epoch": 1, "global_step": 3})
     assert written["loops"] == {}
@@ -166,6 +174,6 @@ def test_convert_names_the_formats_that_it_writes(
 ) -> None:
     source = tmp_path / "source.ckpt"
     shutil.copy(THEIRS, source)
-    arguments = ["checkpoint", "convert", str(source), str(tmp_path / "x"), "--to", "onnx"]
-    assert run_command(arguments) == 1
-    assert "to='onnx': expected 'safetensors' or 'lightning'" in capsys.readouterr().err
+    arguments = ("checkpoint", "convert", source.name, "x", "--to", "onnx")
+    told = program(tmp_path)(*arguments, code=1)
+    assert "to='onnx': expected 'safetensors' or 'lightning'" in told.stderr

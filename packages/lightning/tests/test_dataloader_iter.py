@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem import Module, Trainer
+from stratagem import Module
 from stratagem.callbacks import StochasticWeightAveraging
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.trainer.loaders.train_loader import TrainLoader
-from stratagem_lightning import dataloader_iter
+from stratagem.trainer import TrainLoader
+from stratagem_lightning.api import dataloader_iter
+from stratagem_lightning.api.trainer import Trainer
 
 
 class Pairs(Module):

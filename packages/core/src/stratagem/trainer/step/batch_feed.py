@@ -1,0 +1,91 @@
+"""BatchFeed: how batches reach a step that runs without an optimizer step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from stratagem.errors import UserCodeError
+
+if TYPE_CHECKING:
+    from stratagem.trainer.loaders.train_loader import TrainLoader
+    from stratagem.trainer.metrics.metrics import Metrics
+
+IndexedBatch = tuple[Any, int, int]
+"""A batch, its number, and the index of its loader."""
+
+
+class BatchFeed:
+    """Passes each batch to a step: validation, testing, predicting, and training without gradients.
+
+    The loop iterates over it. For each item it calls the hooks of the batch's start, `run`, and
+    the hooks of the batch's end with `last`.
+
+    Args:
+        batches: the batches.
+        takes: how many of (batch, batch_idx, dataloader_idx) the step takes.
+
+    Attributes:
+        last: the batch that the step has received; before the first, (None, 0, 0).
+
+    Example:
+        >>> feed = BatchFeed(iter([("a", 0, 0), ("b", 1, 0)]), 2)
+        >>> [feed.run(lambda batch, batch_idx: f"{batch}{batch_idx}") for _ in feed]
+        ['a0', 'b1']
+    """
+
+    def __init__(self, batches: Iterator[IndexedBatch], takes: int) -> None:
+        self._batches = batches
+        self._takes = takes
+        self.last: IndexedBatch = (None, 0, 0)
+
+    def __iter__(self) -> Iterator[IndexedBatch]:
+        """Yield what the hooks of each batch's start receive."""
+        for batch in self._batches:
+            self.last = batch
+            yield batch
+
+    def run(self, step: Callable[..., Any]) -> Any:
+        """Call the step for the present item; return what the step returns.
+
+        Raises:
+            EndOfEpoch: there was no batch for this call.
+        """
+        return step(*self.last[: self._takes])
+
+
+def refuse_dataloader_iter(step: Callable[..., Any]) -> None:
+    """Refuse a step that takes `dataloader_iter` in place of a batch.
+
+    Raises:
+        UserCodeError: the step takes it.
+
+    Example:
+        >>> refuse_dataloader_iter(lambda batch, batch_idx: None)
+    """
+    if "dataloader_iter" in inspect.signature(step).parameters:
+        raise UserCodeError(
+            f"{step.__qualname__} takes dataloader_iter, which only the Trainer of "
+            "stratagem-lightning passes: take batch and batch_idx instead, or "
+            "`pip install stratagem-lightning` and start the script by "
+            "`stratagem run --as-lightning`"
+        )
+
+
+def training_batches(
+    loader: TrainLoader, convert: Callable[[Any], Any] | None, metrics: Metrics, done: int = 0
+) -> Iterator[IndexedBatch]:
+    """Yield each training batch of the epoch as `training_step` receives it.
+
+    Args:
+        loader: in an epoch.
+        convert: makes the step's batch of the loader's.
+        metrics: reads the size of each batch.
+        done: batches of the epoch before the first.
+    """
+    for number, (batch,) in enumerate(loader.steps(1), start=done):
+        if convert is not None:
+            batch = convert(batch)
+        metrics.batch = batch
+        yield batch, number, 0
