@@ -163,7 +163,7 @@ def _check(run: Run, prepared: PreparedModel) -> None:
     Raises:
         ConfigurationError: says what.
     """
-    options, module = run.trainer.step_options, run.module
+    options, module = run.trainer.options.step_options, run.module
     loader = run.train_loader
     problem = ""
     if options.compilation is not None and options.compilation.whole_step:
