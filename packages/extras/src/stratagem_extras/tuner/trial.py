@@ -23,8 +23,8 @@ from stratagem.rng import (
 )
 
 if TYPE_CHECKING:
-    from stratagem.strategies import PreparedModel
     from stratagem.module import Module
+    from stratagem.strategies import PreparedModel
     from stratagem.trainer import Trainer, TrainerOptions
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +14,9 @@ from stratagem.module import Module
 from stratagem_lightning.api.data import first_of_one
 from stratagem_lightning.api.exceptions import StateDictError
 from stratagem_lightning.api.saving import of_file
+
+if TYPE_CHECKING:
+    from stratagem_lightning.api.trainer import Trainer
 
 ModuleType = TypeVar("ModuleType", bound="LightningModule")
 
@@ -26,6 +29,9 @@ class LightningModule(Module):
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
     __jit_unused_properties__ = [*Module.__jit_unused_properties__, "fabric"]  # noqa: RUF012 - torch.jit reads a list
+
+    if TYPE_CHECKING:
+        trainer: Trainer
 
     # -- with Fabric in the place of a Trainer
 
