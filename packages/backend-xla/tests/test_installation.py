@@ -196,18 +196,19 @@ def test_one_device_is_single_xlas(devices: Any) -> None:
     assert (plan.strategy.name, plan.devices) == ("single_xla", (0,))
 
 
-def test_tpu_cores_are_devices_of_the_accelerator_tpu(
+def test_devices_of_the_accelerator_tpu_are_xlas(
     working: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     attach(tmp_path, *["0x0027"] * 4)
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setenv("TPU_LIBRARY_PATH", "/somewhere/libtpu.so")
-    for made in (Lite(tpu_cores=8), Trainer(tpu_cores=8, logger=False)):
+    tpu: dict[str, Any] = {"accelerator": "tpu"}
+    for made in (Lite(**tpu, devices=8), Trainer(**tpu, devices=8, logger=False)):
         assert made.plan.strategy.name == "xla"
         assert made.plan.devices == tuple(range(8))
     with pytest.raises(ConfigurationError, match="drives all 8 XLA devices"):
-        Lite(tpu_cores=4)
-    assert Lite(tpu_cores=[3]).plan.devices == (3,)
+        Lite(**tpu, devices=4)
+    assert Lite(**tpu, devices=[3]).plan.devices == (3,)
 
 
 @pytest.mark.usefixtures("four")
@@ -254,7 +255,7 @@ def test_what_cannot_be_given_is_refused(options: dict[str, Any], expected: str)
 @pytest.mark.usefixtures("working")
 def test_a_runtime_that_is_not_told_its_device_is_refused_before_processes_start() -> None:
     with pytest.raises(ConfigurationError, match=r"PJRT_DEVICE is not set .*CPU_NUM_DEVICES=4"):
-        Lite(tpu_cores=8)
+        Lite(accelerator="tpu", devices=8)
 
 
 @pytest.mark.parametrize("front_end", [Lite, Trainer])

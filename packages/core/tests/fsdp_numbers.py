@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ for name, way in ways.items():
     if name == "blocks":
         out["predicted"] = torch.cat(runs.predict(module, loader(2))).flatten().tolist()
         out["again"] = runs.validate(module, loader(2), verbose=False)[0]["val_loss"]
-        runs.max_steps = 25
+        runs.options = replace(runs.options, max_steps=25)
         module.losses.clear()
         runs.fit(module, loader(2))
         out["second fit"] = module.losses

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,7 +362,7 @@ def test_the_checkpoints_of_ones_own_run_go_before_newer_ones_of_another(tmp_pat
     trainer.fit(Line(), loader())
     fit(each_step(tmp_path, filename="other-{step}"), 7)
     again = Line()
-    trainer.max_steps = 5
+    trainer.options = replace(trainer.options, max_steps=5)
     trainer.fit(again, loader(), ckpt_path="last")
     assert again.first_step == 3
 
@@ -708,7 +709,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fit_epochs(saver, 1)
     assert saver.dirpath == tmp_path / "home" / "saved"
     trainer = Trainer(accelerator="cpu", default_root_dir="~/runs", logger=CSVLogger("~/logs"))
-    assert trainer.default_root_dir == tmp_path / "home" / "runs"
+    assert trainer.options.default_root_dir == tmp_path / "home" / "runs"
     assert Validated.load_from_checkpoint("~/saved/epoch=0.ckpt").scores == ()
     trainer.validate(Validated(), loader(), ckpt_path="~/saved/epoch=0.ckpt", verbose=False)
     trainer.save_checkpoint("~/again.ckpt")

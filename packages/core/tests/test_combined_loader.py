@@ -63,7 +63,7 @@ def test_a_list_of_numbers_is_a_loader() -> None:
     one = trainer()
     one.validate(Seeing(), loader)
     assert seen == [batch for batch, _, _ in loader]
-    assert (one.num_val_batches, one.num_sanity_val_batches) == ([3, 2], [])
+    assert one.run.evaluation_loaders["validation"][0].each == [3, 2]
     assert batches_to_evaluate(one, "validation") == [3]
 
 

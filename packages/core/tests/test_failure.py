@@ -200,7 +200,7 @@ def test_ranks_ask_one_another_less_often_the_shorter_their_steps_are(
     interruption = Interruption(ranks, Environment(), None)  # type: ignore[arg-type]
     for _ in range(2000):
         now += 0.001
-        assert not interruption.look()
+        assert not interruption.check()
     # 2 s of steps of 1 ms: after 1, 4, 16, 64, 256 steps, and then each 500.
     assert 5 <= ranks.asked <= 9
 
@@ -209,9 +209,9 @@ def test_a_signal_on_another_rank_ends_this_one_at_the_next_look() -> None:
     ten = 10_000_000
     ranks = TwoRanks([[0, 0, ten, ten], [int(signal.SIGTERM), 0, ten, 2 * ten]])
     interruption = Interruption(ranks, Environment(), None)  # type: ignore[arg-type]
-    assert not interruption.look()
+    assert not interruption.check()
     assert interruption.agreed_time() == 10.0
-    assert interruption.look()
+    assert interruption.check()
     assert interruption.agreed_time() == 20.0
     assert interruption.signal is signal.SIGTERM
 
@@ -267,10 +267,10 @@ def test_ranks_that_agree_are_left_alone_and_are_not_asked_between_checks() -> N
         raise AssertionError
 
     check = DivergenceCheck(Gathering(fail), nn.Linear(2, 2), 3)  # type: ignore[arg-type]
-    check.look(1, True)
-    check.look(2, True)
+    check.check(1, True)
+    check.check(2, True)
     check = DivergenceCheck(Gathering(lambda t: t), nn.Linear(2, 2), 3)  # type: ignore[arg-type]
-    check.look(3, True)
+    check.check(3, True)
 
 
 def test_another_step_and_a_missing_loss_are_named() -> None:
@@ -284,9 +284,9 @@ def test_another_step_and_a_missing_loss_are_named() -> None:
 
     net = nn.Linear(2, 2)
     with pytest.raises(DivergenceError, match=r"the optimizer step \(rank 0: 3, rank 1: 4\)"):
-        DivergenceCheck(Gathering(later), net, 3).look(3, True)  # type: ignore[arg-type]
+        DivergenceCheck(Gathering(later), net, 3).check(3, True)  # type: ignore[arg-type]
     with pytest.raises(DivergenceError, match=r"training_step has a loss \(rank 0: 1, rank 1: 0\)"):
-        DivergenceCheck(Gathering(without_loss), net, 3).look(3, True)  # type: ignore[arg-type]
+        DivergenceCheck(Gathering(without_loss), net, 3).check(3, True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -317,10 +317,10 @@ def test_parameters_that_differ_in_value_or_place_are_seen(
     for module, value in zip(modules, (theirs, ours), strict=True):
         module.register_parameter("value", nn.Parameter(value))
     with pytest.raises(DivergenceError):
-        DivergenceCheck(Listening(), modules[0], 1).look(1, True)  # type: ignore[arg-type]
+        DivergenceCheck(Listening(), modules[0], 1).check(1, True)  # type: ignore[arg-type]
     of_theirs.append(_hashes_of(modules[0]))
     with pytest.raises(DivergenceError, match=r"differ from those of rank 0: rank 1 in value\."):
-        DivergenceCheck(Ranks(), modules[1], 1).look(1, True)  # type: ignore[arg-type]
+        DivergenceCheck(Ranks(), modules[1], 1).check(1, True)  # type: ignore[arg-type]
 
 
 def _hashes_of(module: nn.Module) -> torch.Tensor:

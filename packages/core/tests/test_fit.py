@@ -388,7 +388,7 @@ def test_should_stop_waits_for_min_epochs_and_min_steps() -> None:
     ],
 )
 def test_max_time_takes_a_timedelta_a_string_a_dict_or_seconds(given: Any, seconds: float) -> None:
-    assert quiet(max_time=given).max_time == seconds
+    assert quiet(max_time=given).options.max_time == seconds
 
 
 def test_max_time_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -758,8 +758,8 @@ def test_none_leaves_an_option_at_its_default() -> None:
     trainer = Trainer(accelerator="cpu", logger=False, gradient_clip_val=0.5, **given)
     assert trainer.checkpoint_callback is not None
     assert len(trainer.callbacks) == 2
-    assert trainer.step_options.clip == GradientClip(0.5, "norm")
-    assert (trainer.num_sanity_val_steps, trainer.log_every_n_steps) == (2, 1)
+    assert trainer.options.step_options.clip == GradientClip(0.5, "norm")
+    assert (trainer.options.num_sanity_val_steps, trainer.options.log_every_n_steps) == (2, 1)
     predicted = quiet().predict(Regression(), [data().tensors[0]] * 3, None, None)
     assert len(predicted) == 3
 
@@ -846,7 +846,7 @@ class Marks(Callback):
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if not trainer.sanity_checking:
-            self.at.append((trainer.current_epoch, trainer.batches_that_trained))
+            self.at.append((trainer.current_epoch, trainer.run.progress.batches))
 
 
 @pytest.mark.parametrize(
@@ -1459,13 +1459,13 @@ def test_a_trainer_tells_what_it_runs_and_on_what() -> None:
         limit_val_batches=0.5,
         accumulate_grad_batches={0: 1, 4: 8},
         gradient_clip_val=0.5,
-        callbacks=[early := EarlyStopping("val_loss", patience=99)],
+        callbacks=[EarlyStopping("val_loss", patience=99)],
         num_sanity_val_steps=1,
     )
-    nothing: list[Any] = [trainer.model, trainer.datamodule, trainer.ckpt_path]
-    nothing += [trainer.train_dataloader, trainer.val_dataloaders, trainer.progress_bar_callback]
-    assert nothing == [None] * 6
-    assert (trainer.num_val_batches, trainer.state.finished) == ([], True)
+    nothing: list[Any] = [trainer.model, trainer.datamodule]
+    nothing += [trainer.train_dataloader, trainer.val_dataloaders]
+    assert nothing == [None] * 4
+    assert trainer.state.finished
     seen: list[Any] = []
 
     class Asks(Regression):
@@ -1476,38 +1476,34 @@ def test_a_trainer_tells_what_it_runs_and_on_what() -> None:
             return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, steps)}]
 
         def on_train_start(self) -> None:
-            seen.append((self.trainer.training, self.trainer.validating))
+            seen.append(self.trainer.run.evaluation.what)
 
         def validation_step(self, batch: Batch, batch_idx: int) -> None:
             super().validation_step(batch, batch_idx)
             if not seen[1:]:
-                seen.append((self.trainer.training, self.trainer.validating))
-
-        def on_fit_end(self) -> None:
-            seen.append(self.trainer.accumulate_grad_batches)
+                seen.append(self.trainer.run.evaluation.what)
 
     model, train, evaluated = Asks(), loader(), loader(24)
     trainer.fit(model, train, evaluated)
-    assert seen == [44, (False, True), (True, False), 8]
+    assert seen == [44, "validation", ""]
     assert trainer.global_step == 44
-    assert trainer.model is trainer.lightning_module is model
+    assert trainer.model is model
     assert trainer.train_dataloader.dataset is train.dataset
     assert trainer.val_dataloaders.dataset is evaluated.dataset
-    assert (trainer.num_training_batches, trainer.num_val_batches) == (10, [3])
-    assert trainer.num_sanity_val_batches == [1]
-    assert (trainer.limit_train_batches, trainer.limit_val_batches) == (10, 0.5)
-    assert (trainer.limit_test_batches, trainer.limit_predict_batches) == (1.0, 1.0)
-    assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "norm")
-    assert (trainer.num_devices, trainer.device_ids, trainer.num_nodes) == (1, [0], 1)
-    assert (trainer.accelerator.name, trainer.precision) == ("cpu", "32-true")
-    assert trainer.early_stopping_callback is early
+    assert trainer.num_training_batches == 10
+    assert [one.batches for one in trainer.run.evaluation_loaders["validation"]] == [3]
+    options = trainer.options
+    assert (options.limit_train_batches, options.limit_val_batches) == (10, 0.5)
+    assert (options.limit_test_batches, options.limit_predict_batches) == (1.0, 1.0)
+    assert options.step_options.clip == GradientClip(0.5, "norm")
+    assert options.step_options.micro_batches_in(trainer.current_epoch) == 8
     assert trainer.checkpoint_callbacks == []
     trainer.validate(model, [loader(8), loader(8)], verbose=False)
     assert len(trainer.val_dataloaders) == 2
     trainer.predict(model, [data(8).tensors[0]] * 4)
-    assert (trainer.num_predict_batches, trainer.num_test_batches) == ([4], [])
-    assert not trainer.interrupted
-    assert quiet(max_epochs=-1, max_steps=7).max_steps == 7
+    assert [one.batches for one in trainer.run.evaluation_loaders["predict"]] == [4]
+    assert trainer.state.status == "finished"
+    assert quiet(max_epochs=-1, max_steps=7).options.max_steps == 7
 
 
 def test_the_steps_of_a_fit_without_an_end_are_infinitely_many() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem import Callback, DataModule, Module, Trainer
-from stratagem.callbacks import ModelCheckpoint
+from stratagem.callbacks import ModelCheckpoint, batches_to_evaluate
 from stratagem.errors import ConfigurationError, UserCodeError
 
 Configure = Callable[[Optimizer], Any]
@@ -262,7 +263,7 @@ def test_validation_comes_after_a_time(time: Any, monkeypatch: pytest.MonkeyPatc
     clock_of_runs = SimpleNamespace(monotonic=lambda: clock[0])
     monkeypatch.setattr("stratagem.trainer.loops.interruption.time", clock_of_runs)
     model, trainer = Takes(), quiet(val_check_interval=time)
-    assert trainer.val_check_interval == timedelta(seconds=30)
+    assert trainer.options.val_check_interval == timedelta(seconds=30)
     trainer.fit(model, loader(), loader())
     # Counted from the start of training, and then from the end of each validation.
     assert [step for _, step in model.validated] == [3, 6, 9, 12, 15, 18, 21]
@@ -304,37 +305,29 @@ def test_the_limits_of_a_fit_may_be_set_between_fits_and_within() -> None:
     class Stops(Net):
         def on_train_epoch_end(self) -> None:
             if self.current_epoch == 1:
-                self.trainer.fit_loop.max_epochs = 2
+                self.trainer.options = replace(self.trainer.options, max_epochs=2)
 
     trainer = quiet(max_epochs=1)
-    trainer.fit_loop.max_epochs = 5
-    assert trainer.max_epochs == trainer.fit_loop.max_epochs == 5
+    trainer.options = replace(trainer.options, max_epochs=5)
     trainer.fit(Stops(), loader())
     assert trainer.current_epoch == 2
-    assert trainer.fit_loop.total_batch_idx == 22
-    trainer.fit_loop.epoch_loop.max_steps = 3
-    trainer.fit_loop.min_epochs = None
+    trainer.options = replace(trainer.options, max_steps=3)
     trainer.fit(Net(), loader())
     assert trainer.global_step == 3
     with pytest.raises(ConfigurationError, match="max_epochs=-2: expected a whole number"):
-        trainer.fit_loop.max_epochs = -2
-    with pytest.raises(AttributeError, match=r"trainer.fit_loop.x cannot be set; expected one of"):
-        trainer.fit_loop.x = 1
-    with pytest.raises(AttributeError, match=r"trainer.fit_loop has no 'done'; expected one of"):
-        trainer.fit_loop.done  # noqa: B018
+        replace(trainer.options, max_epochs=-2)
 
 
 def test_numbers_of_batches_may_be_whole_floats_and_set_between_runs() -> None:
     trainer = quiet(max_epochs=1, limit_train_batches=3.0, limit_val_batches=0.5)
-    assert (trainer.limit_train_batches, trainer.limit_val_batches) == (3, 0.5)
+    assert (trainer.options.limit_train_batches, trainer.options.limit_val_batches) == (3, 0.5)
     trainer.fit(Net(), loader(), loader())
-    assert (trainer.global_step, trainer.num_val_batches) == (3, [5])
-    trainer.limit_train_batches = 2
-    trainer.limit_val_batches = None
+    assert (trainer.global_step, trainer.run.validation.loaders[0].batches) == (3, 5)
+    trainer.options = replace(trainer.options, limit_train_batches=2, limit_val_batches=1.0)
     trainer.fit(Net(), loader(), loader())
-    assert (trainer.global_step, trainer.num_val_batches) == (2, [11])
+    assert (trainer.global_step, trainer.run.validation.loaders[0].batches) == (2, 11)
     with pytest.raises(ConfigurationError, match=r"limit_test_batches=1.5: expected a number of"):
-        trainer.limit_test_batches = 1.5
+        replace(trainer.options, limit_test_batches=1.5)
 
 
 def test_max_steps_ends_a_fit_that_takes_several_steps_of_a_batch() -> None:
@@ -357,7 +350,7 @@ def test_a_sanity_check_of_all_batches() -> None:
     class Counts(Callback):
         def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
             counts.append(len(module.validated))
-            assert trainer.num_sanity_val_batches == [11]
+            assert batches_to_evaluate(trainer, "validation") == [11]
 
         def on_validation_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
             counts.append(0)
@@ -428,7 +421,7 @@ def test_one_epoch_is_no_epochs(capsys: pytest.CaptureFixture[str]) -> None:
 CTRL_C = """
 import signal, torch
 from stratagem import Module, Trainer
-from stratagem.callbacks import ModelCheckpoint
+from stratagem.callbacks import ModelCheckpoint, batches_to_evaluate
 
 class Net(Module):
     def __init__(self):

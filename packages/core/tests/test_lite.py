@@ -884,14 +884,6 @@ def test_plugins_and_shorthands_are_given_once_and_are_plugins() -> None:
     assert refused(
         lambda: Lite(accelerator="cpu", precision="bf16-mixed", plugins=twice)
     ).startswith("precision was given twice: 'bf16-mixed' and <")
-    assert refused(lambda: Lite(accelerator="cpu", gpus=2)) == (
-        "gpus=2 is short for accelerator='gpu' and devices=2; received accelerator='cpu' and "
-        "devices='auto' as well: give one or the other"
-    )
-    assert refused(lambda: Lite(devices=2, tpu_cores=8)) == (
-        "tpu_cores=8 is short for accelerator='tpu' and devices=8; received accelerator='auto' and "
-        "devices=2 as well: give one or the other"
-    )
     named = Lite(accelerator="cpu", plugins=["TorchElastic", "single_file", "64"])
     assert named.plan.precision.name == "64-true"
 

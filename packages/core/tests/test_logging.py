@@ -28,7 +28,7 @@ from stratagem.accelerators import CPUAccelerator
 from stratagem.errors import UserCodeError
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.module.module import LogOptions
-from stratagem.trainer.metrics.accumulator import EpochValue
+from stratagem.trainer.metrics.accumulator import MetricAccumulator
 
 
 class Memory(Logger):
@@ -963,7 +963,9 @@ def test_an_epochs_value_is_of_all_its_tensors(
 ) -> None:
     """They are reduced in portions, or each at once; one counts as much as another."""
     options = LogOptions(False, True, None, None, reduce_fx, None, True)
-    entry = EpochValue("a", options, on_step=False, on_epoch=True, compiles_steps=compiles_steps)
+    entry = MetricAccumulator(
+        "a", options, on_step=False, on_epoch=True, compiles_steps=compiles_steps
+    )
     for number in range(150):
         entry.add(torch.tensor(float(number)), weight=2 if number >= 51 else 1)
     summary = entry.summary()

@@ -24,7 +24,7 @@ from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.environments import PlainEnvironment
 from stratagem.interfaces.ranks import Ranks
 from stratagem.launch import open_files
-from stratagem.trainer.metrics.accumulator import Summary, over_ranks
+from stratagem.trainer.metrics.accumulator import ReducedMetric, over_ranks
 
 MANY = 4096
 
@@ -281,7 +281,9 @@ def test_a_step_of_uneven_inputs_is_one_all_reduce_of_two_numbers(ranks: Countin
 
 
 def test_the_values_of_an_epoch_are_gathered_as_numbers(ranks: Counting) -> None:
-    own = {f"value {n}": Summary("mean", 1.0, 2.0, f"value {n}", True, False) for n in range(20)}
+    own = {
+        f"value {n}": ReducedMetric("mean", 1.0, 2.0, f"value {n}", True, False) for n in range(20)
+    }
     assert over_ranks(own, ranks).keys() == own.keys()
     assert ranks.exchanged == [("reduce", 2), ("gather", 20 * 16)]
     ranks.exchanged.clear()
@@ -299,8 +301,8 @@ def test_a_value_that_is_nan_on_one_rank_is_nan_and_data_groups_count_once() -> 
     nan = float("nan")
     four = Four(world_size=4, data_shards=[(0, 3), (1, 3), (0, 3), (2, 3)])
     own = {
-        "loss": Summary("mean", 4.0, 2.0, "loss", True, False),
-        "peak": Summary("max", 9.0, 1.0, "peak", True, False),
+        "loss": ReducedMetric("mean", 4.0, 2.0, "loss", True, False),
+        "peak": ReducedMetric("max", 9.0, 1.0, "peak", True, False),
     }
     reduced = over_ranks(own, four)
     assert reduced["loss"].value().item() == (4 + 3 + 5) / (2 + 1 + 1)

@@ -1037,30 +1037,6 @@ def test_resolving_reads_the_environment_from_the_request(
     assert RunRequest().environ["TORCHELASTIC_RUN_ID"] == "none"
 
 
-# -- shorthands of the front ends
-
-
-def test_gpus_and_tpu_cores_are_short_for_accelerator_and_devices() -> None:
-    from stratagem import Lite, Trainer
-
-    for front in (Lite, Trainer):
-        with pytest.raises(ConfigurationError, match="accelerator='cuda' is not available on this"):
-            front(gpus=2)
-        with pytest.raises(ConfigurationError, match="accelerator='tpu' is not available on this"):
-            front(tpu_cores=8)
-
-
-@pytest.mark.parametrize(
-    "also", [{"accelerator": "cpu"}, {"devices": 3}, {"tpu_cores": 8}], ids=lambda also: str(also)
-)
-def test_a_shorthand_and_what_it_is_short_for_are_refused(also: dict[str, Any]) -> None:
-    from stratagem import Lite
-
-    with pytest.raises(ConfigurationError, match="is short for accelerator=") as caught:
-        Lite(gpus=2, **also)
-    assert "give one or the other" in str(caught.value)
-
-
 # ---------------------------------------------------------------- launchers of others
 
 

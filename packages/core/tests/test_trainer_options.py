@@ -87,7 +87,7 @@ def test_overfitting_reads_the_same_batches_in_order() -> None:
     one.fit(model, numbers(10), numbers(10, 50))
     assert [batch for _, batch in model.read] == [[0, 1], [2, 3]] * 2
     assert model.validated == [[50, 51], [52, 53]] * 2
-    assert (one.limit_train_batches, one.limit_val_batches) == (2, 2)
+    assert (one.options.limit_train_batches, one.options.limit_val_batches) == (2, 2)
     part = trainer(overfit_batches=0.4, max_epochs=1)
     part.fit(Net(), numbers(10))
     assert part.num_training_batches == 2
@@ -121,46 +121,3 @@ def test_a_run_goes_on_exactly_with_the_loader_that_it_had(step: int, tmp_path: 
     trainer(**options).fit(resumed, ckpt_path=path)
     assert resumed.read == whole.read[step:]
     assert torch.equal(resumed.weight, whole.weight)
-
-
-def test_barebones_turns_off_all_that_does_not_train() -> None:
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "barebones": True}
-    one = Trainer(**options, max_epochs=1)
-    assert one.callbacks == []
-    assert one.loggers == []
-    assert (one.num_sanity_val_steps, one.log_every_n_steps) == (0, 0)
-    model = Net()
-    one.fit(model, numbers(6))
-    assert one.global_step == 3
-    for name, value in (
-        ("profiler", "simple"),
-        ("logger", True),
-        ("num_sanity_val_steps", 3),
-        ("enable_model_summary", True),
-        ("detect_anomaly", True),
-        ("fast_dev_run", True),
-    ):
-        with pytest.raises(ConfigurationError, match=f"barebones=True .*{name}={value!r}"):
-            Trainer(**{**options, name: value})
-
-
-def test_what_users_read_of_a_running_trainer() -> None:
-    last: list[bool] = []
-    seen: dict[str, Any] = {}
-
-    def note(trainer: Trainer, module: Module, *_: Any) -> None:
-        last.append(trainer.is_last_batch)
-        seen["training"] = (trainer.training, trainer.evaluating)
-
-    def validated(trainer: Trainer, module: Module) -> None:
-        seen["validating"] = (trainer.training, trainer.evaluating)
-
-    hooks = LambdaCallback(on_train_batch_end=note, on_validation_start=validated)
-    one = trainer(hooks, max_epochs=1, enable_checkpointing=False)
-    assert not one.is_last_batch
-    one.fit(Net(), numbers(6), numbers(2))
-    assert last == [False, False, True]
-    assert seen == {"training": (True, False), "validating": (False, True)}
-    assert one.enable_validation
-    assert not one.received_sigterm
-    assert not trainer(limit_val_batches=0).enable_validation

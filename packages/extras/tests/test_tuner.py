@@ -131,7 +131,7 @@ def test_the_trainer_shows_the_data_that_was_tuned_until_it_runs(
     tuned = one.train_dataloader if method == "fit" else one.val_dataloaders
     assert (tuned.batch_size, len(tuned.dataset), one.datamodule) == (16, 40, data)
     if method == "fit":
-        assert (one.num_training_batches, one.num_val_batches) == (3, [3])
+        assert (one.num_training_batches, len(one.val_dataloaders)) == (3, 3)
     assert one.model is None
     model.batch_size = 5
     one.fit(model, datamodule=data)
@@ -242,7 +242,7 @@ def test_a_fit_after_tuning_is_the_same_as_without(tmp_path: Path) -> None:
         model, saver = Net(batch_size=8), ModelCheckpoint(tmp_path, save_top_k=0)
         one = trainer(saver, max_steps=6)
         one.fit(model)  # something that is to be kept
-        before = {name: kept for name, kept in vars(one).items() if name != "_tuned"}
+        before = {name: kept for name, kept in vars(one).items() if name != "_opened"}
         model.head.weight.grad = torch.ones_like(model.head.weight)
         model.layers[2].eval()
         model.head.bias.requires_grad = False

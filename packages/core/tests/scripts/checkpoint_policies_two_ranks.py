@@ -40,7 +40,7 @@ interruption.time = SimpleNamespace(monotonic=lambda: now)
 
 
 class Counts(Callback):
-    monitors = True  # told after ModelCheckpoint
+    runs_after_metrics = True  # called after ModelCheckpoint
 
     def __init__(self):
         self.in_steps = []

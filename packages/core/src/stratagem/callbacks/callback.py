@@ -40,8 +40,8 @@ class Callback:
         True
     """
 
-    monitors: ClassVar[bool] = False
-    """It reads the values of an epoch: its hooks of the epoch's end come after those are there."""
+    runs_after_metrics: ClassVar[bool] = False
+    """Whether its hooks of an epoch's end run after the epoch's values were reduced."""
 
     @property
     def state_key(self) -> str:
@@ -77,10 +77,10 @@ class Callback:
         for name, value in values.items():
             self.log(name, value, **options)
 
-    def take_over(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned in rank 0's process, after a run that this one began.
+    def load_remote_state(self, state: dict[str, Any]) -> None:
+        """Restore the `state_dict` of rank 0's process after a run in other processes.
 
-        Unlike what comes from a checkpoint, it is this program's own.
+        Unlike the state in a checkpoint, it is this program's own.
         """
         self.load_state_dict(state)
 

@@ -44,7 +44,7 @@ class EarlyStopping(Callback):
         'EarlyStopping(val_acc, max)'
     """
 
-    monitors = True
+    runs_after_metrics = True
 
     def __init__(
         self,

@@ -59,8 +59,6 @@ class Lite(Launched, Observed):
         plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
         callbacks: objects whose methods `call` finds.
         loggers: where `log` writes.
-        gpus: shorthand for `accelerator="gpu", devices=gpus`.
-        tpu_cores: shorthand for `accelerator="tpu", devices=tpu_cores`.
         async_save: write checkpoints while training goes on, in whatever format.
         step_options: what the strategy is to know of your steps, such as
             `StepOptions(sync_batchnorm=True)`; your own loop clips and accumulates.
@@ -97,8 +95,6 @@ class Lite(Launched, Observed):
         callbacks: object | Sequence[object] | None = None,
         loggers: object | Sequence[object] | None = None,
         *,
-        gpus: int | str | list[int] | None = None,
-        tpu_cores: int | str | list[int] | None = None,
         async_save: bool = False,
         step_options: StepOptions | None = None,
     ) -> None:
@@ -109,8 +105,6 @@ class Lite(Launched, Observed):
             num_nodes=num_nodes,
             precision=precision,
             plugins=plugins,
-            gpus=gpus,
-            tpu_cores=tpu_cores,
             async_save=async_save,
             step_options=step_options,
         )

@@ -1,24 +1,32 @@
-"""AdaptedLogger: an object that takes values as a Logger does, and is none."""
+"""The loggers of a Trainer, from what users pass: names, Loggers, and objects like a Logger."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stratagem.discovery.registry import get_registry
+from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
+from stratagem.runtime.request import as_list
+from stratagem.storage import paths
+
+Loggers = Logger | str | Sequence[Logger | str] | bool | None
+"""The Trainer's argument `logger`."""
 
 _OPTIONAL = ("log_hyperparams", "log_graph", "after_save_checkpoint", "save", "finalize")
 
 
 class AdaptedLogger(Logger):
-    """Hands on to an object whatever it has methods for; `log_metrics` it must have.
+    """Makes a Logger of an object that has `log_metrics` and is no Logger.
 
-    Whatever else is asked of it, that object has: `trainer.logger.experiment` is the object's own.
+    All other attributes are the object's own, such as `trainer.logger.experiment`.
 
     Args:
-        adapted: takes `log_metrics(metrics, step)`; where there are any, `log_hyperparams`,
-            `log_graph`, `after_save_checkpoint`, `save` and `finalize` are called as a Logger's.
+        adapted: has `log_metrics(metrics, step)`. If it has `log_hyperparams`, `log_graph`,
+            `after_save_checkpoint`, `save` or `finalize`, they are called as a Logger's.
 
     Example:
         >>> from stratagem import Trainer
@@ -56,3 +64,38 @@ class AdaptedLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Take the values of one step."""
         self.adapted.log_metrics(metrics, step)
+
+
+def make_loggers(given: Loggers, root: paths.Location) -> list[Logger]:
+    """Return the loggers of a Trainer.
+
+    Args:
+        given: the argument `logger`.
+        root: the folder for logs; the current one if it is a URL.
+
+    Raises:
+        ConfigurationError: an object has no `log_metrics`.
+        UnknownNameError: no installed distribution provides a logger of this name.
+    """
+    if given is False:
+        return []
+    folder = Path.cwd() if paths.is_url(root) else Path(root)
+    if given is None or given is True:
+        given = "csv"
+    return [_make_logger(logger, folder) for logger in as_list(given)]
+
+
+def _make_logger(given: Any, folder: Path) -> Logger:
+    made = given
+    if isinstance(given, str):
+        spec = get_registry().find("logger", given).spec
+        takes_folder = "save_dir" in inspect.signature(spec.load()).parameters
+        made = spec.build(**({"save_dir": folder} if takes_folder else {}))
+    if isinstance(made, Logger):
+        return made
+    if not callable(getattr(made, "log_metrics", None)) or isinstance(made, type):
+        raise ConfigurationError(
+            f"logger={made!r}: expected a stratagem.loggers.Logger, the name of one, an object "
+            "with log_metrics(metrics, step), a list of them, True or False"
+        )
+    return AdaptedLogger(made)

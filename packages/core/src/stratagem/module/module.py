@@ -237,9 +237,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, above the progress bar."""
-        if self.trainer.is_global_zero:
-            bar = self.trainer.progress_bar_callback
-            (print if bar is None else bar.print)(*args, **kwargs)
+        self.trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
         """Return every rank's tensors: each of shape (world_size, *shape)."""

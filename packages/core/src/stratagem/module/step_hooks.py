@@ -103,25 +103,26 @@ class StepHooks(nn.Module):
 
         Raises:
             ConfigurationError: the strategy's engine clips itself.
-            UserCodeError: the Trainer was asked for something else.
+            UserCodeError: the Trainer's options differ.
         """
         trainer: Any = self.trainer
-        asked = trainer.step_options.clip
+        own = trainer.options.step_options.clip
         if trainer.plan.capabilities.owns_clipping:
             raise ConfigurationError(
                 f"the strategy {trainer.plan.strategy.name!r} clips gradients itself: pass "
                 "gradient_clip_val to the Trainer in place of calling clip_gradients()"
             )
-        for name, value, of_trainer in (
-            ("gradient_clip_val", gradient_clip_val, trainer.gradient_clip_val),
-            ("gradient_clip_algorithm", gradient_clip_algorithm, trainer.gradient_clip_algorithm),
-        ):
-            if asked is not None and value is not None and value != of_trainer:
+        requested = {
+            "gradient_clip_val": (gradient_clip_val, getattr(own, "value", None)),
+            "gradient_clip_algorithm": (gradient_clip_algorithm, getattr(own, "algorithm", None)),
+        }
+        for name, (value, of_trainer) in requested.items():
+            if own is not None and value is not None and value != of_trainer:
                 raise UserCodeError(
                     f"self.clip_gradients({name}={value!r}) and Trainer({name}={of_trainer!r}) "
                     "differ: pass it to one of them only"
                 )
-        clip = asked or gradient_clip(gradient_clip_val, gradient_clip_algorithm or "norm")
+        clip = own or gradient_clip(gradient_clip_val, gradient_clip_algorithm or "norm")
         if clip is None:
             return
         inner = getattr(optimizer, "optimizer", optimizer)

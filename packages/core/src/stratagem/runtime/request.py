@@ -7,7 +7,6 @@ from typing import Any
 
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
-from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.launcher import Launcher
@@ -25,29 +24,6 @@ _CLASSES = {
     "launcher": Launcher,
 }
 """By the request's field; a name that several kinds have means the first."""
-
-
-def expand_shorthands(
-    accelerator: str | Accelerator,
-    devices: Devices,
-    gpus: int | str | list[int] | None,
-    tpu_cores: int | str | list[int] | None,
-) -> tuple[str | Accelerator, Devices]:
-    """Return accelerator and devices, with `gpus` or `tpu_cores` in their place if given.
-
-    Raises:
-        ConfigurationError: both ways were used.
-    """
-    for shorthand, name, value in (("gpus", "gpu", gpus), ("tpu_cores", "tpu", tpu_cores)):
-        if value:  # 0 of them means the CPU, as devices=0 does
-            if accelerator not in ("auto", name) or devices not in ("auto", None):
-                raise ConfigurationError(
-                    f"{shorthand}={value!r} is short for accelerator={name!r} and devices="
-                    f"{value!r}; received accelerator={accelerator!r} and devices={devices!r} "
-                    "as well: give one or the other"
-                )
-            accelerator, devices = name, value
-    return accelerator, devices
 
 
 def sort_plugins(

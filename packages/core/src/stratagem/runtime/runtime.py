@@ -31,20 +31,14 @@ from stratagem.plan.step_options import StepOptions
 from stratagem.rng import inherit_rng, inherited_rng
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
 from stratagem.runtime.ranked import Ranked
-from stratagem.runtime.request import Devices, Plugin, expand_shorthands, sort_plugins
-
-REQUESTED = (
-    *("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins"),
-    *("gpus", "tpu_cores", "async_save"),
-)
-"""The arguments of both front ends that make the request."""
+from stratagem.runtime.request import Devices, Plugin, sort_plugins
 
 
 class Launched(Ranked):
     """What both front ends are made on: a plan, its strategy, and the processes.
 
     Args:
-        accelerator, strategy, devices, num_nodes, precision, plugins, gpus, tpu_cores, async_save:
+        accelerator, strategy, devices, num_nodes, precision, plugins, async_save:
             as `Lite` describes them.
         step_options: how the front end takes optimizer steps; None: the user's own loop does.
 
@@ -74,12 +68,9 @@ class Launched(Ranked):
         num_nodes: int,
         precision: str | int | Precision,
         plugins: Plugin | Sequence[Plugin] | None,
-        gpus: int | str | list[int] | None,
-        tpu_cores: int | str | list[int] | None,
         async_save: bool,
         step_options: StepOptions | None = None,
     ) -> None:
-        accelerator, devices = expand_shorthands(accelerator, devices, gpus, tpu_cores)
         ordinal, Launched._made = Launched._made, Launched._made + 1
         self.plan: RunPlan = resolve(
             RunRequest(

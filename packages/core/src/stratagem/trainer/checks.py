@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from stratagem.callbacks import Callback
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.strategy import Strategy
 from stratagem.module.hyperparameters import HyperParametersMixin, savable
@@ -111,22 +110,22 @@ def check_that_it_ends(run: Run, before: Progress) -> None:
     Raises:
         UserCodeError: only a number of steps would end it.
     """
-    trainer, progress = run.trainer, run.progress
+    options, progress = run.trainer.options, run.progress
     took_none = progress.global_step == before.global_step and progress.batches > before.batches
-    endless = trainer.max_epochs == -1 and trainer.max_time is None and trainer.max_steps != -1
+    endless = options.max_epochs == -1 and options.max_time is None and options.max_steps != -1
     if took_none and endless and run.module.automatic_optimization:
         name = type(run.module).__name__
         why = f"{name}.training_step returned None for all {progress.batches} batches of an epoch"
         if not run.optimizers:
             why = f"{name}.configure_optimizers() returned None"
         raise UserCodeError(
-            f"{why}, and only max_steps={trainer.max_steps}, which counts optimizer steps, would "
+            f"{why}, and only max_steps={options.max_steps}, which counts optimizer steps, would "
             "end this fit: return a loss and an optimizer, or pass max_epochs"
         )
 
 
-def hand_over_hyperparameters(run: Run) -> None:
-    """Give loggers, on rank 0, what model and DataModule were made with.
+def log_hyperparameters(run: Run) -> None:
+    """Give loggers, on rank 0, the hyperparameters of model and DataModule.
 
     Raises:
         UserCodeError: both have one of a name, with different values.
@@ -147,7 +146,7 @@ def hand_over_hyperparameters(run: Run) -> None:
         return
     for holder in holders:
         _warn_of_unsavable(holder)
-    if merged and run.trainer.enable_autolog_hparams:
+    if merged and run.trainer.options.enable_autolog_hparams:
         for logger in run.trainer.loggers:
             logger.log_hyperparams(merged)
 
@@ -174,8 +173,8 @@ def _warn_of_unsavable(holder: HyperParametersMixin) -> None:
         )
 
 
-def say_what_begins_again(before: Run | None, job: Job) -> None:
-    """Say on rank 0 what a second fit of a model begins with, where nothing says otherwise.
+def warn_on_refit(before: Run | None, job: Job) -> None:
+    """Say on rank 0 that a second fit of a model begins anew, unless a checkpoint was named.
 
     In Lightning it goes on where the first one ended, at its limit.
 
@@ -196,7 +195,7 @@ def say_what_begins_again(before: Run | None, job: Job) -> None:
 
 
 def give_hints(strategy: Strategy) -> None:
-    """Say on rank 0 what the accelerator would have a user know; once in a process."""
+    """Print the accelerator's hints on rank 0, each once in a process."""
     if not strategy.ranks.is_global_zero:
         return
     for hint in strategy.accelerator.hints(strategy.device, strategy.precision.dtype):
@@ -212,8 +211,8 @@ def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
         trainer: whose fit begins.
         batches: of this rank in an epoch; infinity: not known.
     """
-    every = trainer.log_every_n_steps
-    if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
+    every = trainer.options.log_every_n_steps
+    if not trainer.loggers or trainer.options.fast_dev_run or not trainer.is_global_zero:
         return
     if every > batches > 0:
         hint = (
@@ -226,27 +225,6 @@ def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
 
 
 _hints_given: set[str] = set()
-
-
-def check_state_keys(callbacks: Sequence[Callback]) -> None:
-    """Check that the states of callbacks have different names.
-
-    Raises:
-        ConfigurationError: they would overwrite one another in a checkpoint.
-    """
-    # A mock of a Callback has no such attribute on its class.
-    own = [c for c in callbacks if _kind_of_state(c) not in (None, Callback.state_dict)]
-    keys = [callback.state_key for callback in own]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ConfigurationError(
-            f"several callbacks have the state_key {twice[0]!r}, so their states would overwrite "
-            "one another in a checkpoint: give them different arguments, or override state_key"
-        )
-
-
-def _kind_of_state(callback: Callback) -> Any:
-    return getattr(type(callback), "state_dict", None)
 
 
 def check_manual_optimization(

@@ -49,7 +49,7 @@ def _find_unwritable(trainer: Trainer, stage: str) -> str:
     for folder, given in _folders(trainer, stage):
         if paths.is_url(folder):
             continue  # its server is asked by the first save
-        is_root = paths.to_location(folder) == paths.to_location(trainer.default_root_dir)
+        is_root = paths.to_location(folder) == paths.to_location(trainer.options.default_root_dir)
         what = "default_root_dir" if is_root else given
         try:
             paths.try_folder(folder)
@@ -75,4 +75,4 @@ def _folders(trainer: Trainer, stage: str) -> Iterator[tuple[paths.Location, str
         if saver.dirpath is not None:
             yield saver.dirpath, f"{type(saver).__name__}: dirpath"
         elif not trainer.loggers:  # otherwise beside the logs
-            yield paths.to_location(trainer.default_root_dir), "default_root_dir"
+            yield paths.to_location(trainer.options.default_root_dir), "default_root_dir"

@@ -1,4 +1,4 @@
-"""The hooks of a run: collected once, so that a hook that nobody overrides costs nothing."""
+"""The callbacks of a Trainer, and the hooks of a run, which are collected once before its loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stratagem.callbacks import ModelCheckpoint, ProgressBar
 from stratagem.callbacks.callback import Callback
+from stratagem.discovery.registry import get_registry
+from stratagem.errors import ConfigurationError
+from stratagem.runtime.request import as_list
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module
@@ -17,12 +21,20 @@ if TYPE_CHECKING:
 Hook = Callable[..., Any]
 
 # No hooks: methods and properties that are read in their own places.
-_OTHERS = {"state_dict", "load_state_dict", "take_over", "state_key", "monitors", "log", "log_dict"}
+_OTHERS = {
+    "state_dict",
+    "load_state_dict",
+    "load_remote_state",
+    "state_key",
+    "runs_after_metrics",
+    "log",
+    "log_dict",
+}
 HOOKS = tuple(name for name in vars(Callback) if not name.startswith("_") and name not in _OTHERS)
 
 
 class Hooks:
-    """The hooks of a run: callbacks in their order, then the module, then callbacks that monitor.
+    """The hooks of a run: callbacks in their order, the module, then callbacks that read values.
 
     Args:
         trainer, module: handed to every callback.
@@ -38,7 +50,7 @@ class Hooks:
         wrap: Callable[[str, Hook], Hook],
     ) -> None:
         self._early: dict[str, tuple[Hook, ...]] = {}
-        self._monitors: dict[str, tuple[Hook, ...]] = {}
+        self._late: dict[str, tuple[Hook, ...]] = {}
         for name in HOOKS:
             early: list[Hook] = []
             late: list[Hook] = []
@@ -46,32 +58,32 @@ class Hooks:
                 if _overrides(callback, name, Callback):
                     bound: Hook = partial(getattr(callback, name), trainer, module)
                     bound = wrap(f"[Callback]{callback.state_key}.{name}", bound)
-                    (late if callback.monitors else early).append(bound)
+                    (late if callback.runs_after_metrics else early).append(bound)
             own = getattr(module, name, None)
             # Saving and loading call these two with other arguments.
             called_elsewhere = name in ("on_save_checkpoint", "on_load_checkpoint")
             if own is not None and not called_elsewhere and is_users(module, name):
                 early.append(wrap(f"[Module]{type(module).__name__}.{name}", own))
             self._early[name] = tuple(early)
-            self._monitors[name] = tuple(late)
+            self._late[name] = tuple(late)
 
     def of(self, name: str) -> tuple[Hook, ...]:
         """Return all functions of a hook; each takes the hook's arguments after the first two."""
-        return self._early[name] + self._monitors[name]
+        return self._early[name] + self._late[name]
 
     def call(self, name: str, *args: Any) -> None:
         """Call a hook."""
         for hook in self.of(name):
             hook(*args)
 
-    def call_all_but_monitors(self, name: str, *args: Any) -> None:
-        """Call a hook of all but those that read an epoch's values."""
+    def call_before_metrics(self, name: str, *args: Any) -> None:
+        """Call a hook, without the callbacks that read an epoch's values."""
         for hook in self._early[name]:
             hook(*args)
 
-    def call_monitors(self, name: str, *args: Any) -> None:
-        """Call a hook of those that read an epoch's values."""
-        for hook in self._monitors[name]:
+    def call_after_metrics(self, name: str, *args: Any) -> None:
+        """Call a hook of the callbacks that read an epoch's values."""
+        for hook in self._late[name]:
             hook(*args)
 
 
@@ -108,3 +120,100 @@ def positional_parameters(function: Callable[..., Any]) -> Positional:
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     needed = sum(p.default is p.empty for p in positional)
     return Positional(needed, sys.maxsize if takes_any else len(positional))
+
+
+def find_callbacks(given: Any) -> list[Any]:
+    """Return the callbacks that a Trainer was given, each name replaced by the callback it means.
+
+    Raises:
+        UnknownNameError: no installed distribution provides a callback of a given name.
+    """
+    found = [given] if isinstance(given, str) else as_list(given)
+    registry = get_registry()
+    return [registry.find("callback", c).spec.build() if isinstance(c, str) else c for c in found]
+
+
+def make_callbacks(
+    callbacks: Sequence[Callback],
+    *,
+    checkpointing: bool,
+    progress_bar: bool,
+    model_summary: bool,
+    quick: bool,
+) -> list[Callback]:
+    """Return a Trainer's callbacks: the user's, and the built-in ones that were asked for.
+
+    Args:
+        callbacks: the user's.
+        checkpointing: add a ModelCheckpoint if there is none.
+        progress_bar: add a ProgressBar if there is none.
+        model_summary: add a ModelSummary if there is none.
+        quick: leave out each ModelCheckpoint: a `fast_dev_run` saves nothing.
+
+    Raises:
+        ConfigurationError: an object is no Callback, or two callbacks would share a state.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(
+                f"callbacks has {callback!r}; expected instances of stratagem.Callback, or names "
+                "of installed callbacks"
+            )
+    made = list(callbacks)
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in made)
+    if saves and not checkpointing:
+        raise ConfigurationError(
+            "callbacks has a ModelCheckpoint, but enable_checkpointing=False: leave one of them out"
+        )
+    if checkpointing and not saves:
+        made.append(ModelCheckpoint())
+    if progress_bar and not any(isinstance(callback, ProgressBar) for callback in made):
+        made.insert(0, ProgressBar())
+    if model_summary:
+        from stratagem.callbacks import ModelSummary
+
+        if not any(isinstance(callback, ModelSummary) for callback in made):
+            made.insert(0, ModelSummary())
+    return merge_callbacks(made, [], quick=quick)
+
+
+def merge_callbacks(
+    callbacks: Sequence[Callback], added: Sequence[Callback], *, quick: bool
+) -> list[Callback]:
+    """Return callbacks with a Module's own, which replace others of the same type.
+
+    Args:
+        callbacks: the Trainer's.
+        added: the Module's.
+        quick: leave out each ModelCheckpoint: a `fast_dev_run` saves nothing.
+
+    Raises:
+        ConfigurationError: two would share a state.
+    """
+    kinds = tuple(type(callback) for callback in added)
+    merged = [callback for callback in callbacks if type(callback) not in kinds] + list(added)
+    if quick:
+        merged = [callback for callback in merged if not isinstance(callback, ModelCheckpoint)]
+    check_state_keys(merged)
+    return merged
+
+
+def check_state_keys(callbacks: Sequence[Callback]) -> None:
+    """Check that the states of callbacks have different names.
+
+    Raises:
+        ConfigurationError: they would overwrite one another in a checkpoint.
+    """
+    # A mock of a Callback has no such attribute on its class.
+    own = [
+        callback
+        for callback in callbacks
+        if getattr(type(callback), "state_dict", None) not in (None, Callback.state_dict)
+    ]
+    keys = [callback.state_key for callback in own]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ConfigurationError(
+            f"several callbacks have the state_key {twice[0]!r}, so their states would overwrite "
+            "one another in a checkpoint: give them different arguments, or override state_key"
+        )

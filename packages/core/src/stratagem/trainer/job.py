@@ -1,4 +1,4 @@
-"""Job: what one call of fit, validate, test or predict asks for."""
+"""Job: one request to fit, validate, test or predict."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from stratagem.storage import paths
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
     from stratagem.module.module import Module
+    from stratagem.trainer.trainer import Trainer
 
 Stage = Literal["fit", "validate", "test", "predict"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one call of `fit`, `validate`, `test` or `predict` asks for.
+    """One request to fit, validate, test or predict.
 
-    It goes from there through the launcher to the run on each rank, as one parameter.
+    The launcher passes it to the run on each rank as one parameter.
 
     Attributes:
         stage: which of the four.
@@ -55,8 +56,8 @@ class Job:
     ) -> Job:
         """Return a Job; each argument goes where its type belongs.
 
-        A DataModule may have been passed in place of loaders, and a checkpoint in place of the
-        datamodule: in Lightning it is the third argument of `validate`.
+        A DataModule may have been passed as loaders, and a checkpoint as the datamodule: in
+        Lightning it is the third argument of `validate`.
 
         Raises:
             ConfigurationError: there are loaders and a datamodule, or something else in its place.
@@ -77,6 +78,12 @@ class Job:
                 "both data loaders and a datamodule were passed; pass one of them"
             )
         return cls(stage, own_module(model), datamodule, loaders, val_loaders, ckpt_path)
+
+    def attach(self, trainer: Trainer) -> None:
+        """Let the model and the DataModule know their Trainer."""
+        self.model.trainer = trainer
+        if self.datamodule is not None:
+            self.datamodule.trainer = trainer
 
     def prepare_data(self, ranks: Ranks) -> None:
         """Let rank 0 of each node, or of all, download, while the others wait."""

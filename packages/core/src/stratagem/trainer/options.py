@@ -2,234 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
-from stratagem.plan.compilation import Compilation
-from stratagem.plan.step_options import StepOptions, gradient_clip, seconds
+from stratagem.plan.step_options import StepOptions, seconds
 from stratagem.storage import paths
-from stratagem.trainer.loops.divergence import DEFAULT_INTERVAL
+
+if TYPE_CHECKING:
+    from stratagem.callbacks import Callback
 
 Limit = int | float
+"""A number of batches (int), or a fraction of them (float)."""
+Interval = int | float | str | timedelta | Mapping[str, int] | None
+"""The argument `val_check_interval`: batches, a fraction of an epoch, or a time."""
+P = ParamSpec("P")
 
-
-class OptionAttributes:
-    """The options as attributes of a Trainer, where users may set them between runs."""
-
-    max_epochs: int
-    min_epochs: int
-    max_steps: int
-    min_steps: int
-    max_time: float | None
-    fast_dev_run: int
-    limits: Mapping[str, Limit]
-    val_check_interval: Limit | timedelta
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int
-    log_every_n_steps: int
-    step_options: StepOptions
-    deterministic: bool | str
-    benchmark: bool
-    inference_mode: bool
-    use_distributed_sampler: bool
-    detect_anomaly: bool
-    detect_divergence: int
-    default_root_dir: paths.Location
-    overfit_batches: Limit
-    reload_dataloaders_every_n_epochs: int
-    enable_autolog_hparams: bool
-    barebones: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerOptions:
-    """The Trainer's arguments that say how runs go, in the form in which runs read them.
-
-    Attributes:
-        fast_dev_run: batches of a quick run; 0: it is none.
-        max_epochs, max_steps: -1: no limit.
-        max_time: seconds; None: no limit.
-        limits: how many batches of "train", "val", "test" and "predict" to take.
-        detect_divergence: after how many steps ranks are compared; 0: never.
-        step_options: how optimizer steps are taken, for the strategy.
-        the others: as `Trainer` describes them.
-    """
-
-    fast_dev_run: int
-    max_epochs: int
-    min_epochs: int
-    max_steps: int
-    min_steps: int
-    max_time: float | None
-    limits: Mapping[str, Limit]
-    val_check_interval: Limit | timedelta
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int
-    log_every_n_steps: int
-    step_options: StepOptions
-    deterministic: bool | str
-    benchmark: bool
-    inference_mode: bool
-    use_distributed_sampler: bool
-    detect_anomaly: bool
-    detect_divergence: int
-    default_root_dir: paths.Location
-    overfit_batches: Limit
-    reload_dataloaders_every_n_epochs: int
-    enable_autolog_hparams: bool
-    barebones: bool
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> TrainerOptions:
-        """Check the Trainer's arguments and put defaults in the place of None.
-
-        Args:
-            given: all of them, by name.
-
-        Raises:
-            ConfigurationError: one is out of its range.
-
-        Example:
-            >>> import inspect
-            >>> from stratagem import Trainer
-            >>> defaults = inspect.signature(Trainer).parameters.values()
-            >>> given = {parameter.name: parameter.default for parameter in defaults}
-            >>> TrainerOptions.parse({**given, "max_time": "00:01:00:00"}).max_time
-            3600.0
-        """
-        given = {**given, **_of_quick_run(check_fast_dev_run(given["fast_dev_run"]))}
-        overfit = check_limit("overfit_batches", given["overfit_batches"])
-        if overfit:
-            given |= {"limit_train_batches": overfit, "limit_val_batches": overfit}
-        max_time = seconds(given["max_time"])
-        if given["max_epochs"] is None:
-            unlimited = given["max_steps"] != -1 or max_time is not None
-            given["max_epochs"] = -1 if unlimited else 1000
-        for name in ("min_epochs", "min_steps"):
-            given[name] = given[name] or 0
-        for name, least in _WHOLE.items():
-            check_whole(name, given[name], least)
-        interval = check_interval(given["val_check_interval"])
-        if given["check_val_every_n_epoch"] is None:
-            if isinstance(interval, float):
-                raise ConfigurationError(
-                    f"check_val_every_n_epoch=None counts batches over epochs, and "
-                    f"val_check_interval={interval} is a fraction of an epoch: pass a number of "
-                    "batches (int) or a time"
-                )
-        else:
-            check_whole("check_val_every_n_epoch", given["check_val_every_n_epoch"], 1)
-        return cls(
-            fast_dev_run=check_fast_dev_run(given["fast_dev_run"]),
-            overfit_batches=overfit,
-            max_time=max_time,
-            limits={
-                what: check_limit(f"limit_{what}_batches", given[f"limit_{what}_batches"])
-                for what in ("train", "val", "test", "predict")
-            },
-            val_check_interval=interval,
-            step_options=StepOptions(
-                clip=gradient_clip(given["gradient_clip_val"], given["gradient_clip_algorithm"]),
-                accumulation=check_accumulation(given["accumulate_grad_batches"]),
-                sync_batchnorm=given["sync_batchnorm"],
-                compilation=Compilation.parse(given["compile"]),
-            ),
-            deterministic=check_deterministic(given["deterministic"]),
-            detect_divergence=check_divergence(given["detect_divergence"]),
-            default_root_dir=root_folder(given["default_root_dir"]),
-            **{name: given[name] for name in (*_WHOLE, *_AS_THEY_ARE)},
-        )
-
-
-_BAREBONES = {
-    "enable_checkpointing": False,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "fast_dev_run": False,
-    "detect_anomaly": False,
-    "profiler": None,
-    "log_every_n_steps": 0,
-}
-"""What `barebones` turns off."""
-
-
-def of_barebones(arguments: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the Trainer's arguments without what `barebones` turns off.
-
-    Args:
-        arguments: all of them, by name.
-        function: whose defaults say which of them the user has given.
-
-    Raises:
-        ConfigurationError: one of those was asked for beside it.
-    """
-    if not arguments["barebones"]:
-        return arguments
-    defaults: Any = function.__kwdefaults__
-    for name, off in _BAREBONES.items():
-        given = arguments[name]
-        if given is not None and given != defaults[name] and given != off:
-            raise ConfigurationError(
-                f"barebones=True turns off what does not train, and {name}={given!r} asks for it: "
-                "leave one of the two out"
-            )
-    return {**arguments, **_BAREBONES}
-
-
-def with_defaults(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keyword-only arguments of a call, each with its default in the place of None.
-
-    None is what a config says of an option that it leaves alone.
-
-    Args:
-        arguments: the function's `locals()`, before it has any others.
-        function: that was called.
-    """
-    defaults: Any = function.__kwdefaults__
-    given = ((name, arguments[name]) for name in defaults)
-    return {name: defaults[name] if value is None else value for name, value in given}
-
-
-_WHOLE = {
+_LEAST = {
+    "fast_dev_run": 0,
     "max_epochs": -1,
     "max_steps": -1,
     "min_epochs": 0,
     "min_steps": 0,
     "num_sanity_val_steps": -1,
     "log_every_n_steps": 0,
+    "detect_divergence": 0,
     "reload_dataloaders_every_n_epochs": 0,
 }
-"""Options that are whole numbers, and the least that each may be."""
-_AS_THEY_ARE = (
-    *("barebones", "benchmark", "detect_anomaly", "inference_mode"),
-    *("check_val_every_n_epoch", "use_distributed_sampler", "enable_autolog_hparams"),
+"""Options that are whole numbers, and the least value of each."""
+_LIMITS = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
 )
 
 
-def _of_quick_run(batches: int) -> dict[str, Any]:
-    """Return the options that `fast_dev_run` sets."""
-    if not batches:
-        return {}
-    return {
-        "limit_train_batches": batches,
-        "limit_val_batches": batches,
-        "limit_test_batches": batches,
-        "limit_predict_batches": batches,
-        "max_epochs": 1,
-        "max_steps": batches,
-        "val_check_interval": 1.0,
-        "num_sanity_val_steps": 0,
-        "check_val_every_n_epoch": 1,
-    }
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """The Trainer's arguments that say how runs go, in the form in which runs read them.
+
+    `dataclasses.replace` makes changed options, and checks them too. A Trainer reads `options`
+    whenever it needs one, so a user may replace them between two runs.
+
+    Attributes:
+        max_epochs, max_steps: -1: no limit.
+        max_time: seconds; None: no limit.
+        fast_dev_run: batches of a quick run; 0: a full run.
+        detect_divergence: optimizer steps between two comparisons of the ranks; 0: never.
+        step_options: how optimizer steps are taken, for the strategy.
+        the others: as `Trainer` describes them.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from stratagem import Trainer
+        >>> trainer = Trainer(accelerator="cpu", devices=1, max_time="00:01:00:00")
+        >>> trainer.options.max_epochs, trainer.options.max_time
+        (-1, 3600.0)
+        >>> trainer.options = replace(trainer.options, max_epochs=20)
+    """
+
+    max_epochs: int
+    min_epochs: int
+    max_steps: int
+    min_steps: int
+    max_time: float | None
+    fast_dev_run: int = 0
+    limit_train_batches: Limit
+    limit_val_batches: Limit
+    limit_test_batches: Limit
+    limit_predict_batches: Limit
+    val_check_interval: Limit | timedelta
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int
+    log_every_n_steps: int
+    step_options: StepOptions
+    deterministic: bool | str
+    benchmark: bool
+    inference_mode: bool
+    use_distributed_sampler: bool
+    detect_anomaly: bool
+    detect_divergence: int
+    enable_autolog_hparams: bool
+    overfit_batches: Limit
+    reload_dataloaders_every_n_epochs: int
+    default_root_dir: paths.Location
+
+    def __post_init__(self) -> None:
+        """Check the options, and put them in the form in which runs read them."""
+        for name, least in _LEAST.items():
+            check_whole(name, getattr(self, name), least)
+        for name in _LIMITS:
+            object.__setattr__(self, name, check_limit(name, getattr(self, name)))
+        object.__setattr__(self, "default_root_dir", root_folder(self.default_root_dir))
+        if self.deterministic not in (True, False, "warn"):
+            raise ConfigurationError(
+                f"deterministic={self.deterministic!r}: expected True, False or 'warn'"
+            )
+        if self.check_val_every_n_epoch is not None:
+            check_whole("check_val_every_n_epoch", self.check_val_every_n_epoch, 1)
+        elif isinstance(self.val_check_interval, float):
+            raise ConfigurationError(
+                f"check_val_every_n_epoch=None counts batches over epochs, and "
+                f"val_check_interval={self.val_check_interval} is a fraction of an epoch: pass a "
+                "number of batches (int) or a time"
+            )
+
+    def for_quick_run(self, batches: int) -> TrainerOptions:
+        """Return the options of a `fast_dev_run` of so many batches."""
+        return replace(
+            self,
+            fast_dev_run=batches,
+            limit_train_batches=self.overfit_batches or batches,
+            limit_val_batches=self.overfit_batches or batches,
+            limit_test_batches=batches,
+            limit_predict_batches=batches,
+            max_epochs=1,
+            max_steps=batches,
+            val_check_interval=1.0,
+            num_sanity_val_steps=0,
+            check_val_every_n_epoch=1,
+        )
+
+
+def none_means_default(function: Callable[P, None]) -> Callable[P, None]:
+    """Let None stand for the default of a keyword argument, as config files write it.
+
+    `check_val_every_n_epoch` is left alone: None is one of its values.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        given = {
+            name: value
+            for name, value in kwargs.items()
+            if value is not None or name == "check_val_every_n_epoch"
+        }
+        function(*args, **given)  # type: ignore[arg-type]
+
+    return call
 
 
 def check_limit(name: str, limit: int | float | None) -> int | float:
@@ -256,15 +178,15 @@ def check_limit(name: str, limit: int | float | None) -> int | float:
     )
 
 
-def check_interval(given: Any) -> Limit | timedelta:
-    """Return after what validation comes: batches, a fraction of them, or a time.
+def check_interval(given: Interval) -> Limit | timedelta:
+    """Return the interval between validations: batches, a fraction of them, or a time.
 
     Args:
         given: a number as `check_limit` takes it, a timedelta, "DD:HH:MM:SS" or a dict of
             timedelta's arguments.
 
     Raises:
-        ConfigurationError: it is none of these, or no time at all.
+        ConfigurationError: it is something else, or 0.
     """
     if isinstance(given, (str, timedelta, Mapping)):
         time = seconds(given, "val_check_interval") or 0.0
@@ -285,28 +207,32 @@ def check_whole(name: str, value: Any, least: int) -> None:
         raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least {least}")
 
 
-def check_fast_dev_run(value: bool | int) -> int:
-    """Return the number of batches of a quick run; 0: none."""
+def check_switch(name: str, value: bool | int, *, unit: str, on: int) -> int:
+    """Return a number that True and False may stand for: `on` and 0."""
     if not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"{name}={value!r}: expected True, False, or a number of {unit}")
+    return on if value is True else int(value)
+
+
+def check_accumulation(
+    value: int | Mapping[int, int], callbacks: Sequence[Callback]
+) -> dict[int, int]:
+    """Return the number of batches in an optimizer step, by first epoch.
+
+    Args:
+        value: the argument `accumulate_grad_batches`.
+        callbacks: a GradientAccumulationScheduler among them has the schedule in its place.
+
+    Raises:
+        ConfigurationError: a number is too small, or there are two schedules.
+    """
+    scheduled = [one.accumulation for one in callbacks if hasattr(one, "accumulation")]
+    if scheduled and (value != 1 or len(scheduled) > 1):
         raise ConfigurationError(
-            f"fast_dev_run={value!r}: expected True, False, or a number of batches"
+            f"accumulate_grad_batches={value!r} beside {len(scheduled)} "
+            "GradientAccumulationScheduler: expected one of them"
         )
-    return int(value)
-
-
-def check_divergence(value: bool | int) -> int:
-    """Return after how many steps ranks are compared; 0: never."""
-    if value is True:
-        return DEFAULT_INTERVAL
-    if not isinstance(value, int) or value < 0:
-        raise ConfigurationError(
-            f"detect_divergence={value!r}: expected True, False, or a number of steps"
-        )
-    return int(value)
-
-
-def check_accumulation(value: int | Mapping[int, int]) -> dict[int, int]:
-    """Return the number of batches in an optimizer step, by first epoch."""
+    value = scheduled[0] if scheduled else value
     schedule = {0: value} if isinstance(value, int) else dict(value)
     for first, count in schedule.items():
         check_whole("accumulate_grad_batches (an epoch)", first, 0)
@@ -328,17 +254,9 @@ def root_folder(given: str | Path | None) -> paths.Location:
         ) from error
 
 
-def check_deterministic(value: bool | str) -> bool | str:
-    """Return a bool or "warn"; refuse anything else."""
-    if value not in (True, False, "warn"):
-        raise ConfigurationError(f"deterministic={value!r}: expected True, False or 'warn'")
-    return value
-
-
-def set_determinism(
-    accelerator: Accelerator, *, deterministic: bool | str, benchmark: bool
-) -> Callable[[], None]:
-    """Set torch's modes and the accelerator's; return what restores them."""
+def set_determinism(accelerator: Accelerator, options: TrainerOptions) -> Callable[[], None]:
+    """Set torch's modes and the accelerator's; return a function that restores them."""
+    deterministic, benchmark = options.deterministic, options.benchmark
     if not deterministic and not benchmark:
         return lambda: None
     before = (

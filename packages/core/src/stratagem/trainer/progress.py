@@ -1,7 +1,8 @@
-"""Progress and RunState: how far training is, and what the Trainer is doing."""
+"""How far training and evaluation are, and what the Trainer is doing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,6 +50,21 @@ class Progress:
         self.batches_before = state.get("batches_before", 0)
         if self.epoch_is_done:
             self.next_epoch()
+
+
+@dataclass
+class EvaluationProgress:
+    """How far validation, testing or predicting is in a run.
+
+    Attributes:
+        what: the present evaluation: "validation", "test" or "predict"; "" between two.
+        batches: batches of this run so far; the step of the values that are logged for each.
+        predictions: the results of `predict_step` so far, a list for each loader, if they are kept.
+    """
+
+    what: str = ""
+    batches: int = 0
+    predictions: Sequence[list[Any]] = ()
 
 
 @dataclass

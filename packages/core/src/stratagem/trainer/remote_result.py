@@ -1,4 +1,4 @@
-"""What comes back from a run in processes of its own: weights, logged values, callbacks' states."""
+"""The result of a run in other processes: weights, logged values, callbacks' states."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from stratagem.compile.modules import adopt_compiled
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module
-    from stratagem.trainer.metrics.metrics import LatestValues
+    from stratagem.trainer.metrics.metrics import LatestMetrics
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.run import Run
     from stratagem.trainer.trainer import Trainer
 
 
-def report(run: Run, result: Any) -> dict[str, Any]:
-    """Return what the launching process takes over, on every rank.
+def collect(run: Run, result: Any) -> dict[str, Any]:
+    """Return the state that the launching process loads; called on every rank.
 
     Args:
         run: the finished run.
@@ -32,15 +32,15 @@ def report(run: Run, result: Any) -> dict[str, Any]:
     }
 
 
-def take_over(
+def load(
     outcome: dict[str, Any],
     model: Module,
     trainer: Trainer,
     *,
-    latest: LatestValues,
+    latest: LatestMetrics,
     progress: Progress,
 ) -> Any:
-    """In the launching process: restore what `report` returned; return the run's result."""
+    """Load what `collect` returned in the launching process; return the run's result."""
     adopt_compiled(model)  # as on each rank, so that names agree
     if not set(model.state_dict()) >= set(outcome["weights"]):
         model.configure_model()
@@ -55,6 +55,6 @@ def take_over(
     states = outcome["callbacks"]
     for callback in trainer.callbacks:
         if callback.state_key in states:
-            callback.take_over(states[callback.state_key])
+            callback.load_remote_state(states[callback.state_key])
     progress.load_state_dict(outcome["progress"])
     return outcome["result"]

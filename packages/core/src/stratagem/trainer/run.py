@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.callbacks.callback import LOGGED
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.launch.rank import this_rank
+from stratagem.launch.streams import printable
+from stratagem.runtime.device_errors import explain_device_error
 from stratagem.runtime.optimizer import wrap_optimizer
-from stratagem.runtime.prepare import prepare
+from stratagem.runtime.prepare import prepare, release
 from stratagem.storage import paths
-from stratagem.trainer import checks, folders, options, results, run_loggers
-from stratagem.trainer.failure import end_failed
-from stratagem.trainer.former_runs import release_others
+from stratagem.trainer import checks, folders
 from stratagem.trainer.hooks import Hooks
-from stratagem.trainer.loaders.loaders import EvaluationLoader, source_of
-from stratagem.trainer.loaders.open import close, open_evaluation_data, open_fit_data
+from stratagem.trainer.loaders.loaders import EvaluationLoader
+from stratagem.trainer.loaders.open import FitData, open_evaluation_data, open_fit_data
 from stratagem.trainer.loops import evaluation, fit as fit_loop
 from stratagem.trainer.loops.interruption import Interruption
 from stratagem.trainer.loops.validation import Validation
-from stratagem.trainer.metrics.log_buffer import Rows
+from stratagem.trainer.metrics.log_buffer import LogBuffer
 from stratagem.trainer.metrics.metrics import Metrics
+from stratagem.trainer.options import set_determinism
 from stratagem.trainer.profiling import Profiling
+from stratagem.trainer.progress import EvaluationProgress
 from stratagem.trainer.resume.checkpoint import (
     Weights,
     collect_checkpoint,
@@ -35,48 +39,39 @@ from stratagem.trainer.resume.checkpoint import (
     restore_model,
     restore_training,
 )
-from stratagem.trainer.resume.find import find_checkpoint
+from stratagem.trainer.resume.find import ResumePoint, find_resume_point, newest_checkpoint
 from stratagem.trainer.step.hooked_step import check_closure, check_step_hooks
 from stratagem.trainer.step.optimizers import configure, count_steps
 from stratagem.trainer.step.schedulers import Schedulers
-from stratagem.trainer.step.step import Step
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.runtime.runtime import Launched
     from stratagem.trainer.job import Job
     from stratagem.trainer.loaders.train_loader import TrainLoader
-    from stratagem.trainer.metrics.metrics import LatestValues
+    from stratagem.trainer.metrics.metrics import LatestMetrics
     from stratagem.trainer.progress import Progress
     from stratagem.trainer.resume.rank_state import RankState
-    from stratagem.trainer.resume.restarts import Restarts
+    from stratagem.trainer.step.step import Step
     from stratagem.trainer.trainer import Trainer
+
+_EVALUATED = {"fit": "validation", "validate": "validation", "test": "test", "predict": "predict"}
 
 
 class Run:
     """One run of a Trainer on this rank.
 
     A callback that follows the run more closely than the Trainer's own attributes allow finds it as
-    `trainer.run`.
+    `trainer.run`. Its fields are written here only.
 
     Args:
         trainer: holds the options and the callbacks.
         launched: the plan, whose strategy runs it.
-        job: what was asked for.
+        job: the request.
         progress: how far training is; of the Trainer's last fit.
         latest: the latest values that were logged, since the Trainer's last fit began.
         before: the run before, whose prepared model is used again if it is the same model.
     """
-
-    evaluating = ""
-    """What of "validation", "test" and "predict" is running now."""
-    has_ended_epoch = False
-    """In a fit: whether an epoch has ended in it, with its values."""
-    has_failed = False
-    predictions: Sequence[list[Any]] = ()
-    """What `predict_step` has returned so far, a list for each loader, where it is kept."""
-    asked: str | Path | None = None
-    """In a fit: what to resume from, which was asked for or which a restart calls for."""
 
     def __init__(
         self,
@@ -85,7 +80,7 @@ class Run:
         job: Job,
         *,
         progress: Progress,
-        latest: LatestValues,
+        latest: LatestMetrics,
         before: Run | None,
     ) -> None:
         self.trainer = trainer
@@ -101,46 +96,42 @@ class Run:
         self.profiling = Profiling(trainer._profiler, type(self.strategy).__name__)
         self.hooks: Hooks = Hooks(trainer, job.model, trainer.callbacks, self.profiling.wrap)
         loggers = trainer.loggers if trainer.is_global_zero else ()
-        self.rows = Rows(loggers, self.strategy.accelerator)
+        self.rows = LogBuffer(loggers, self.strategy.accelerator)
         self.metrics: Metrics = Metrics(
-            self.strategy, self.rows, latest, every_n_steps=trainer.log_every_n_steps
+            self.strategy, self.rows, latest, every_n_steps=trainer.options.log_every_n_steps
         )
-        """What training logs to."""
+        """Receives the values that training logs."""
         self.prepared: PreparedModel | None = None
         self.optimizers: list[Any] = []
         """The optimizers as user code sees them: their steps go through the strategy."""
         self.schedulers: Schedulers = Schedulers(self.progress, self.metric, job.model)
-        self.rank_state: RankState | None = None
-        """Once a fit has begun: what this rank saves for itself and restores."""
+        self._former_rank_state: RankState | None = None
         if before is not None and before.module is job.model:
             self.prepared, self.optimizers = before.prepared, before.optimizers
             self.schedulers.configs = before.schedulers.configs
-            self.rank_state = before.rank_state
-        self.train_loader: TrainLoader | None = None
-        self.validation = Validation(self, [])
-        """In a fit: its validation."""
-        self.run_id = ""
-        """In a fit: a name of its own, the same on every rank; a resumed one keeps the first's."""
-        self.resumed_from: paths.Location | None = None
-        """In a fit that was resumed: from what, which the user named and no checkpoint did."""
-        self.evaluated_from: paths.Location | None = None
-        """In an evaluation: the checkpoint whose weights it was given."""
+            self._former_rank_state = before.rank_state
+        self.resume_point = ResumePoint()
+        """The checkpoint that this run loads, if any, and the identity of a fit."""
+        self.fit_data: FitData | None = None
+        """In a fit: this rank's data."""
         self.evaluation_loaders: dict[str, list[EvaluationLoader]] = {}
-        """This rank's, by what they are for."""
-        self.evaluated_batches = 0
-        """Batches of validation or testing in this run; the step of what is logged for each."""
-        self.restarts: Restarts | None = None
-        """In a fit: what a restart by the cluster goes on from."""
+        """This rank's loaders, by "validation", "test" or "predict"."""
+        self.evaluation = EvaluationProgress()
+        self.validation = Validation(self)
+        """In a fit: its validation."""
         self.step: Step | None = None
         """In a fit: the optimizer step, which may be under way."""
-        self.saves_due: list[paths.Location] = []
-        """Checkpoints that were asked for within the present step, to be saved after it."""
+        self.deferred_saves: list[paths.Location] = []
+        """Checkpoints to be saved after the optimizer step that is under way."""
+        self.has_ended_epoch = False
+        """In a fit: whether it has ended an epoch, with its values."""
+        self.has_failed = False
         self.interruption = Interruption(
-            self.strategy.ranks, self.strategy.cluster_environment, trainer.max_time
+            self.strategy.ranks, self.strategy.cluster_environment, trainer.options.max_time
         )
 
     def execute(self) -> Any:
-        """Set up what all four stages share, run the stage, and take it down."""
+        """Set up, run the stage, and tear down."""
         trainer, module, datamodule, stage = self.trainer, self.module, self.datamodule, self.stage
         stages: dict[str, Callable[[], Any]] = {
             "fit": self._fit,
@@ -152,24 +143,21 @@ class Run:
         ranks = self.strategy.ranks
         ranks.report_status(self._position)
         folders.check_on_ranks(trainer, stage)
-        restore_determinism = options.set_determinism(
-            self.strategy.accelerator,
-            deterministic=trainer.deterministic,
-            benchmark=trainer.benchmark,
-        )
+        restore_determinism = set_determinism(self.strategy.accelerator, trainer.options)
         self.profiling.begin(self)
         before = LOGGED.set(module)
         try:
-            run_loggers.begin(self)
+            # First: callbacks ask for the loggers' folder, which a resumed run has already.
+            self.resume_point = find_resume_point(trainer, self.job)
             self.job.prepare_data(ranks)
             if datamodule is not None:
                 datamodule.setup(stage)
-            release_others(self)
+            release_finished_engines(self)
             self.strategy.setup(trainer)
             self.hooks.call("setup", stage)
             with self.launched.init_module():
                 module.configure_model()
-            with fit_loop.anomaly_detection(trainer.detect_anomaly):
+            with fit_loop.anomaly_detection(trainer.options.detect_anomaly):
                 result = stages[stage]()
             self.hooks.call("teardown", stage)
             if datamodule is not None:
@@ -178,7 +166,7 @@ class Run:
             return result
         except BaseException as error:
             self.has_failed = True
-            end_failed(self, error)
+            self._end_failed(error)
             raise
         finally:
             restore_determinism()
@@ -194,36 +182,72 @@ class Run:
 
     def _position(self) -> str:
         if self.stage != "fit":
-            return f"{self.stage}, batch {self.evaluated_batches}"
+            return f"{self.stage}, batch {self.evaluation.batches}"
         return f"fit, epoch {self.progress.epoch}, step {self.progress.global_step}"
+
+    def _end_failed(self, error: BaseException) -> None:
+        """Explain an error, call hooks, and keep the values and checkpoints of before.
+
+        The caller raises the error. Further errors here are printed, so that they do not hide it.
+        """
+        optimizers = () if self.prepared is None else self.prepared.optimizers
+        explain_device_error(error, self.strategy, self.module, optimizers)
+        if this_rank.device_is_lost:
+            self.rows.drop_device_values()
+        of_data = () if self.datamodule is None else (self.datamodule.on_exception,)
+        for hook in (*self.hooks.of("on_exception"), *of_data):
+            _print_errors(hook, error)
+        # Checkpoints that were saved before the error become durable.
+        _print_errors(self.strategy.checkpoint_io.wait_at_error)
+        if isinstance(error, KeyboardInterrupt) and self.strategy.ranks.is_global_zero:
+            print(printable(self._interrupted(), sys.stderr.encoding), file=sys.stderr, flush=True)
+
+    def _interrupted(self) -> str:
+        """Return two lines: where Ctrl-C ended this run, and how to go on."""
+        if self.stage != "fit":
+            number = self.evaluation.batches
+            batches = f"{number} batch" if number == 1 else f"{number} batches"
+            return f"\nstratagem: {self.stage} was interrupted, after {batches}"
+        saved = newest_checkpoint(self.trainer)
+        follows = "there is no checkpoint yet"
+        if saved:
+            follows = f"trainer.fit(..., ckpt_path={saved!r}) goes on from its checkpoint"
+        return (
+            f"\nstratagem: interrupted in epoch {self.progress.epoch}, after step "
+            f"{self.progress.global_step}\nstratagem: {follows}"
+        )
 
     # -- the stages
 
     def _fit(self) -> None:
         trainer, module, strategy = self.trainer, self.module, self.strategy
-        checks.check_manual_optimization(module, trainer.plan, strategy, trainer.step_options)
-        check_step_hooks(module, strategy, trainer.plan, trainer.step_options)
+        options = trainer.options
+        checks.check_manual_optimization(module, trainer.plan, strategy, options.step_options)
+        check_step_hooks(module, strategy, trainer.plan, options.step_options)
         checks.give_hints(strategy)
-        path = self.resumed_from = self.resumed_from or self._find(self.asked)
-        loader = open_fit_data(self)
-        strategy.take_batch_size(loader.batch_size)
-        checks.hint_at_log_interval(trainer, loader.batches)
+        data = self.open_fit_data()
+        strategy.take_batch_size(data.loader.batch_size)
+        checks.hint_at_log_interval(trainer, data.loader.batches)
         prepared = self._prepare_to_train()
+        path = self.resume_point.path
         if path is not None:
             self._restore(prepared, read_checkpoint(self.launched.checkpoint_writer, path), path)
         joined = strategy.join_training(prepared, self.checkpoint)
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
-        checks.hand_over_hyperparameters(self)
-        run_loggers.log_graph(self)
+        checks.log_hyperparameters(self)
+        if strategy.ranks.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_graph(module)
         with module.logging_to(self.metrics):
             self.hooks.call("on_fit_start")
             if path is None and joined is None:
                 self.validation.check_sanity(prepared)
             with ExitStack() as stack:
-                stack.callback(close, self)
+                stack.callback(self._close_data)
                 stack.enter_context(self.interruption)
-                fit_loop.fit(self, prepared, self.validation)
+                self.step = trainer.make_train_step(self, prepared)
+                fit_loop.fit(self, prepared, self.step)
         self.hooks.call("on_fit_end")
         strategy.checkpoint_io.wait()
 
@@ -243,30 +267,30 @@ class Run:
             return []
         optimizers, self.schedulers.configs = configure(self.module)
         if self.module.automatic_optimization and optimizers:
-            check_closure(
-                optimizers[0], self.strategy, self.launched.plan, self.trainer.step_options
-            )
+            options = self.trainer.options.step_options
+            check_closure(optimizers[0], self.strategy, self.launched.plan, options)
         checks.check_parameters(optimizers, self.module)
         return optimizers
 
     def _evaluate(self) -> tuple[dict[str, float], list[dict[str, float]]]:
         """Return the values, and those of each loader."""
-        what = "validation" if self.stage == "validate" else "test"
-        method = "val_dataloader" if what == "validation" else "test_dataloader"
-        source = source_of(method, self.job, self.job.loaders, needed=True)
-        loaders = open_evaluation_data(self, source, what)
-        checks.hand_over_hyperparameters(self)
+        loaders = self.open_evaluation_data()
+        checks.log_hyperparameters(self)
+        what = _EVALUATED[self.stage]
         epoch = evaluation.evaluate(self, self._prepare_to_evaluate(), loaders, what)
         values = {name: float(value) for name, value in epoch.values.items()}
-        return values, results.by_loader(values, epoch.loaders, len(loaders))
+        everywhere = range(len(loaders))
+        return values, [
+            {n: v for n, v in values.items() if index in epoch.loaders.get(n, everywhere)}
+            for index in everywhere
+        ]
 
     def _predict(self) -> list[list[Any]]:
-        source = source_of("predict_dataloader", self.job, self.job.loaders, needed=True)
-        loaders = open_evaluation_data(self, source, "predict")
+        loaders = self.open_evaluation_data()
         return evaluation.predict(self, self._prepare_to_evaluate(), loaders)
 
     def _prepare_to_evaluate(self) -> PreparedModel:
-        path = self.evaluated_from = self._find(self.job.ckpt_path)
+        path = self.resume_point.path
         if self.prepared is None:
             self.prepared = prepare(self.strategy, self.module)
         if path is not None:
@@ -274,21 +298,60 @@ class Run:
             restore_model(self, self.prepared, checkpoint, path)
         return self.prepared
 
+    # -- data
+
+    def open_fit_data(self) -> FitData:
+        """Make this rank's loaders of a fit."""
+        data = self.fit_data = open_fit_data(self)
+        self.evaluation_loaders["validation"] = data.validation
+        return data
+
+    def open_evaluation_data(self) -> list[EvaluationLoader]:
+        """Make this rank's loaders of an evaluation."""
+        what = _EVALUATED[self.stage]
+        loaders = self.evaluation_loaders[what] = open_evaluation_data(self, what)
+        return loaders
+
+    def reopen_fit_data(self, epoch: int) -> FitData:
+        """Make the loaders of a fit again, as the user's methods make them in an epoch."""
+        self._close_data()
+        now, self.progress.epoch = self.progress.epoch, epoch
+        try:
+            return self.open_fit_data()
+        finally:
+            self.progress.epoch = now
+
+    def _close_data(self) -> None:
+        if self.fit_data is not None:
+            self.fit_data.loader.close()
+
+    @property
+    def train_loader(self) -> TrainLoader | None:
+        """In a fit: this rank's training batches."""
+        return None if self.fit_data is None else self.fit_data.loader
+
+    @property
+    def rank_state(self) -> RankState | None:
+        """The RNG states and the position in the data of this rank's last fit."""
+        return self._former_rank_state if self.fit_data is None else self.fit_data.rank_state
+
     # -- checkpoints
 
-    def _find(self, asked: str | Path | None) -> paths.Location | None:
-        return None if asked is None else find_checkpoint(self.trainer, asked)
+    @property
+    def run_id(self) -> str:
+        """In a fit: its identity, the same on every rank; a resumed fit keeps it."""
+        return self.resume_point.run_id
 
     def _restore(
-        self, prepared: PreparedModel, checkpoint: dict[str, Any], whence: paths.Location
+        self, prepared: PreparedModel, checkpoint: dict[str, Any], source: paths.Location
     ) -> None:
-        """Restore the run from a checkpoint, which nothing holds any more afterwards."""
-        self.run_id = checkpoint.get("run") or self.run_id
-        restore_model(self, prepared, checkpoint, whence)
-        restore_training(self, prepared, checkpoint, whence)
+        """Restore the run from a checkpoint, which is freed meanwhile."""
+        self.resume_point = self.resume_point.of_run(checkpoint.get("run"))
+        restore_model(self, prepared, checkpoint, source)
+        restore_training(self, prepared, checkpoint, source)
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return this run as it is, as a file would hold it; called on every rank."""
+        """Return a checkpoint of this run; called on every rank."""
         return collect_checkpoint(self, self.weights(), weights_only=False)
 
     def weights(self) -> Weights:
@@ -298,28 +361,34 @@ class Run:
     def save(
         self, path: paths.Location, *, weights_only: bool, weights: Weights | None = None
     ) -> None:
-        """Save this run as it is, or once the step under way is taken; `weights`: where at hand."""
+        """Save this run, after the optimizer step that is under way.
+
+        Args:
+            path: the file or folder.
+            weights_only: save at once, without the state of the training.
+            weights: the model's state, if the caller has it.
+        """
         if self.is_within_step and not weights_only:
-            self.saves_due.append(path)
+            self.deferred_saves.append(path)
             return
         checkpoint = collect_checkpoint(self, weights or self.weights(), weights_only=weights_only)
         save = self.profiling.wrap("save_checkpoint", self.launched.checkpoint_writer.save)
         save(checkpoint, path)
-        restarts = self.restarts
+        restarts = self.resume_point.restarts
         if restarts is not None and not weights_only:
             self.strategy.checkpoint_io.when_durable(lambda: restarts.saved(path))
 
-    def save_due(self) -> None:
-        """Save what was asked for within the step that has just been taken."""
-        due, self.saves_due = self.saves_due, []
-        for path in dict.fromkeys(due):
+    def flush_deferred_saves(self) -> None:
+        """Save the checkpoints that were requested within the last optimizer step."""
+        deferred, self.deferred_saves = self.deferred_saves, []
+        for path in dict.fromkeys(deferred):
             self.save(path, weights_only=False)
 
-    def _save_interrupted(self) -> str:
-        """Save the run where checkpoints go, before a signal ends it; return the path, or ""."""
+    def _save_interrupted(self) -> str | None:
+        """Save the run in the checkpoints' folder before a signal ends it; return the path."""
         saver = self.trainer.checkpoint_callback
         if saver is None or saver.dirpath is None:
-            return ""
+            return None
         path = saver.save_to_resume_from(self.trainer, "interrupted")
         self.launched.checkpoint_writer.finish()
         return path
@@ -327,29 +396,29 @@ class Run:
     # -- what the training loop asks
 
     def accumulation(self, epoch: int) -> int:
-        """Return how many batches an optimizer step takes in an epoch."""
-        return self.trainer.step_options.micro_batches_in(epoch)
+        """Return the number of batches in an optimizer step of an epoch."""
+        return self.trainer.options.step_options.micro_batches_in(epoch)
 
     def should_stop(self) -> bool:
-        """Whether training is to end here, by `Trainer.should_stop`; not before its minimum."""
-        trainer, progress = self.trainer, self.progress
+        """Whether `Trainer.should_stop` ends training here, past its minimum."""
+        options, progress = self.trainer.options, self.progress
         return (
-            trainer.should_stop
-            and progress.global_step >= trainer.min_steps
-            and progress.epoch + progress.epoch_is_done >= trainer.min_epochs
+            self.trainer.should_stop
+            and progress.global_step >= options.min_steps
+            and progress.epoch + progress.epoch_is_done >= options.min_epochs
         )
 
     def interruption_check(self) -> Callable[[], bool]:
-        """Return what is called after each step: whether the fit is to end here."""
-        look, checkpoint_io = self.interruption.look, self.strategy.checkpoint_io
+        """Return a function that says after each step whether the fit is interrupted."""
+        is_interrupted, checkpoint_io = self.interruption.check, self.strategy.checkpoint_io
         if not checkpoint_io.asynchronous:
-            return look
+            return is_interrupted
 
-        def look_at_saves_too() -> bool:
+        def check() -> bool:
             checkpoint_io.raise_errors()
-            return look()
+            return is_interrupted()
 
-        return look_at_saves_too
+        return check
 
     def interrupt(self) -> None:
         """End the fit after the present step; on a signal, save it and end the process."""
@@ -358,27 +427,27 @@ class Run:
         self.trainer.should_stop = True
 
     def end_train_epoch(self) -> None:
-        """Call the hooks of the epoch's end, and reduce what was logged in it."""
+        """Call the hooks of the epoch's end, and reduce the values that were logged in it."""
         metrics, progress = self.metrics, self.progress
         metrics.in_step = False
         metrics.reduce_epoch()
-        self.hooks.call_all_but_monitors("on_train_epoch_end")
+        self.hooks.call_before_metrics("on_train_epoch_end")
         epoch = metrics.end_epoch()
         # The epoch's values stand at its last step, with the epoch's number.
         last_step = max(0, progress.global_step - 1)
         self.rows.write(epoch.for_loggers, last_step, progress.epoch)
         self.has_ended_epoch = True
-        self.schedulers.step_after_epoch(self.may_come_later)
-        self.hooks.call_monitors("on_train_epoch_end")
+        self.schedulers.step_after_epoch(self.is_metric_pending)
+        self.hooks.call_after_metrics("on_train_epoch_end")
 
     # -- what callbacks ask
 
-    def pass_over_training_data(self) -> None:
+    def run_training_data_without_grad(self) -> None:
         """Run `training_step` over an epoch without gradients; nothing is counted or logged."""
-        evaluation.pass_over_training_data(self)
+        evaluation.run_training_data_without_grad(self)
 
-    def may_come_later(self, name: str) -> bool:
-        """Whether a value that is not there yet may still be logged.
+    def is_metric_pending(self, name: str) -> bool:
+        """Whether a value that was not logged yet may still be.
 
         At the end of the first epoch of this fit, or by validation in a later one.
         """
@@ -388,18 +457,18 @@ class Run:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether an optimizer step is under way; one that an error ended is not."""
+        """Whether an optimizer step is under way that no error has ended."""
         return self.step is not None and self.step.is_under_way and not self.has_failed
 
     @property
     def has_validation(self) -> bool:
-        """Whether this fit validates."""
-        return bool(self.validation.loaders)
+        """Whether this run is a fit that validates."""
+        return self.fit_data is not None and bool(self.fit_data.validation)
 
     @property
     def validates_within_epochs(self) -> bool:
         """Whether validation comes in the middle of epochs too, not only after their last batch."""
-        return self.has_validation and self.trainer.val_check_interval != 1.0
+        return self.has_validation and self.trainer.options.val_check_interval != 1.0
 
     @property
     def validates_next(self) -> bool:
@@ -415,23 +484,21 @@ class Run:
         """Whether validation ran in the present epoch."""
         return self.validation.last_epoch == self.progress.epoch
 
-    @property
-    def checkpoint_root(self) -> paths.Location:
-        """The folder in which checkpoints get one of their own: that of the logs, or a URL."""
-        root = self.trainer.default_root_dir
-        return root if paths.is_url(root) else Path(self.trainer.log_dir)
-
     def metric(self, name: str, who: str) -> Tensor:
-        """Return the latest logged value that somebody (`who`) waits for.
+        """Return the latest logged value of a name.
+
+        Args:
+            name: as it was logged.
+            who: needs it; for the error.
 
         Raises:
-            UserCodeError: nothing of that name was logged; lists what was.
+            UserCodeError: nothing of that name was logged; lists the names that were.
         """
         values = self.trainer.callback_metrics
         if name not in values:
-            there = ", ".join(sorted(values)) or "nothing"
+            logged = ", ".join(sorted(values)) or "nothing"
             raise UserCodeError(
-                f"{who}(monitor={name!r}): no value of that name was logged; there is {there}. "
+                f"{who}(monitor={name!r}): no value of that name was logged; there is {logged}. "
                 f"Log it in the Module with self.log({name!r}, ...)"
             )
         return values[name]
@@ -440,10 +507,31 @@ class Run:
         """Return the prepared model.
 
         Raises:
-            ConfigurationError: the run ended before it was there.
+            ConfigurationError: the run ended before the model was prepared.
         """
         if self.prepared is None:
             raise ConfigurationError(
                 "this needs a prepared model, but the last run ended before it was there"
             )
         return self.prepared
+
+
+def _print_errors(function: Callable[..., object], *args: Any) -> None:
+    """Call a function while another error is raised, which an error of its own would hide."""
+    try:
+        function(*args)
+    except Exception as error:
+        print(f"stratagem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+_runs: WeakSet[Run] = WeakSet()
+"""The runs of this process whose prepared models may still hold something."""
+
+
+def release_finished_engines(run: Run) -> None:
+    """Free what strategies hold for other Trainers' runs: a process may train many models."""
+    for other in list(_runs):
+        if other.launched is not run.launched and other.trainer.state.status != "running":
+            _runs.discard(other)
+            release(other.module)
+    _runs.add(run)

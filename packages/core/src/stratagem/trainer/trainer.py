@@ -3,56 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from stratagem.callbacks import Callback
+import torch
+
+from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import leave_unprinted
-from stratagem.loggers import Logger
+from stratagem.loggers.adapted import Loggers, make_loggers
 from stratagem.module.datamodule import DataModule
 from stratagem.module.module import Module
+from stratagem.plan.compilation import Compilation
 from stratagem.plan.plan import RunPlan
+from stratagem.plan.step_options import StepOptions, gradient_clip, seconds
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
 from stratagem.runtime.request import Devices, Plugin, as_list
-from stratagem.runtime.runtime import REQUESTED, Launched
+from stratagem.runtime.runtime import Launched
 from stratagem.storage import paths
-from stratagem.trainer import folders, remote_result as elsewhere
-from stratagem.trainer.attributes import TrainerAttributes
+from stratagem.trainer import folders, remote_result
 from stratagem.trainer.checks import (
     check_divergence_detection,
     check_module,
     check_not_running,
-    say_what_begins_again,
+    warn_on_refit,
 )
-from stratagem.trainer.defaults import (
-    make_callbacks,
-    make_loggers,
-    make_profiler,
-    merge_callbacks,
-    parse_arguments,
+from stratagem.trainer.hooks import find_callbacks, make_callbacks, merge_callbacks
+from stratagem.trainer.job import Job, Stage
+from stratagem.trainer.loops.divergence import DEFAULT_INTERVAL
+from stratagem.trainer.metrics.metrics import LatestMetrics
+from stratagem.trainer.options import (
+    Interval,
+    TrainerOptions,
+    check_accumulation,
+    check_interval,
+    check_limit,
+    check_switch,
+    none_means_default,
+    root_folder,
 )
-from stratagem.trainer.job import Job
-from stratagem.trainer.metrics.metrics import LatestValues
-from stratagem.trainer.options import TrainerOptions
 from stratagem.trainer.progress import Progress, RunState
-from stratagem.trainer.results import print_values
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from stratagem.interfaces.prepared_model import PreparedModel
+    from stratagem.loggers import Logger
     from stratagem.profilers import Profiler
     from stratagem.trainer.run import Run
     from stratagem.trainer.step.batch_feed import BatchFeed, IndexedBatch
+    from stratagem.trainer.step.optimizers import SchedulerConfig
     from stratagem.trainer.step.step import Step
 
+TrainerType = TypeVar("TrainerType", bound="Trainer")
 
-class Trainer(TrainerAttributes):
+
+class Trainer:
     """Trains, validates, tests and predicts.
 
     Args:
@@ -100,11 +113,15 @@ class Trainer(TrainerAttributes):
             the same and in order, and validate on as many; 0.0: on all.
         reload_dataloaders_every_n_epochs: ask for the loaders anew after so many epochs; 0: never.
         profiler: "simple", "advanced", "pytorch" or a Profiler; None: none, which costs nothing.
-        barebones: turn off all that does not train, to measure it: checkpoints, loggers, values,
-            bar, summary, sanity check, profiler.
         default_root_dir: where logs and checkpoints go; None: the current folder. At a URL,
             checkpoints without a `dirpath` go to its `checkpoints`, logs to the current folder.
-        gpus, tpu_cores: shorthands, see `Lite`.
+
+    Attributes:
+        options: the arguments that say how runs go. A user may replace them between two runs:
+            `trainer.options = dataclasses.replace(trainer.options, max_epochs=20)`.
+        callbacks: the user's, and those that were added.
+        loggers: all loggers.
+        should_stop: set it to True, on every rank alike, to end training after the present step.
 
     Raises:
         ConfigurationError: the request cannot be met; nothing has been started.
@@ -116,14 +133,7 @@ class Trainer(TrainerAttributes):
         'single_device'
     """
 
-    should_stop: bool = False
-    """Set to True, on every rank alike, to end training after the present step."""
-    _run: Run | None = None
-    _tuned: Run | None = None
-    """Of a Tuner, until the next run: it has the data as it was tuned, and was never executed."""
-    _trained_elsewhere: Module | None = None
-    """The model of the last run, where that was in processes of its own."""
-
+    @none_means_default
     def __init__(
         self,
         *,
@@ -133,7 +143,7 @@ class Trainer(TrainerAttributes):
         num_nodes: int = 1,
         precision: Precision | str | int = "32-true",
         plugins: Plugin | Sequence[Plugin] | None = None,
-        logger: bool | Logger | Sequence[Logger | str] | str | None = None,
+        logger: Loggers = None,
         callbacks: Callback | str | Sequence[Callback | str] | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -145,7 +155,7 @@ class Trainer(TrainerAttributes):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
-        val_check_interval: int | float | str | timedelta | Mapping[str, int] | None = None,
+        val_check_interval: Interval = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         log_every_n_steps: int = 1,
@@ -168,33 +178,120 @@ class Trainer(TrainerAttributes):
         overfit_batches: int | float = 0.0,
         reload_dataloaders_every_n_epochs: int = 0,
         profiler: Profiler | str | None = None,
-        barebones: bool = False,
         default_root_dir: str | Path | None = None,
-        gpus: int | str | list[int] | None = None,
-        tpu_cores: int | str | list[int] | None = None,
     ) -> None:
-        given = parse_arguments(locals(), Trainer.__init__)
-        vars(self).update(vars(TrainerOptions.parse(given)))
-        requested = {name: given[name] for name in REQUESTED}
-        self._launched = Launched(step_options=self.step_options, **requested)
-        check_divergence_detection(self.plan, self.detect_divergence)
-        quick = self.fast_dev_run > 0
-        self.loggers = make_loggers(given["logger"], self.default_root_dir, quick=quick)
-        self._profiler = make_profiler(given["profiler"])
-        self.callbacks = make_callbacks(given, quick=quick)
-        self._state, self._progress = RunState(), Progress()
-        self._latest = LatestValues()
+        given_callbacks = find_callbacks(callbacks)
+        overfit = check_limit("overfit_batches", overfit_batches)
+        max_seconds = seconds(max_time)
+        if max_epochs is None:
+            max_epochs = 1000 if max_steps == -1 and max_seconds is None else -1
+        options = TrainerOptions(
+            max_epochs=max_epochs,
+            min_epochs=min_epochs or 0,
+            max_steps=max_steps,
+            min_steps=min_steps or 0,
+            max_time=max_seconds,
+            limit_train_batches=overfit or check_limit("limit_train_batches", limit_train_batches),
+            limit_val_batches=overfit or check_limit("limit_val_batches", limit_val_batches),
+            limit_test_batches=check_limit("limit_test_batches", limit_test_batches),
+            limit_predict_batches=check_limit("limit_predict_batches", limit_predict_batches),
+            val_check_interval=check_interval(val_check_interval),
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            num_sanity_val_steps=num_sanity_val_steps,
+            log_every_n_steps=log_every_n_steps,
+            step_options=StepOptions(
+                clip=gradient_clip(gradient_clip_val, gradient_clip_algorithm),
+                accumulation=check_accumulation(accumulate_grad_batches, given_callbacks),
+                sync_batchnorm=sync_batchnorm,
+                compilation=Compilation.parse(compile),
+            ),
+            deterministic=deterministic,
+            benchmark=benchmark,
+            inference_mode=inference_mode,
+            use_distributed_sampler=use_distributed_sampler,
+            detect_anomaly=detect_anomaly,
+            detect_divergence=check_switch(
+                "detect_divergence", detect_divergence, unit="steps", on=DEFAULT_INTERVAL
+            ),
+            enable_autolog_hparams=enable_autolog_hparams,
+            overfit_batches=overfit,
+            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
+            default_root_dir=root_folder(default_root_dir),
+        )
+        quick = check_switch("fast_dev_run", fast_dev_run, unit="batches", on=1)
+        self.options = options.for_quick_run(quick) if quick else options
+        self._launched = Launched(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            plugins=plugins,
+            async_save=async_save,
+            step_options=options.step_options,
+        )
+        check_divergence_detection(self.plan, options.detect_divergence)
+        self.loggers: list[Logger] = [] if quick else make_loggers(logger, options.default_root_dir)
+        self._profiler: Profiler | None = None
+        if profiler is not None:
+            from stratagem.profilers.profiler import make_profiler
+
+            self._profiler = make_profiler(profiler)
+        self.callbacks: list[Callback] = make_callbacks(
+            given_callbacks,
+            checkpointing=enable_checkpointing,
+            progress_bar=enable_progress_bar,
+            model_summary=enable_model_summary,
+            quick=quick > 0,
+        )
+        self._forget_runs()
+
+    def _forget_runs(self) -> None:
+        self.should_stop = False
+        self._state, self._progress, self._latest = RunState(), Progress(), LatestMetrics()
+        self._run: Run | None = None
+        self._opened: Run | None = None
+        """Of `open_data`, until the next run: it has data, and was not executed."""
+        self._remote_model: Module | None = None
+        """The model of the last run, if that was in processes of its own."""
+
+    def with_options(
+        self: TrainerType,
+        options: TrainerOptions,
+        callbacks: Callback | Sequence[Callback] | None = None,
+    ) -> TrainerType:
+        """Return a Trainer of the same plan, strategy and processes that has run nothing yet.
+
+        For short runs beside those of this Trainer: it has no loggers and no profiler.
+
+        Args:
+            options: its options, such as `dataclasses.replace(trainer.options, max_steps=3)`.
+            callbacks: all of its callbacks; None: none.
+
+        Example:
+            >>> from dataclasses import replace
+            >>> from stratagem import Trainer
+            >>> trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+            >>> short = trainer.with_options(replace(trainer.options, max_steps=3))
+            >>> short.options.max_steps, short.strategy is trainer.strategy
+            (3, True)
+        """
+        other = copy(self)
+        other.options, other.callbacks = options, as_list(callbacks)
+        other.loggers, other._profiler = [], None
+        other._forget_runs()
+        return other
 
     # -- what runs where
 
     @property
     def plan(self) -> RunPlan:
-        """What was chosen, and why; `trainer.plan.explain()` is its text."""
+        """The resolved components and their reasons; `trainer.plan.explain()` is its text."""
         return self._launched.plan
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy; its device is there once processes are launched."""
+        """The strategy; it has a device once processes are launched."""
         return self._launched.strategy
 
     @property
@@ -203,29 +300,35 @@ class Trainer(TrainerAttributes):
         return self._launched.ranks
 
     @property
-    def checkpoint_writer(self) -> CheckpointWriter:
-        """What saves and loads checkpoints from all ranks together."""
-        return self._launched.checkpoint_writer
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return self.ranks.global_rank
 
     @property
-    def run(self) -> Run:
-        """The present run, or the one before; for callbacks that follow it closely.
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.ranks.local_rank
 
-        Raises:
-            ConfigurationError: there was none.
-        """
-        if self._run is not None:
-            return self._run
-        if self._trained_elsewhere is not None:
-            raise ConfigurationError(
-                f"the run was in processes of its own (launcher {self.plan.launcher.name!r}), of "
-                "which only the model's weights, logged values and callbacks' states come back: "
-                "read this in a callback or in the Module, or train with strategy='ddp' in a script"
-            )
-        raise ConfigurationError(
-            "this needs a model that was fitted, validated, tested or predicted with this "
-            "Trainer; there was none yet"
-        )
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.is_global_zero
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only, above the progress bar."""
+        if self.is_global_zero:
+            bar = next((c for c in self.callbacks if isinstance(c, ProgressBar)), None)
+            (print if bar is None else bar.print)(*args, **kwargs)
+
+    @property
+    def checkpoint_writer(self) -> CheckpointWriter:
+        """The object that saves and loads checkpoints from all ranks together."""
+        return self._launched.checkpoint_writer
 
     # -- the four runs
 
@@ -245,10 +348,10 @@ class Trainer(TrainerAttributes):
                 the datamodule's or the model's.
             val_dataloaders: one or several.
             datamodule: in place of loaders.
-            ckpt_path: checkpoint to resume from: a path or URL; "last", the newest that is whole;
-                or "best"; None: begin anew. Where the cluster has started the run again (torchrun
-                with restarts, a SLURM job that was queued again), the last whole checkpoint that it
-                has saved goes before.
+            ckpt_path: checkpoint to resume from: a path or URL; "last", the newest complete one;
+                or "best"; None: begin anew. If the cluster has restarted the run (torchrun with
+                restarts, a requeued SLURM job), the last complete checkpoint that the run has
+                saved takes precedence.
 
         Raises:
             ConfigurationError: this Trainer is running already.
@@ -316,9 +419,24 @@ class Trainer(TrainerAttributes):
             return None
         return predictions[0] if len(predictions) == 1 else predictions
 
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+        """Save the run as it is; every rank calls it, and returns once the file is durable.
+
+        Within an optimizer step (`is_within_step`) there is no state to resume from exactly, so the
+        file is there once the step is taken, before anything else happens; weights alone are saved
+        at once.
+
+        With `async_save=True` it returns once the state is copied.
+
+        Raises:
+            CheckpointContentError: something in it is not plain data; says what.
+        """
+        self.run.save(paths.parse_user_path(filepath), weights_only=weights_only)
+
+    # -- executing a run
+
     def _model_or_last(self, model: Module | None) -> Module:
-        last = self._trained_elsewhere if self._run is None else self._run.module
-        model = last if model is None else model
+        model = self.model if model is None else model
         if model is None:
             raise ConfigurationError(
                 "there is no model: pass one, or fit one with this Trainer before"
@@ -328,6 +446,8 @@ class Trainer(TrainerAttributes):
     def _evaluate(self, job: Job, verbose: bool) -> list[dict[str, float]]:
         values, of_loaders = self._execute(job)
         if verbose and self.is_global_zero:
+            from stratagem.trainer.loops.evaluation import print_values
+
             print_values(job.stage, values)
         return list(of_loaders)
 
@@ -339,7 +459,7 @@ class Trainer(TrainerAttributes):
         try:
             folders.check_before_launch(self, self._launched, job.stage)
             if self.plan.runs_elsewhere and not self._launched.is_launched:
-                result = self._execute_elsewhere(job)
+                result = self._execute_remotely(job)
             else:
                 result = self._launched.launch(self._run_on_rank, job)
         except BaseException as error:
@@ -350,49 +470,71 @@ class Trainer(TrainerAttributes):
         self._state = RunState("", "finished", job.stage)
         return result
 
-    def _execute_elsewhere(self, job: Job) -> Any:
-        """Run in new processes, then take over what comes back of rank 0's."""
+    def _execute_remotely(self, job: Job) -> Any:
+        """Run in new processes, then load the state that rank 0 returns."""
         outcome = self._launched.launch(self._run_and_report, job)
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
-        result = elsewhere.take_over(
+        result = remote_result.load(
             outcome, job.model, self, latest=self._latest, progress=self._progress
         )
-        self._trained_elsewhere = job.model
+        self._remote_model = job.model
         return result
 
     def _run_and_report(self, launched: Launched, job: Job) -> dict[str, Any]:
         result = self._run_on_rank(launched, job)
-        return elsewhere.report(self.run, result)
+        return remote_result.collect(self.run, result)
 
     def _run_on_rank(self, launched: Launched, job: Job) -> Any:
-        job.model.trainer = self
-        if job.datamodule is not None:
-            job.datamodule.trainer = self
+        job.attach(self)
         if self._run is None or self._run.module is not job.model:
-            asked = as_list(job.model.configure_callbacks())
-            self.callbacks = merge_callbacks(self.callbacks, asked, quick=self.fast_dev_run > 0)
+            added = as_list(job.model.configure_callbacks())
+            quick = self.options.fast_dev_run > 0
+            self.callbacks = merge_callbacks(self.callbacks, added, quick=quick)
         if job.stage == "fit":
-            say_what_begins_again(self._run, job)
+            warn_on_refit(self._run, job)
             self.should_stop = False
-            # A checkpoint, if one is given, says where to go on; otherwise every fit begins anew.
-            self._progress = Progress()
-            # A callback that waits for a value waits for one of this fit.
-            self._latest = LatestValues()
-        self._tuned = None
-        # A quarter of what importing the Trainer would take, and only runs need it.
+            # A checkpoint says where to go on. Without one, every fit begins anew, and callbacks
+            # wait for values of this fit.
+            self._progress, self._latest = Progress(), LatestMetrics()
+        self._opened = None
+        self._run = self._make_run(job, before=self._run)
+        return self._run.execute()
+
+    def _make_run(self, job: Job, before: Run | None = None) -> Run:
+        # Only runs need it, and importing it takes a quarter of importing the Trainer.
         from stratagem.trainer.run import Run
 
-        self._run = Run(
-            self, launched, job, progress=self._progress, latest=self._latest, before=self._run
+        return Run(
+            self, self._launched, job, progress=self._progress, latest=self._latest, before=before
         )
-        return self._run.execute()
+
+    def open_data(
+        self, stage: Stage, model: Module, loaders: Any = None, datamodule: DataModule | None = None
+    ) -> None:
+        """Make the loaders of a run without executing it; they are shown until the next run.
+
+        Called once processes are launched, between two runs: for a Tuner, which has found a batch
+        size.
+
+        Args:
+            stage: the run: "fit", "validate", "test" or "predict".
+            model, loaders, datamodule: as for that run.
+        """
+        check_not_running(self._state, "open_data")
+        job = Job.of(stage, model, loaders, datamodule, None)
+        job.attach(self)
+        run = self._opened = self.with_options(self.options)._make_run(job)
+        if stage == "fit":
+            run.open_fit_data()
+        else:
+            run.open_evaluation_data()
 
     # -- what a subclass may change
 
     def make_train_step(self, run: Run, prepared: PreparedModel) -> Step:
         """Return the optimizer step of a fit; called once, before its first epoch."""
-        from stratagem.trainer.steps import make_step
+        from stratagem.trainer.step.hooked_step import make_step
 
         return make_step(run, prepared)
 
@@ -414,20 +556,184 @@ class Trainer(TrainerAttributes):
 
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to this process; a copy has its model, and may begin another one.
-        run = self._run
-        model = self._trained_elsewhere if run is None else run.module
-        return {**self.__dict__, "_run": None, "_tuned": None, "_trained_elsewhere": model}
+        return {**self.__dict__, "_run": None, "_opened": None, "_remote_model": self.model}
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
-        """Save the run as it is; every rank calls it, and returns once the file is durable.
+    # -- the present run, or the last one
 
-        Within an optimizer step (`is_within_step`) there is no state to resume from exactly, so the
-        file is there once the step is taken, before anything else happens; weights alone are saved
-        at once.
-
-        With `async_save=True` it returns once the state is copied.
+    @property
+    def run(self) -> Run:
+        """The present run, or the last one; for callbacks that follow it closely.
 
         Raises:
-            CheckpointContentError: something in it is not plain data; says what.
+            ConfigurationError: there was none.
         """
-        self.run.save(paths.parse_user_path(filepath), weights_only=weights_only)
+        if self._run is not None:
+            return self._run
+        if self._remote_model is not None:
+            raise ConfigurationError(
+                f"the run was in processes of its own (launcher {self.plan.launcher.name!r}), of "
+                "which only the model's weights, logged values and callbacks' states come back: "
+                "read this in a callback or in the Module, or train with strategy='ddp' in a script"
+            )
+        raise ConfigurationError(
+            "this needs a model that was fitted, validated, tested or predicted with this "
+            "Trainer; there was none yet"
+        )
+
+    @property
+    def state(self) -> RunState:
+        """Which run is under way, and how the last one ended."""
+        return self._state
+
+    @property
+    def model(self) -> Module | None:
+        """The model of the present run, or of the last one; None before the first."""
+        return self._remote_model if self._run is None else self._run.module
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The DataModule of the present run, or of the last one, if any."""
+        run = self._run_with_data
+        return None if run is None else run.datamodule
+
+    @property
+    def profiler(self) -> Profiler:
+        """The profiler; a PassThroughProfiler if none was passed."""
+        if self._profiler is not None:
+            return self._profiler
+        from stratagem.profilers import PassThroughProfiler
+
+        return PassThroughProfiler()
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, counted from 0."""
+        return self._progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        """The number of optimizer steps taken."""
+        return self._progress.global_step
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether batches were read for an optimizer step that is yet to be taken.
+
+        It is True in `on_train_batch_start`, and in `on_train_batch_end` of all accumulated batches
+        but the last.
+        """
+        return self._run is not None and self._run.is_within_step
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation batches before training are under way."""
+        return self._run is not None and self._run.validation.is_sanity_check
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer steps of the whole fit; infinity without a limit.
+
+        Known once the data is open, so in `configure_optimizers`, where schedulers are made for it.
+        An earlier end (`max_time`, a callback) is not foreseen.
+
+        Raises:
+            ConfigurationError: there is no fit.
+        """
+        options, loader = self.options, self.run.train_loader
+        batches = 0 if loader is None else loader.batches
+        limit = float("inf") if options.max_steps == -1 else options.max_steps
+        if options.max_epochs == -1 or batches == float("inf"):
+            return limit
+        return min(limit, options.step_options.steps_in(options.max_epochs, int(batches)))
+
+    # -- data
+
+    @property
+    def _run_with_data(self) -> Run | None:
+        return self._run if self._opened is None else self._opened
+
+    @property
+    def train_dataloader(self) -> Any:
+        """This rank's loader for training, or None."""
+        run = self._run_with_data
+        loader = None if run is None else run.train_loader
+        return None if loader is None else loader.loader
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """This rank's loader for validation, a list of several, or None."""
+        return self._loaders("validation")
+
+    def _loaders(self, what: str) -> Any:
+        run = self._run_with_data
+        found = [] if run is None else run.evaluation_loaders.get(what, [])
+        loaders = [one.loader for one in found]
+        return (loaders[0] if len(loaders) == 1 else loaders) if loaders else None
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of this rank in an epoch; infinity if the number is not known."""
+        run = self._run_with_data
+        loader = None if run is None else run.train_loader
+        batches = float("inf") if loader is None else loader.batches
+        return batches if batches == float("inf") else int(batches)
+
+    # -- values, loggers, optimizers
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest value of each name that was logged since the last fit began.
+
+        Values of single evaluation steps are left out: nobody monitors them.
+        """
+        return {name: torch.as_tensor(value) for name, value in self._latest.values.items()}
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """The latest value of each name that the loggers receive."""
+        return self._latest.logged()
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """The values for the progress bar."""
+        return self._latest.bar
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this run, on rank 0; `options.default_root_dir` if no logger has one."""
+        own = self.loggers[0].log_dir if self.loggers and self.is_global_zero else ""
+        return own or str(self.options.default_root_dir)
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ModelCheckpoint, or None."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """Every ModelCheckpoint."""
+        return [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers; [] before the model is prepared.
+
+        Raises:
+            ConfigurationError: the run was in processes of its own.
+        """
+        prepared = None if self.model is None else self.run.prepared
+        return [] if prepared is None else prepared.optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The learning rate schedulers; [] before the model is prepared.
+
+        Raises:
+            ConfigurationError: the run was in processes of its own.
+        """
+        return [] if self.model is None else self.run.schedulers.configs

@@ -116,13 +116,13 @@ class DeviceStatsMonitor(Callback):
 
     def _log_evaluation(self, trainer: Trainer, when: str) -> None:
         if not trainer.sanity_checking:
-            batch = trainer.run.evaluated_batches
+            batch = trainer.run.evaluation.batches
             if figures := self._figures(trainer, when, batch):
                 trainer.run.rows.add(figures, batch, trainer.current_epoch)
 
     def _figures(self, trainer: Trainer, when: str, step: int) -> dict[str, float]:
         """Return the figures by the names that they are logged as, where they are due."""
-        every = trainer.log_every_n_steps
+        every = trainer.options.log_every_n_steps
         if not trainer.is_global_zero or not every or (step + 1) % every:
             return {}
         return {

@@ -31,7 +31,7 @@ class GradientAccumulationScheduler(Callback):
         >>> from stratagem.callbacks import GradientAccumulationScheduler
         >>> schedule = GradientAccumulationScheduler(scheduling={0: 8, 4: 4})
         >>> trainer = Trainer(callbacks=schedule, logger=False)
-        >>> trainer.accumulate_grad_batches, schedule.get_accumulate_grad_batches(5)
+        >>> trainer.options.step_options.accumulation[0], schedule.get_accumulate_grad_batches(5)
         (8, 4)
     """
 
@@ -62,9 +62,10 @@ class GradientAccumulationScheduler(Callback):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Refuse a Trainer that was made without it."""
-        if stage == "fit" and trainer.step_options.accumulation != self.scheduling:
+        accumulation = dict(trainer.options.step_options.accumulation)
+        if stage == "fit" and accumulation != self.scheduling:
             raise ConfigurationError(
                 "this GradientAccumulationScheduler came after the strategy was set up with "
-                f"accumulate_grad_batches={dict(trainer.step_options.accumulation)!r}: pass it to "
+                f"accumulate_grad_batches={accumulation!r}: pass it to "
                 "Trainer(callbacks=...)"
             )

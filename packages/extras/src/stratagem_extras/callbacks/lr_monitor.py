@@ -90,7 +90,7 @@ class LearningRateMonitor(Callback):
         self, trainer: Trainer, module: Module, batch: Any, batch_idx: int
     ) -> None:
         """Log before a batch, where this step's values are logged."""
-        every, step = trainer.log_every_n_steps, trainer.global_step
+        every, step = trainer.options.log_every_n_steps, trainer.global_step
         # In manual optimization each optimizer may take a step of this batch.
         steps = 1 if module.automatic_optimization else len(trainer.optimizers)
         logs = every and (step + steps) // every > step // every

@@ -27,7 +27,7 @@ class RichProgressBar(ProgressBar):
         >>> from stratagem import Trainer
         >>> from stratagem.callbacks import RichProgressBar
         >>> trainer = Trainer(callbacks=RichProgressBar(leave=True), logger=False)
-        >>> trainer.progress_bar_callback.is_enabled
+        >>> trainer.callbacks[0].is_enabled
         True
     """
 

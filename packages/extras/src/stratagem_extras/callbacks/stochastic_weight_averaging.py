@@ -98,7 +98,7 @@ class StochasticWeightAveraging(Callback):
                 f"StochasticWeightAveraging takes one optimizer; configure_optimizers() returned "
                 f"{len(trainer.optimizers)}"
             )
-        if trainer.max_epochs == -1 and isinstance(self._start, float):
+        if trainer.options.max_epochs == -1 and isinstance(self._start, float):
             raise ConfigurationError(
                 f"StochasticWeightAveraging(swa_epoch_start={self._start!r}) is a part of "
                 "max_epochs, and there is no last epoch: pass max_epochs, or the epoch to start "
@@ -111,7 +111,7 @@ class StochasticWeightAveraging(Callback):
                 "WeightAveraging, which average shards"
             )
         start = self._start
-        first = int(trainer.max_epochs * start) if isinstance(start, float) else start
+        first = int(trainer.options.max_epochs * start) if isinstance(start, float) else start
         self.swa_start = max(first - 1, 0)
         self._averages = self._schedule = None
         self.n_averaged = 0
@@ -185,7 +185,7 @@ class StochasticWeightAveraging(Callback):
             part.reset_running_stats()
             part.momentum = None  # all batches count the same
         try:
-            trainer.run.pass_over_training_data()
+            trainer.run.run_training_data_without_grad()
         finally:
             for part, momentum in norms:
                 part.momentum = momentum

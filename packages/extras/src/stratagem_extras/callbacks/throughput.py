@@ -157,11 +157,12 @@ class ThroughputMonitor(Callback):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Refuse a Trainer that logs nothing; begin anew."""
-        if not trainer.loggers or not trainer.log_every_n_steps:
+        if not trainer.loggers or not trainer.options.log_every_n_steps:
             raise ConfigurationError(
                 "ThroughputMonitor has nowhere to log to: received a Trainer with "
-                f"logger={trainer.logger!r} and log_every_n_steps={trainer.log_every_n_steps}; "
-                "pass a logger and a number of steps, or leave the callback out"
+                f"logger={trainer.logger!r} and log_every_n_steps="
+                f"{trainer.options.log_every_n_steps}; pass a logger and a number of steps, or "
+                "leave the callback out"
             )
         flops, window = self._options
         for name in ("train", "validate", "test", "predict"):
@@ -178,7 +179,7 @@ class ThroughputMonitor(Callback):
         """Count a batch, and log where this step's values are logged."""
         self._count("train", module, batch)
         step = trainer.global_step
-        if not trainer.is_within_step and step and not step % trainer.log_every_n_steps:
+        if not trainer.is_within_step and step and not step % trainer.options.log_every_n_steps:
             trainer.run.metrics.row.update(self._compute("train"))
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
@@ -234,5 +235,5 @@ class ThroughputMonitor(Callback):
 
 def _stage(trainer: Trainer) -> str:
     """Return what is evaluated now, as names of values begin."""
-    what = trainer.run.evaluating
+    what = trainer.run.evaluation.what
     return "validate" if what == "validation" else what

@@ -7,7 +7,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.callbacks import Callback
+from stratagem.callbacks import Callback, ProgressBar
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import seconds
 
@@ -110,7 +110,8 @@ class Timer(Callback):
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         """End it, and say why training ended where that is the reason."""
         self._ended["train"] = monotonic()
-        reason, is_said = self.stopping_reason, trainer.progress_bar_callback is not None
+        reason = self.stopping_reason
+        is_said = any(isinstance(callback, ProgressBar) for callback in trainer.callbacks)
         if self._verbose and reason and trainer.should_stop and not is_said:
             trainer.print(f"stratagem: training ended: {reason}")
 

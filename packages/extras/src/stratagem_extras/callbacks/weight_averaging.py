@@ -249,7 +249,7 @@ class WeightAveraging(Callback):
         """Restore it when the fit begins."""
         self._restored = dict(state)
 
-    def take_over(self, state: dict[str, Any]) -> None:
+    def load_remote_state(self, state: dict[str, Any]) -> None:
         """Nothing is left to do: the model has the average."""
 
     def on_save_checkpoint(

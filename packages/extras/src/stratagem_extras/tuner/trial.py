@@ -1,10 +1,11 @@
-"""Trials: short runs of a Trainer that leave it, the model and all RNGs as they were."""
+"""Trials: short runs of Trainers made from a user's, which leave the model and all RNGs alone."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,32 +21,11 @@ from stratagem.rng import (
     set_generator_states,
     set_rng_state,
 )
-from stratagem.trainer import (
-    LatestValues,
-    Progress,
-    Run,
-    RunState,
-    open_evaluation_data,
-    open_fit_data,
-    source_of,
-)
 
 if TYPE_CHECKING:
     from stratagem.module import Module
-    from stratagem.trainer import Job, Trainer
-
-_NOT_IN_A_TRIAL = {
-    "min_epochs": 0,
-    "min_steps": 0,
-    "max_epochs": -1,
-    "max_time": None,
-    "num_sanity_val_steps": 0,
-    "log_every_n_steps": 0,
-    "detect_divergence": 0,
-    "check_val_every_n_epoch": 1,
-    "val_check_interval": 1.0,
-    "_profiler": None,
-}
+    from stratagem.strategies import PreparedModel
+    from stratagem.trainer import Trainer, TrainerOptions
 
 
 def check_can_try(trainer: Trainer) -> None:
@@ -62,81 +42,67 @@ def check_can_try(trainer: Trainer) -> None:
 
 
 @contextmanager
-def trials(
-    trainer: Trainer, model: Module, loaders: Sequence[Any], **options: Any
-) -> Iterator[Snapshot]:
-    """Let runs in this context be trials, and restore everything at its end, and after each.
+def trials(trainer: Trainer, model: Module, loaders: Any, **changes: Any) -> Iterator[Trials]:
+    """Try runs in this context; at its end the model and all RNGs are what they were before.
 
     Args:
-        trainer: whose options, loggers, callbacks, values and position are restored.
-        model: its weights, buffers, modes, gradients and what requires them are restored.
+        trainer: the user's.
+        model: its weights, buffers, modes, gradients and `requires_grad` are restored.
         loaders: the user's loaders and datamodule, whose generators are restored.
-        **options: attributes of the Trainer in the trials.
+        **changes: options in which trials differ from the Trainer's.
     """
-    before = dict(vars(trainer))
-    snapshot = Snapshot(trainer, model, loaders)
-    vars(trainer).update(
-        {
-            **_NOT_IN_A_TRIAL,
-            "callbacks": [snapshot],
-            "loggers": [],
-            "_progress": Progress(),
-            "_latest": LatestValues(),
-            "_run": None,
-            "_state": RunState(),
-            **options,
-        }
+    options = replace(
+        trainer.options,
+        min_epochs=0,
+        min_steps=0,
+        max_epochs=-1,
+        max_time=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=0,
+        detect_divergence=0,
+        check_val_every_n_epoch=1,
+        val_check_interval=1.0,
     )
+    tried = Trials(trainer, replace(options, **changes), Snapshot(trainer, model, loaders))
     attached = vars(model)["_trainer"]
     try:
-        yield snapshot
+        yield tried
     finally:
         try:
-            snapshot.restore()
+            tried.snapshot.restore()
         finally:
-            vars(trainer).clear()
-            vars(trainer).update(before)
             vars(model)["_trainer"] = attached
             gc.collect()
 
 
-def with_data(trainer: Trainer, job: Job, limits: Mapping[str, int | float]) -> Run:
-    """Return a run that has its loaders open, and is not executed; within `trials`.
+class Trials:
+    """Makes the Trainers of trials.
 
     Args:
-        trainer: a launched one.
-        job: what would run.
-        limits: the Trainer's own.
+        trainer: the user's, whose plan and processes they share.
+        options: their options.
+        snapshot: the model before the first trial.
     """
-    trainer.limits, trainer.callbacks = limits, []
-    run = Run(
-        trainer,
-        trainer._launched,
-        job,
-        progress=Progress(),
-        latest=LatestValues(),
-        before=None,
-    )
-    if job.stage == "fit":
-        open_fit_data(run)
-    else:
-        what = {"validate": "val"}.get(job.stage, job.stage)
-        source = source_of(f"{what}_dataloader", job, None, needed=True)
-        open_evaluation_data(run, source, "validation" if what == "val" else what)
-    return run
+
+    def __init__(self, trainer: Trainer, options: TrainerOptions, snapshot: Snapshot) -> None:
+        self._trainer = trainer
+        self._options = options
+        self.snapshot = snapshot
+
+    def make_trainer(self, *callbacks: Callback) -> Trainer:
+        """Return a Trainer for one trial, which has run nothing yet."""
+        return self._trainer.with_options(self._options, [self.snapshot, *callbacks])
 
 
 class Snapshot(Callback):
-    """What a model and the RNGs were before the first trial; taken when it has begun."""
+    """A model and the RNGs before the first trial; the weights are copied when it begins."""
 
     def __init__(self, trainer: Trainer, model: Module, loaders: Sequence[Any]) -> None:
-        self._trainer = trainer
         self._model = model
-        accelerator = trainer.strategy.accelerator
-        if trainer._launched.is_launched:
-            self._rng_of = (accelerator, trainer.strategy.device)
-        else:
-            self._rng_of = (accelerator, accelerator.device(trainer.plan.devices[0]))
+        self._strategy = trainer.strategy
+        accelerator = self._strategy.accelerator
+        device = getattr(self._strategy, "device", None)  # once processes are launched
+        self._rng_of = (accelerator, device or accelerator.device(trainer.plan.devices[0]))
         self._random = rng_state(*self._rng_of)
         self._generators = [
             *(g for loader in _flat(loaders) for g in generators_of_loader(loader)),
@@ -147,12 +113,15 @@ class Snapshot(Callback):
         self._required = {name: p.requires_grad for name, p in model.named_parameters()}
         self._modes = {name: part.training for name, part in model.named_modules()}
         model.zero_grad(set_to_none=True)
+        self._prepared: PreparedModel | None = None
+        """The model of the present trial, once its weights may change."""
         self._weights: dict[str, Any] | None = None
         self._buffers: dict[str, Tensor] = {}
         self._precision: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Note the weights as the strategy has them, before the first step."""
+        """Copy the weights as the strategy has them, before the first step."""
+        self._prepared = trainer.run.require_prepared()
         if self._weights is None:
             self._weights = {
                 name: value.detach().clone() if isinstance(value, Tensor) else value
@@ -161,21 +130,21 @@ class Snapshot(Callback):
             self._buffers = {
                 name: buffer.detach().clone() for name, buffer in module.named_buffers()
             }
-            self._precision = dict(trainer.strategy.precision.state_dict())
+            self._precision = dict(self._strategy.precision.state_dict())
 
     @torch.no_grad()
     def restore(self) -> None:
         """Make the model and the RNGs what they were."""
-        model, trainer = self._model, self._trainer
-        run = trainer._run
-        if self._weights is not None and run is not None and run.prepared is not None:
+        model, strategy = self._model, self._strategy
+        prepared, self._prepared = self._prepared, None
+        if self._weights is not None and prepared is not None:
             # A copy: some strategies take apart what they are given.
             state = {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in self._weights.items()
             }
-            trainer.strategy.load_model_state(run.prepared, state)
-            trainer.strategy.precision.load_state_dict(dict(self._precision))
+            strategy.load_model_state(prepared, state)
+            strategy.precision.load_state_dict(dict(self._precision))
         for name, buffer in model.named_buffers():
             if name in self._buffers:
                 buffer.copy_(self._buffers[name])

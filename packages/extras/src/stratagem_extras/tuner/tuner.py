@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from stratagem.data import UNKNOWN, length_of
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.launch import rank_zero_info
-from stratagem.trainer import Job, check_whole
 from stratagem_extras.tuner.batch_size import search
 from stratagem_extras.tuner.lr_finder import LRFinder, Sweep
-from stratagem_extras.tuner.trial import check_can_try, trials, with_data
+from stratagem_extras.tuner.trial import Trials, check_can_try, trials
 
 if TYPE_CHECKING:
     from stratagem.module import DataModule, Module
     from stratagem.trainer import Trainer
-    from stratagem_extras.tuner.trial import Snapshot
 
 Method = Literal["fit", "validate", "test", "predict"]
 
@@ -36,10 +34,10 @@ class _Job(NamedTuple):
 class Tuner:
     """Chooses a batch size and a learning rate by short trials with a Trainer.
 
-    Trials log nothing and save nothing. Afterwards the model, RNG states, the Trainer's options,
-    values and position are what they were before, so that a fit that follows is the same as
-    without them, but for what was tuned. The Trainer shows the loaders of the batch size that was
-    found (`trainer.train_dataloader`).
+    Trials are runs of other Trainers with the same plan and processes; they log and save nothing.
+    Afterwards the model and the RNG states are the same as before, so that a following fit differs
+    only by the tuned value. The Trainer shows the loaders of the batch size that was found
+    (`trainer.train_dataloader`).
 
     Args:
         trainer: whose strategy, precision and options are tried.
@@ -113,45 +111,44 @@ class Tuner:
                 the attribute; there are several ranks, or not even one sample fits.
             UserCodeError: the loaders do not use it.
         """
-        given = (train_dataloaders, val_dataloaders, dataloaders)
-        holders = self._check_batch_size(model, datamodule, given, mode, method, batch_arg_name)
-        for name, number in (("steps_per_trial", steps_per_trial), ("init_val", init_val)):
-            check_whole(f"scale_batch_size: {name}", number, 1)
+        loaders = (train_dataloaders, val_dataloaders, dataloaders)
+        holders = self._check_batch_size(model, datamodule, loaders, mode, method, batch_arg_name)
+        _check_number("scale_batch_size: steps_per_trial", steps_per_trial)
+        _check_number("scale_batch_size: init_val", init_val)
         job = _Job(model, datamodule, method, batch_arg_name, holders)
         limits = {"start": init_val, "trials": max_trials, "margin": margin, "most": max_val}
         return self._scale(job, steps_per_trial, {"mode": mode, **limits})
 
     def _scale(self, job: _Job, steps: int, limits: dict[str, Any]) -> int | None:
-        if self._trainer.fast_dev_run:
+        if self._trainer.options.fast_dev_run:
             warnings.warn("scale_batch_size tries nothing in a fast_dev_run", stacklevel=3)
             return None
         before = [_get(holder, job.name) for holder in job.holders]
-        options = _options_of(job.method, steps, self._trainer)
-        found, tuned = None, None
+        found = None
         sizes: dict[int, Any] = {}
-        own_limits = self._trainer.limits
+        changes = _changes_for(job.method, steps)
         try:
-            with trials(self._trainer, job.model, [job.datamodule], **options) as snapshot:
+            with trials(self._trainer, job.model, [job.datamodule], **changes) as tried:
 
                 def fits(size: int) -> int | None:
                     if sizes:
-                        _say(
+                        _print(
                             self._trainer, f"batch size {max(sizes)} fits, trying batch size {size}"
                         )
                     self._set_size(job, size)
-                    if not self._fits(job, snapshot):
+                    loader = self._try(job, tried)
+                    if loader is None:
                         return None
-                    loader = self._loader(job.method)
                     sizes[size] = getattr(loader, "batch_size", None)
                     self._check_is_used(sizes, job.name)
                     samples = length_of(getattr(loader, "dataset", None))
                     return size if samples == UNKNOWN else min(size, int(samples))
 
                 found = search(fits, **limits)
-                if found is not None and self._trainer._launched.is_launched:
+                # Within another run the Trainer shows that run's own loaders.
+                if sizes and found is not None and self._trainer.state.status != "running":
                     self._set_size(job, found)
-                    asked = Job.of(job.method, job.model, None, job.datamodule, None)
-                    tuned = with_data(self._trainer, asked, own_limits)
+                    self._trainer.open_data(job.method, job.model, datamodule=job.datamodule)
         finally:
             for holder, value in zip(job.holders, before, strict=True):
                 _set(holder, job.name, value if found is None else found)
@@ -160,9 +157,7 @@ class Tuner:
                 "scale_batch_size: not even a batch of one sample fits into memory: use a smaller "
                 "model, another precision, or a strategy that shards or offloads"
             )
-        if self._trainer._state.status != "running":  # there are loaders of the run's own then
-            self._trainer._tuned = tuned
-        _say(self._trainer, f"batch size {found} fits")
+        _print(self._trainer, f"batch size {found} fits")
         return found
 
     def _set_size(self, job: _Job, size: int) -> None:
@@ -205,30 +200,22 @@ class Tuner:
             f"an attribute or in hparams: let the loaders use self.{name}, or pass batch_arg_name"
         )
 
-    def _fits(self, job: _Job, snapshot: Snapshot) -> bool:
-        """Try once; False: memory ran out."""
-        # Each trial begins anew, and not as a second fit of the model.
-        self._trainer._run = None
+    def _try(self, job: _Job, tried: Trials) -> Any:
+        """Run once; return the loader that was read, or None: memory ran out."""
+        trainer, loader = tried.make_trainer(), None
         try:
-            run = getattr(self._trainer, job.method)
+            run = getattr(trainer, job.method)
             run(job.model, datamodule=job.datamodule, **_quiet(job.method))
+            loader = trainer.train_dataloader if job.method == "fit" else _first_loader(trainer)
         except Exception as error:
-            if not self._trainer.strategy.accelerator.is_out_of_memory(error):
+            if not trainer.strategy.accelerator.is_out_of_memory(error):
                 raise
-        else:
-            snapshot.restore()
-            return True
-        # Here, where the error and with it the frames of the trial are gone.
-        snapshot.restore()
-        gc.collect()
-        return False
-
-    def _loader(self, method: Method) -> Any:
-        run = self._trainer.run
-        if method == "fit":
-            return None if run.train_loader is None else run.train_loader.loader
-        name = "validation" if method == "validate" else method
-        return run.evaluation_loaders[name][0].loader
+        # Here the error is gone, and with it the frames of the trial.
+        tried.snapshot.restore()
+        if loader is None:
+            del trainer
+            gc.collect()
+        return loader
 
     def _check_is_used(self, sizes: Mapping[int, Any], name: str) -> None:
         of_loader = set(sizes.values())
@@ -281,7 +268,7 @@ class Tuner:
                 `update_attr` finds no attribute.
         """
         check_can_try(self._trainer)
-        check_whole("lr_find: num_training", num_training, 1)
+        _check_number("lr_find: num_training", num_training)
         if not 0 < min_lr < max_lr or mode not in ("exponential", "linear") or method != "fit":
             raise ConfigurationError(
                 f"lr_find(method={method!r}, min_lr={min_lr!r}, max_lr={max_lr!r}, mode={mode!r}): "
@@ -296,13 +283,13 @@ class Tuner:
         self, job: _Job, loaders: Any, finder: LRFinder, threshold: float | None
     ) -> LRFinder | None:
         trainer = self._trainer
-        if trainer.fast_dev_run:
+        if trainer.options.fast_dev_run:
             warnings.warn("lr_find tries nothing in a fast_dev_run", stacklevel=3)
             return None
-        options = _options_of("fit", finder.num_training, trainer)
-        with trials(trainer, job.model, (loaders, job.datamodule), **options) as snapshot:
-            trainer.callbacks = [snapshot, Sweep(finder, threshold)]
-            trainer.fit(job.model, loaders, datamodule=job.datamodule)
+        changes = _changes_for("fit", finder.num_training)
+        with trials(trainer, job.model, (loaders, job.datamodule), **changes) as tried:
+            trial = tried.make_trainer(Sweep(finder, threshold))
+            trial.fit(job.model, loaders, datamodule=job.datamodule)
         suggested = finder.suggestion()
         if suggested is None:
             warnings.warn(
@@ -313,7 +300,7 @@ class Tuner:
         elif job.name:
             for holder in _holders((job.model,), job.name):
                 _set(holder, job.name, suggested)
-            _say(trainer, f"learning rate {suggested:.3g} suggested, set as {job.name}")
+            _print(trainer, f"learning rate {suggested:.3g} suggested, set as {job.name}")
         return finder
 
     def _rate_name(self, model: Module, name: str) -> str:
@@ -328,14 +315,24 @@ class Tuner:
         )
 
 
-def _options_of(method: Method, steps: int, trainer: Trainer) -> dict[str, Any]:
-    """Return the Trainer's attributes in which a trial differs."""
+def _changes_for(method: Method, steps: int) -> dict[str, Any]:
+    """Return the options of a trial of so many steps or batches."""
     if method == "fit":
-        return {"max_steps": steps, "limits": {**trainer.limits, "val": 0}}
-    return {"limits": dict.fromkeys(("train", "val", "test", "predict"), steps)}
+        return {"max_steps": steps, "limit_val_batches": 0}
+    return {f"limit_{what}_batches": steps for what in ("train", "val", "test", "predict")}
 
 
-def _say(trainer: Trainer, text: str) -> None:
+def _first_loader(trainer: Trainer) -> Any:
+    (loaders,) = trainer.run.evaluation_loaders.values()
+    return loaders[0].loader
+
+
+def _check_number(name: str, number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigurationError(f"{name}={number!r}: expected a whole number of at least 1")
+
+
+def _print(trainer: Trainer, text: str) -> None:
     if trainer.is_global_zero:
         rank_zero_info(f"stratagem: {text}")
 

@@ -167,7 +167,7 @@ def _check(run: Run, prepared: PreparedModel) -> None:
     Raises:
         ConfigurationError: says what needs it.
     """
-    options, module = run.trainer.step_options, run.module
+    options, module = run.trainer.options.step_options, run.module
     loader = run.train_loader
     problem = ""
     if options.compilation is not None and options.compilation.whole_step:

@@ -13,6 +13,7 @@ from stratagem.runtime import LiteOptimizer
 from stratagem_lightning.api.data import first_of_one
 from stratagem_lightning.api.filtering import Filter, filtered
 from stratagem_lightning.api.module import LightningModule
+from stratagem_lightning.api.shorthands import expand_shorthands
 from stratagem_lightning.api.strategies import SingleDeviceStrategy
 
 
@@ -22,7 +23,18 @@ def is_wrapped(obj: object) -> bool:
 
 
 class Fabric(Lite):
-    """Lite, with the arguments and methods that Fabric has beside."""
+    """Lite, with Fabric's further arguments and methods.
+
+    Args:
+        *arguments, **options: of `Lite`; and `gpus` and `tpu_cores`, which are short for
+            `accelerator="gpu"` or "tpu" and `devices`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if {"gpus", "tpu_cores"} & options.keys():
+            named = dict(zip(("accelerator", "strategy", "devices"), arguments, strict=False))
+            options, arguments = expand_shorthands({**options, **named}), arguments[3:]
+        super().__init__(*arguments, **options)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write several values to every logger, on rank 0; as Fabric's, by keyword."""
@@ -71,8 +83,7 @@ class Fabric(Lite):
             group: not needed here.
             sync_grads: let gradients flow through it.
         """
-        gathered = super().all_gather(data, sync_grads=sync_grads)
-        return first_of_one(gathered, self.world_size)
+        return first_of_one(super().all_gather(data, sync_grads=sync_grads), self.world_size)
 
     def clip_gradients(
         self,

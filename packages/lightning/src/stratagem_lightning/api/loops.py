@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from stratagem import trainer
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
-from stratagem_lightning.api import fit_loop as fit_loop_view
 
 
 class Counts(NamedTuple):
@@ -60,7 +59,7 @@ class EvaluationLoop(_View):
     def batch_progress(self) -> Progress:
         """The batches of the last run."""
         run = self.trainer._run
-        count = 0 if run is None else run.evaluated_batches
+        count = 0 if run is None else run.evaluation.batches
         return _progress(count, count)
 
 
@@ -106,7 +105,7 @@ class PredictionLoop(EvaluationLoop):
     def predictions(self) -> list[Any]:
         """What `predict_step` has returned so far; of several loaders, a list for each."""
         run = self.trainer._run
-        kept = [] if run is None else list(run.predictions)
+        kept = [] if run is None else list(run.evaluation.predictions)
         return kept[0] if len(kept) == 1 else kept
 
     @property
@@ -145,22 +144,54 @@ class EpochLoop(_View):
         return ValidationLoop(self.trainer)
 
 
-class FitLoop(fit_loop_view.FitLoop):
-    """`trainer.fit_loop`: Stratagem's, and what follows from its limits and its position."""
+_LIMITS = {"max_epochs": -1, "max_steps": -1, "min_epochs": 0, "min_steps": 0}
+"""The limits of a fit, and the value of each that means "no limit"."""
 
-    @property
-    def trainer(self) -> trainer.Trainer:
-        """Whose it is."""
-        of: trainer.Trainer = vars(self)["_trainer"]
-        return of
+
+class FitLoop:
+    """`trainer.fit_loop`: the limits of a fit, which may be set between and within fits.
+
+    Args:
+        of: the Trainer.
+
+    Example:
+        >>> from stratagem_lightning.api.trainer import Trainer
+        >>> trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1)
+        >>> trainer.fit_loop.max_epochs = 3
+        >>> trainer.max_epochs
+        3
+    """
+
+    trainer: Any
+
+    def __init__(self, of: trainer.Trainer) -> None:
+        vars(self)["trainer"] = of
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LIMITS and "trainer" in vars(self):
+            return getattr(self.trainer.options, name)
+        if name == "trainer":  # a copy, before it has one
+            raise AttributeError(name)
+        raise AttributeError(
+            f"trainer.fit_loop has no {name!r}; expected one of {', '.join(_LIMITS)}, epoch_loop, "
+            "batch_idx and total_batch_idx"
+        )
+
+    def __setattr__(self, name: str, value: int | None) -> None:
+        if name not in _LIMITS:
+            raise AttributeError(
+                f"trainer.fit_loop.{name} cannot be set; expected one of {', '.join(_LIMITS)}"
+            )
+        setattr(self.trainer, name, _LIMITS[name] if value is None else value)
 
     @property
     def current_epoch(self) -> int:
         """The epoch, counted from 0."""
-        return self.trainer.current_epoch
+        epoch: int = self.trainer.current_epoch
+        return epoch
 
     @property
-    def epoch_loop(self) -> EpochLoop:  # type: ignore[override]  # which has a loop of its own
+    def epoch_loop(self) -> EpochLoop:
         """The loop over batches."""
         return EpochLoop(self.trainer)
 
@@ -171,12 +202,19 @@ class FitLoop(fit_loop_view.FitLoop):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as it is in checkpoints."""
-        return self.trainer._progress.state_dict()
+        return dict(self.trainer._progress.state_dict())
 
     @property
     def batch_idx(self) -> int:
         """The batch of this epoch that is trained on, or was last; -1: none."""
         return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The index of the present batch over all epochs."""
+        step = self.trainer.run.step
+        batch_idx: int = 0 if step is None else step.batch_idx
+        return int(self.trainer._progress.batches_before) + batch_idx
 
     @property
     def max_batches(self) -> float:

@@ -76,6 +76,13 @@ class RunningStage(LightningEnum):
         return self.value
 
 
+_STAGES = {
+    "validation": RunningStage.VALIDATING,
+    "test": RunningStage.TESTING,
+    "predict": RunningStage.PREDICTING,
+}
+
+
 class TrainerState:
     """What a Trainer is doing, in Lightning's enumerations; equal to one that says the same.
 
@@ -128,11 +135,8 @@ class TrainerState:
             return None
         if of.sanity_checking:
             return RunningStage.SANITY_CHECKING
-        if of.validating:
-            return RunningStage.VALIDATING
-        if of.testing:
-            return RunningStage.TESTING
-        return RunningStage.PREDICTING if of.predicting else RunningStage.TRAINING
+        evaluated = "" if of._run is None else of._run.evaluation.what
+        return _STAGES.get(evaluated, RunningStage.TRAINING)
 
     @property
     def finished(self) -> bool:

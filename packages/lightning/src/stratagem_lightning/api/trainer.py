@@ -1,4 +1,4 @@
-"""Trainer: with the defaults that Lightning's has, where they differ."""
+"""Trainer: with Lightning's defaults, attributes and second spellings of arguments."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import ast
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from stratagem import callbacks as own, storage, trainer
+from stratagem.accelerators import Accelerator
 from stratagem.checkpoint import find_all
 from stratagem.data import CombinedLoader
 from stratagem.errors import ConfigurationError, MissingPackageError
 from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
-from stratagem.trainer import LatestValues, root_folder
+from stratagem.strategies import StepOptions
 from stratagem_lightning.api import dataloader_iter
 from stratagem_lightning.api.callbacks import RichProgressBar
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
 from stratagem_lightning.api.loops import EvaluationLoop, FitLoop, PredictionLoop
 from stratagem_lightning.api.model_checkpoint import ModelCheckpoint
+from stratagem_lightning.api.shorthands import expand_shorthands
 from stratagem_lightning.api.states import TrainerState
 
 if TYPE_CHECKING:
@@ -31,18 +34,55 @@ if TYPE_CHECKING:
 _OWN_DEFAULTS = ("logger", "log_every_n_steps", "enable_model_summary")
 """Arguments whose defaults are Lightning's where None is given."""
 
+_SECOND_SPELLINGS: Mapping[str, tuple[Any, Any]] = {
+    "barebones": (bool, False),
+    "gpus": (int | str | list[int] | None, None),
+    "tpu_cores": (int | str | list[int] | None, None),
+}
+"""Arguments that only Lightning has: their types and defaults."""
+_BAREBONES = {
+    "enable_checkpointing": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "fast_dev_run": False,
+    "detect_anomaly": False,
+    "profiler": None,
+    "log_every_n_steps": 0,
+}
+"""The options that `barebones` sets."""
+
+
+class _Option:
+    """One of `Trainer.options` as an attribute of the Trainer, which scripts read and set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, of: Any, owner: type) -> Any:
+        return self if of is None else getattr(of.options, self._name)
+
+    def __set__(self, of: Any, value: Any) -> None:
+        of.options = replace(of.options, **{self._name: value})
+
 
 def _taking_arguments_of(base: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Show the signature of whom the arguments are handed on to, for command lines."""
     taken = inspect.signature(base.__init__)  # type: ignore[misc]
     # Not as text, which only its own module can evaluate.
     types = get_type_hints(base.__init__, localns={"Profiler": Profiler})  # type: ignore[misc]
+    types |= {name: kind for name, (kind, _) in _SECOND_SPELLINGS.items()}
     parameters = [
         one.replace(
             annotation=types.get(name, one.annotation),
             default=None if name in _OWN_DEFAULTS else one.default,
         )
         for name, one in taken.parameters.items()
+    ]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+        for name, (kind, default) in _SECOND_SPELLINGS.items()
     ]
 
     def show(init: Callable[..., None]) -> Callable[..., None]:
@@ -61,6 +101,9 @@ class Trainer(trainer.Trainer):
             it where TensorBoard is not installed; as in `stratagem.Trainer` otherwise.
         log_every_n_steps: None: 50.
         enable_model_summary: None: print the table of layers, but in a quick run.
+        barebones: turn off all that does not train, to measure it: checkpoints, loggers, values,
+            bar, summary, sanity check, profiler.
+        gpus, tpu_cores: short for `accelerator="gpu"` or "tpu" and `devices`.
         model_registry: not here: expected None.
         **options: those of `stratagem.Trainer`.
 
@@ -77,8 +120,11 @@ class Trainer(trainer.Trainer):
 
     @_taking_arguments_of(trainer.Trainer)
     def __init__(self, **options: Any) -> None:
-        given = {n: v for n, v in options.items() if v is not None or n not in _OWN_DEFAULTS}
-        options = {**_of_environment(), **given}
+        passed = {n: v for n, v in options.items() if v is not None or n not in _OWN_DEFAULTS}
+        options = expand_shorthands({**_of_environment(), **passed})
+        self.barebones = bool(options.pop("barebones", False))
+        if self.barebones:
+            options = _of_barebones(options)
         logger, log_every_n_steps, enable_model_summary = (
             options.pop(name, None) for name in _OWN_DEFAULTS
         )
@@ -87,7 +133,7 @@ class Trainer(trainer.Trainer):
             raise ConfigurationError(
                 f"model_registry={model_registry!r} is a service of Lightning's: leave it out"
             )
-        plain = not options.get("barebones")
+        plain = not self.barebones
         quick = bool(options.get("fast_dev_run"))
         if plain and not quick and logger in (None, True):
             logger = _default_logger(options.get("default_root_dir"))
@@ -107,8 +153,6 @@ class Trainer(trainer.Trainer):
             self.loggers = [DummyLogger()]
 
         _say_what_one_means(options)
-        if self.fast_dev_run in (0, 1):
-            self.fast_dev_run = bool(self.fast_dev_run)
 
     # -- the four runs
 
@@ -197,7 +241,7 @@ class Trainer(trainer.Trainer):
     def _run_on_rank(self, launched: Any, job: Any) -> Any:
         """Run, and forget before another run what was logged in the one before."""
         if job.stage != "fit":
-            self._latest = LatestValues()
+            self._latest = type(self._latest)()
         return super()._run_on_rank(launched, job)
 
     def _logged(self, results: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -248,24 +292,239 @@ class Trainer(trainer.Trainer):
     # -- views of its parts, its state and of loops
 
     @property
-    def default_root_dir(self) -> str:
-        """Where logs and checkpoints go, as text, which scripts add to."""
-        return str(vars(self)["default_root_dir"])
-
-    @default_root_dir.setter
-    def default_root_dir(self, folder: str | Path | None) -> None:
-        vars(self)["default_root_dir"] = root_folder(folder)
-
-    @property
     def train_dataloader(self) -> Any:
         """This rank's loader for training; of several, the list or dict of them."""
         loader = super().train_dataloader
         return loader.iterables if isinstance(loader, CombinedLoader) else loader
 
+    # -- its options
+
+    max_epochs = _Option()
+    min_epochs = _Option()
+    max_steps = _Option()
+    min_steps = _Option()
+    max_time = _Option()
+    limit_train_batches = _Option()
+    limit_val_batches = _Option()
+    limit_test_batches = _Option()
+    limit_predict_batches = _Option()
+    val_check_interval = _Option()
+    check_val_every_n_epoch = _Option()
+    num_sanity_val_steps = _Option()
+    log_every_n_steps = _Option()
+    deterministic = _Option()
+    benchmark = _Option()
+    inference_mode = _Option()
+    use_distributed_sampler = _Option()
+    detect_anomaly = _Option()
+    enable_autolog_hparams = _Option()
+    overfit_batches = _Option()
+    reload_dataloaders_every_n_epochs = _Option()
+
+    @property
+    def fast_dev_run(self) -> bool | int:
+        """Batches of a quick run; True: one; False: it is none."""
+        batches = self.options.fast_dev_run
+        return bool(batches) if batches < 2 else batches
+
+    @fast_dev_run.setter
+    def fast_dev_run(self, batches: bool | int) -> None:
+        self.options = replace(self.options, fast_dev_run=int(batches))
+
+    @property
+    def default_root_dir(self) -> str:
+        """The folder for logs and checkpoints as text, which scripts add to."""
+        return str(self.options.default_root_dir)
+
+    @default_root_dir.setter
+    def default_root_dir(self, folder: Any) -> None:
+        self.options = replace(self.options, default_root_dir=folder)
+
+    @property
+    def step_options(self) -> StepOptions:
+        """How optimizer steps are taken."""
+        return self.options.step_options
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches in an optimizer step of the present epoch."""
+        return self.options.step_options.micro_batches_in(self.current_epoch)
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """The largest norm or value of gradients, or None."""
+        clip = self.options.step_options.clip
+        return None if clip is None else clip.value
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        """What is clipped, "norm" or "value"; None: nothing."""
+        clip = self.options.step_options.clip
+        return None if clip is None else clip.algorithm
+
+    # -- its parts
+
+    @property
+    def lightning_module(self) -> Any:
+        """The model of the present run, or of the last one."""
+        return self.model
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The accelerator."""
+        return self.strategy.accelerator
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of each node."""
+        return len(self.plan.devices)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of these devices."""
+        return list(self.plan.devices)
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines taking part."""
+        return self.plan.num_nodes
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this process's node."""
+        return self.ranks.node_rank
+
+    @property
+    def precision(self) -> str:
+        """The precision's name."""
+        return self.strategy.precision.name
+
     @property
     def precision_plugin(self) -> Any:
         """The precision."""
         return self.strategy.precision
+
+    @property
+    def early_stopping_callback(self) -> own.EarlyStopping | None:
+        """The first EarlyStopping, or None."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[own.EarlyStopping]:
+        """Every EarlyStopping."""
+        return [c for c in self.callbacks if isinstance(c, own.EarlyStopping)]
+
+    @property
+    def progress_bar_callback(self) -> own.ProgressBar | None:
+        """The ProgressBar, or None."""
+        return next((c for c in self.callbacks if isinstance(c, own.ProgressBar)), None)
+
+    # -- its state
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the present run has loaded, or the last one; the request before."""
+        if self._run is None:
+            return None
+        path = self._run.resume_point.path or self._run.job.ckpt_path
+        return None if path is None else str(path)
+
+    @property
+    def training(self) -> bool:
+        """Whether a fit is running, and no validation within it."""
+        return self._state.stage == "fit" and not self.validating
+
+    @property
+    def validating(self) -> bool:
+        """Whether validation is running, also within a fit."""
+        return self._is_running("validation")
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test is running."""
+        return self._is_running("test")
+
+    @property
+    def predicting(self) -> bool:
+        """Whether predicting is running."""
+        return self._is_running("predict")
+
+    def _is_running(self, what: str) -> bool:
+        return self._run is not None and self._run.evaluation.what == what
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or a test is running."""
+        return self.validating or self.testing
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last run ended by an exception."""
+        return self._state.status == "interrupted"
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether a signal is to end the present run."""
+        return self._run is not None and self._run.interruption.signal is not None
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the present training batch is the last one of its epoch, as far as is known."""
+        step = None if self._run is None else self._run.step
+        return step is not None and step.batch_idx + 1 >= self.num_training_batches
+
+    @property
+    def batches_that_trained(self) -> int:
+        """The number of batches of this epoch that were trained on."""
+        return self._progress.batches
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether a fit would validate."""
+        limit = self.options.limit_val_batches
+        return limit != 0 and (self._run is None or self._run.has_validation)
+
+    # -- its data
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """This rank's loader for testing, a list of several, or None."""
+        return self._loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """This rank's loader for predicting, a list of several, or None."""
+        return self._loaders("predict")
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Batches of each of this rank's loaders for validation; infinity if that is not known."""
+        return self._numbers("validation")
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """Batches of each of this rank's loaders for testing; infinity if that is not known."""
+        return self._numbers("test")
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """Batches of each of this rank's loaders for predicting; infinity if that is not known."""
+        return self._numbers("predict")
+
+    def _numbers(self, what: str) -> list[float]:
+        run = self._run_with_data
+        found = [] if run is None else run.evaluation_loaders.get(what, [])
+        numbers = [number for one in found for number in one.each]
+        return [number if number == float("inf") else int(number) for number in numbers]
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """Validation batches of each loader that run before training; none but in a fit."""
+        if self._run is None or self._run.stage != "fit":
+            return []
+        steps = self.options.num_sanity_val_steps
+        limit = float("inf") if steps == -1 else steps
+        return [min(limit, number) for number in self.num_val_batches]
 
     @property
     def state(self) -> TrainerState:  # type: ignore[override]  # the same in Lightning's enumerations
@@ -321,15 +580,32 @@ def _wants(
     return options.get(argument) in (None, True) and not is_there
 
 
+def _of_barebones(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options without those that `barebones` turns off.
+
+    Raises:
+        ConfigurationError: one of them was requested.
+    """
+    defaults = inspect.signature(trainer.Trainer.__init__).parameters
+    for name, off in _BAREBONES.items():
+        requested = options.get(name)
+        if requested is not None and requested not in (defaults[name].default, off):
+            raise ConfigurationError(
+                f"barebones=True turns off what does not train, and {name}={requested!r} asks for "
+                "it: leave one of the two out"
+            )
+    return {**options, **_BAREBONES}
+
+
 def _say_what_one_means(options: Mapping[str, Any]) -> None:
     """Say whether it is one batch or all of them, where 1 and 1.0 are easily mistaken."""
     for name in (*(f"limit_{what}_batches" for what in _LIMITED), "overfit_batches"):
-        given = options.get(name)
-        if given != 1 or isinstance(given, bool):
+        value = options.get(name)
+        if value != 1 or isinstance(value, bool):
             continue
-        means = "1 batch of an epoch is" if isinstance(given, int) else "100% of the batches are"
-        other = "1.0 takes all of them" if isinstance(given, int) else "1 takes a single one"
-        rank_zero_info(f"{name}={given}: {means} taken; {other}")
+        means = "1 batch of an epoch is" if isinstance(value, int) else "100% of the batches are"
+        other = "1.0 takes all of them" if isinstance(value, int) else "1 takes a single one"
+        rank_zero_info(f"{name}={value}: {means} taken; {other}")
 
 
 _LIMITED = ("train", "val", "test", "predict")

@@ -1,20 +1,20 @@
-"""ModelCheckpoint: saves while a model trains, and removes what is not to be kept."""
+"""ModelCheckpoint: saves checkpoints while a model trains, and removes those not to be kept."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.callbacks.checkpoint_arguments import check_arguments
+from stratagem.callbacks.callback import Callback
 from stratagem.callbacks.checkpoints.names import CheckpointNames, filled, is_version_of
-from stratagem.callbacks.checkpoints.retention import KeptCheckpoints
-from stratagem.callbacks.keeps_checkpoints import KeepsCheckpoints
-from stratagem.errors import CheckpointError
+from stratagem.callbacks.checkpoints.resumed import ResumedCheckpoints, in_folder, leads_to
+from stratagem.callbacks.checkpoints.retention import RetentionPolicy
+from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.resume.checkpoint import Weights
 
 
-class ModelCheckpoint(KeepsCheckpoints):
+class ModelCheckpoint(Callback):
     """Saves checkpoints while a model trains.
 
     What calls for a save (steps, epochs, time) may be combined. Only files of this run, or of the
@@ -96,7 +96,7 @@ class ModelCheckpoint(KeepsCheckpoints):
         ... )
     """
 
-    monitors = True
+    runs_after_metrics = True
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ModelCheckpoint(KeepsCheckpoints):
         enable_version_counter: bool = True,
         verbose: bool = False,
     ) -> None:
-        super().__init__()
+        self._folder: paths.Location | None
         self.dirpath = dirpath
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
@@ -136,36 +136,115 @@ class ModelCheckpoint(KeepsCheckpoints):
         self.save_on_exception = save_on_exception
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
-        check_arguments(self)
+        self._check_arguments()
+        self.current_score: float | None = None
         self.last_model_path = ""
-        self._key = self._key_without_folder() + f", dirpath={dirpath})"
+        arguments = {
+            "monitor": monitor,
+            "mode": mode,
+            "filename": self.filename,
+            "save_top_k": save_top_k,
+            "keep_latest_k": keep_latest_k,
+            "save_weights_only": save_weights_only,
+            "every_n_train_steps": every_n_train_steps,
+            "every_n_epochs": self.every_n_epochs,
+            "train_time_interval": train_time_interval,
+        }
+        listed = ", ".join(f"{n}={value}" for n, value in arguments.items() if value is not None)
+        self._key_before_folder = f"ModelCheckpoint({listed}, dirpath="
+        self._key = f"{self._key_before_folder}{dirpath})"
         # Without a monitor the value is the step: the newest are the best.
-        self._kept = KeptCheckpoints(
+        self._kept = RetentionPolicy(
             "max" if monitor is None else mode,
             top_k=save_top_k,
             latest_k=max(keep_latest_k, int(self.save_last)),
         )
         self._names = CheckpointNames(replaces=not enable_version_counter)
-        self._said: set[str] = set()
-        """On rank 0: what this fit has warned of."""
+        self._resumed: dict[str, Any] | None = None
+        """The state that was loaded, until rank 0 has checked which of its files still exist."""
+        self._spared: set[str] = set()
+        """On rank 0: checkpoints of before this run was resumed, which may be another run's."""
+        self._warned: set[str] = set()
+        """On rank 0: the warnings of this fit."""
         self._trains = False
         self._waits = False
-        """Whether what called for a save waits for the value that it monitors."""
+        """Whether a save waits for the monitored value."""
         self._last_step_saved = -1
         self._last_time_saved = 0.0
+
+    def _check_arguments(self) -> None:
+        interval: object = self.train_time_interval
+        if self.mode not in ("min", "max"):
+            raise ConfigurationError(
+                f"ModelCheckpoint(mode={self.mode!r}): expected 'min' or 'max'"
+            )
+        if interval is not None and not isinstance(interval, timedelta):
+            raise ConfigurationError(
+                f"ModelCheckpoint(train_time_interval={interval!r}): expected a "
+                "datetime.timedelta, such as timedelta(minutes=30)"
+            )
+        if self.save_top_k < -1:
+            raise ConfigurationError(
+                f"ModelCheckpoint(save_top_k={self.save_top_k!r}): expected a number of "
+                "checkpoints, or -1 for all"
+            )
+        for name in ("keep_latest_k", "every_n_train_steps", "every_n_epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigurationError(f"ModelCheckpoint({name}={value}): expected at least 0")
+
+    @property
+    def dirpath(self) -> Any:
+        """The folder that it saves in, a `pathlib.Path` or a URL; None: not known before a run."""
+        return self._folder
+
+    @dirpath.setter
+    def dirpath(self, folder: str | Path | paths.Location | None) -> None:
+        self._folder = None if folder is None else paths.parse_user_path(folder)
+
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        """Value by path of those that are kept as the best."""
+        return self._kept.best
+
+    @property
+    def best_model_path(self) -> str:
+        """The best so far, or ""."""
+        return self._kept.best_path()
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of those that are kept as the best, or ""."""
+        return self._kept.worst_path()
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The value of the best, or None; without a monitor there are no values."""
+        return self._kept.best.get(self.best_model_path) if self.monitor is not None else None
+
+    @property
+    def kept_paths(self) -> list[str]:
+        """All that are kept, for whatever reason."""
+        return self._kept.all_paths()
 
     # -- when to save
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Choose the folder, alike on every rank."""
         if stage == "fit":
-            if self._folder is None:
-                self._folder = paths.join(trainer.run.checkpoint_root, "checkpoints")
-            self._folder = paths.to_location(trainer.ranks.broadcast(str(self._folder)))
+            self.choose_folder(trainer)
+
+    def choose_folder(self, trainer: Trainer) -> None:
+        """Choose the folder if none was passed: beside the logs, or at the Trainer's URL."""
+        if self._folder is None:
+            root = trainer.options.default_root_dir
+            root = root if paths.is_url(root) else Path(trainer.log_dir)
+            self._folder = paths.join(root, "checkpoints")
+        self._folder = paths.to_location(trainer.ranks.broadcast(str(self._folder)))
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """Look at what of the checkpoints of a run that is resumed is still there."""
-        self._look_after_resuming(trainer)
+        self._drop_missing(trainer)
         if self.save_on_exception and trainer.world_size > 1 and trainer.is_global_zero:
             warnings.warn(
                 f"ModelCheckpoint(save_on_exception=True) saves nothing with {trainer.world_size} "
@@ -176,7 +255,7 @@ class ModelCheckpoint(KeepsCheckpoints):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Start the clock; what was resumed from need not be saved again."""
-        self._said.clear()
+        self._warned.clear()
         self._trains, self._waits = True, False
         self._last_time_saved = trainer.run.interruption.agreed_time()
         self._last_step_saved = trainer.global_step
@@ -260,7 +339,7 @@ class ModelCheckpoint(KeepsCheckpoints):
         """Whether a save waits for a value that is there by now; then it waits no more."""
         is_saved = trainer.global_step == self._last_step_saved and self._keeps_latest
         name = self.monitor
-        if not self._waits or name is None or is_saved or trainer.run.may_come_later(name):
+        if not self._waits or name is None or is_saved or trainer.run.is_metric_pending(name):
             return False
         self._waits = False
         return True
@@ -330,7 +409,7 @@ class ModelCheckpoint(KeepsCheckpoints):
         if name in positions and (self.monitor is None or name not in trainer.callback_metrics):
             position = self.current_score = float(positions[name])
             return position
-        if trainer.run.may_come_later(name):
+        if trainer.run.is_metric_pending(name):
             self._waits = True
             self._warn_once(
                 trainer,
@@ -363,8 +442,8 @@ class ModelCheckpoint(KeepsCheckpoints):
 
     def _warn_once(self, trainer: Trainer, what: str, follows: str) -> None:
         """Warn on rank 0, once a fit of each thing that comes about."""
-        if trainer.is_global_zero and follows not in self._said:
-            self._said.add(follows)
+        if trainer.is_global_zero and follows not in self._warned:
+            self._warned.add(follows)
             warnings.warn(f"step {trainer.global_step}: {what}. {follows}", stacklevel=2)
 
     def save_to_resume_from(self, trainer: Trainer, why: str) -> str:
@@ -404,3 +483,70 @@ class ModelCheckpoint(KeepsCheckpoints):
 
     def _with_values(self, filename: str, values: Mapping[str, Any]) -> str:
         return filled(filename, values, with_names=self.auto_insert_metric_name)
+
+    # -- its state in a checkpoint
+
+    @property
+    def state_key(self) -> str:
+        """Tells it from other ModelCheckpoints of a run by what they were given."""
+        return self._key
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Find its state also if its folder has another name by now, where only one can be it."""
+        states = checkpoint.get("callbacks", {})
+        alike = [key for key in states if key.startswith(self._key_before_folder)]
+        if self.state_key not in states and len(alike) == 1:
+            states[self.state_key] = states[alike[0]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which checkpoints are kept; names are relative to the folder."""
+        if self._folder is None:
+            return {}
+        return {
+            "dirpath": str(paths.absolute(self._folder)),
+            "last_model_path": paths.relative(self.last_model_path, self._folder)
+            if self.last_model_path
+            else "",
+            **self._kept.state_dict(self._folder),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore which checkpoints are kept, by their names in this one's folder.
+
+        When a fit goes on, it is looked at which are there. A state may be anybody's, so that it
+        names no folder and nothing outside of this one's.
+        """
+        folder = self._folder
+        self._take(state, lambda name: None if folder is None else in_folder(folder, name))
+
+    def load_remote_state(self, state: dict[str, Any]) -> None:
+        """Restore the state of a run in other processes, in whatever folder."""
+        folder = state["dirpath"]
+        self._take(state, lambda name: str(paths.join(folder, str(name))) if name else None)
+
+    def _take(self, state: dict[str, Any], locate: Callable[[object], str | None]) -> None:
+        self._resumed = state
+        self._kept.load_state_dict(state, locate)
+        self.last_model_path = locate(state.get("last_model_path")) or ""
+
+    def _drop_missing(self, trainer: Trainer) -> None:
+        """After resuming, forget checkpoints that no longer exist on rank 0."""
+        state, self._resumed = self._resumed, None
+        if state is None or self._folder is None:
+            return
+        if trainer.is_global_zero:
+            run = trainer.run
+            there = ResumedCheckpoints(self._folder, run.resume_point.path, run.run_id)
+            self._kept.load_state_dict(state, there.locate)
+            self.last_model_path = there.locate_last(state.get("last_model_path"))
+            # The command line that names one may be run again.
+            named = run.job.ckpt_path
+            self._spared = there.spared
+            if named not in (None, "best", "last"):
+                self._spared |= {path for path in self.kept_paths if leads_to(named, path)}
+            there.warn_of_refused()
+        kept = self._kept
+        seen = [kept.best, kept.latest, kept.nonfinite, self.last_model_path]
+        kept.best, kept.latest, kept.nonfinite, self.last_model_path = trainer.ranks.broadcast(seen)

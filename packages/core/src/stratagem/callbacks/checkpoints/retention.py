@@ -1,4 +1,4 @@
-"""KeptCheckpoints: which of a run's checkpoints are kept, the best ones and the newest ones."""
+"""RetentionPolicy: which checkpoints of a run are kept, the best ones and the newest ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stratagem.errors import CheckpointCorruptError, shown
 from stratagem.storage import paths
 
 
-class KeptCheckpoints:
+class RetentionPolicy:
     """Decides, and remembers; nothing is written or removed here.
 
     Args:
@@ -27,7 +27,7 @@ class KeptCheckpoints:
             there is none. It takes the place of none that is kept.
 
     Example:
-        >>> kept = KeptCheckpoints("min", top_k=1, latest_k=1)
+        >>> kept = RetentionPolicy("min", top_k=1, latest_k=1)
         >>> kept.add("a", 0.3), kept.add("b", 0.2), kept.add("c", None)
         ([], ['a'], [])
         >>> kept.best, kept.latest
@@ -86,7 +86,7 @@ class KeptCheckpoints:
         """Return all that are kept, for whatever reason."""
         return [*self.best, *self.latest, *filter(None, [self.nonfinite])]
 
-    def copy(self) -> KeptCheckpoints:
+    def copy(self) -> RetentionPolicy:
         """Return the same, to go back to."""
         copied = copy(self)
         copied.best, copied.latest = dict(self.best), list(self.latest)

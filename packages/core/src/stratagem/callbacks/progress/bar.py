@@ -155,7 +155,7 @@ class ProgressBar(Callback):
 
     def _read_values(self, trainer: Trainer) -> None:
         """Show what training has logged beside the epoch, and nothing beside evaluation."""
-        if not trainer.run.evaluating:
+        if not trainer.run.evaluation.what:
             shown = self.get_metrics(trainer, trainer.run.module)
             self._rows[-1].values = "  ".join(
                 f"{name} {self._text(v)}" for name, v in shown.items()
@@ -181,8 +181,9 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """Show the epoch."""
-        last = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs - 1}"
-        done = trainer.batches_that_trained
+        epochs = trainer.options.max_epochs
+        last = "" if epochs == -1 else f"/{epochs - 1}"
+        done = trainer.run.progress.batches
         self._begin(f"epoch {trainer.current_epoch}{last}", batches_to_train(trainer), done)
 
     def on_train_batch_end(
@@ -196,7 +197,7 @@ class ProgressBar(Callback):
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Leave a line of the epoch."""
         if self._display is not None:
-            self._rows[-1].done = trainer.batches_that_trained
+            self._rows[-1].done = trainer.run.progress.batches
             self._read_values(trainer)
             self._end(leave=True)
 
@@ -211,7 +212,7 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         """Show it, with a bar of its own."""
         if self._rows and self._display is not None:
-            self._rows[-1].done = trainer.batches_that_trained
+            self._rows[-1].done = trainer.run.progress.batches
             self._display.update(self._rows[-1])
         is_check = trainer.sanity_checking
         self._begin_evaluation(trainer, "sanity check" if is_check else "validation")
@@ -226,7 +227,7 @@ class ProgressBar(Callback):
 
     def _begin_evaluation(self, trainer: Trainer, what: str) -> None:
         self._evaluated_from = monotonic()
-        self._begin(what, sum(batches_to_evaluate(trainer, trainer.run.evaluating)))
+        self._begin(what, sum(batches_to_evaluate(trainer, trainer.run.evaluation.what)))
 
     def on_validation_batch_end(
         self,
@@ -272,10 +273,11 @@ def batches_to_train(trainer: Trainer) -> float:
     Asked for between two steps. Infinity: that is not known, as where steps are taken by hand.
     """
     batches, model = trainer.num_training_batches, trainer.model
-    if trainer.max_steps == -1 or model is None or not model.automatic_optimization:
+    max_steps, epoch = trainer.options.max_steps, trainer.current_epoch
+    if max_steps == -1 or model is None or not model.automatic_optimization:
         return batches
-    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-    return min(batches, trainer.batches_that_trained + left)
+    left = (max_steps - trainer.global_step) * trainer.run.accumulation(epoch)
+    return min(batches, trainer.run.progress.batches + left)
 
 
 def batches_to_evaluate(trainer: Trainer, what: str) -> list[float]:
@@ -285,6 +287,6 @@ def batches_to_evaluate(trainer: Trainer, what: str) -> list[float]:
         trainer: of the run; in its sanity check there are fewer.
         what: "validation", "test" or "predict".
     """
-    steps = trainer.num_sanity_val_steps if trainer.sanity_checking else -1
+    steps = trainer.options.num_sanity_val_steps if trainer.sanity_checking else -1
     most = float("inf") if steps == -1 else steps
     return [min(most, one.batches) for one in trainer.run.evaluation_loaders.get(what, [])]

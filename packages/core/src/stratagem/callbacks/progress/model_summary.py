@@ -58,7 +58,7 @@ class ModelSummary(Callback):
         if self.max_depth == 0:
             return
         example = getattr(module, "example_input_array", None)
-        if trainer.step_options.compilation is not None:
+        if trainer.options.step_options.compilation is not None:
             example = None  # it would be compiled for
         strategy = trainer.strategy
         convert, context = strategy.input_converter(), strategy.precision.forward_context()

@@ -1,4 +1,4 @@
-"""What is said of a fit: what begins, and how it ended."""
+"""The report of a fit: what it trains on, and how it ended."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def beginning(trainer: Trainer) -> list[str]:
     processes = "one process" if trainer.world_size == 1 else f"{trainer.world_size} processes"
     lines = [
         f"fit on {plan.accelerator.name}: strategy {plan.strategy.name}, {processes}, "
-        f"precision {trainer.precision}"
+        f"precision {trainer.strategy.precision.name}"
     ]
     if not any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):
         lines.append(_parameters(run.module))
-    if run.resumed_from is not None:
+    if run.resume_point.path is not None:
         at = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
-        lines.append(f"goes on from {run.resumed_from}, at {at}")
+        lines.append(f"goes on from {run.resume_point.path}, at {at}")
     lines += _folders(trainer)
     lines += _hints(trainer)
     return [f"stratagem: {line}" for line in lines]
@@ -73,13 +73,13 @@ def _folders(trainer: Trainer) -> list[str]:
 def _hints(trainer: Trainer) -> list[str]:
     """Return what seems not to be meant, as far as it costs nothing to find out."""
     run, hints = trainer.run, []
-    given = run.job.val_loaders is not None or run.module.defines("val_dataloader")
-    if given and not run.module.defines("validation_step"):
+    has_loader = run.job.val_loaders is not None or run.module.defines("val_dataloader")
+    if has_loader and not run.module.defines("validation_step"):
         hints.append(
             f"there is a loader for validation, but {type(run.module).__name__} has no "
             "validation_step, so there is no validation"
         )
-    loader, cores = trainer.train_dataloader, available_cores() // trainer.num_devices
+    loader, cores = trainer.train_dataloader, available_cores() // len(trainer.plan.devices)
     in_memory = isinstance(getattr(loader, "dataset", None), TensorDataset)
     if getattr(loader, "num_workers", None) == 0 and cores > 2 and not in_memory:
         hints.append(
@@ -90,16 +90,17 @@ def _hints(trainer: Trainer) -> list[str]:
 
 
 def _reason(trainer: Trainer) -> str:
-    if trainer.global_step == trainer.max_steps:
-        return f"max_steps={trainer.max_steps}"
-    if trainer.current_epoch == trainer.max_epochs:
-        return f"max_epochs={trainer.max_epochs}"
+    options = trainer.options
+    if trainer.global_step == options.max_steps:
+        return f"max_steps={options.max_steps}"
+    if trainer.current_epoch == options.max_epochs:
+        return f"max_epochs={options.max_epochs}"
     names = ("stopping_reason_message", "stopping_reason")
     reasons = (getattr(c, name, None) for c in trainer.callbacks for name in names)
     if reason := next(filter(None, reasons), None):
         return str(reason)
-    if trainer.max_time is not None and trainer.run.interruption.is_time_up():
-        return f"max_time={trainer.max_time:g} seconds"
+    if options.max_time is not None and trainer.run.interruption.is_time_up():
+        return f"max_time={options.max_time:g} seconds"
     if trainer.num_training_batches == 0:
         return "there is no batch to train on"
     return "Trainer.should_stop was set"

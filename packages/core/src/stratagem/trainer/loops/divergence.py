@@ -46,7 +46,7 @@ class DivergenceCheck:
             if type(parameter.data) is Tensor
         ]
 
-    def look(self, step: int, has_loss: bool) -> None:
+    def check(self, step: int, has_loss: bool) -> None:
         """After an optimizer step: compare, if it is time.
 
         Raises:
@@ -55,7 +55,7 @@ class DivergenceCheck:
         if step % self._every:
             return
         hashes = torch.stack([_hash(p) for _, p in self._parameters]) if self._parameters else None
-        # RankStatus counts: the same numbers in another parameter are something else.
+        # The position counts: the same numbers in another parameter are something else.
         together = 0 if hashes is None else int((hashes * _weights(len(hashes))).sum())
         count = len(self._parameters)
         own = torch.tensor([step, int(has_loss), count, together], dtype=torch.int64)

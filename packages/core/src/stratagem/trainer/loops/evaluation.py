@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
@@ -11,16 +12,17 @@ import torch
 
 from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import UserCodeError
+from stratagem.launch.streams import printable
 from stratagem.trainer.hooks import is_users, positional_parameters
 from stratagem.trainer.loaders.loaders import set_epoch_of
-from stratagem.trainer.metrics.log_buffer import Rows
-from stratagem.trainer.metrics.metrics import EpochValues, LatestValues, Metrics
+from stratagem.trainer.metrics.log_buffer import LogBuffer
+from stratagem.trainer.metrics.metrics import EpochMetrics, LatestMetrics, Metrics
 from stratagem.trainer.step.batch_feed import training_batches
 from stratagem.trainer.step.batch_transfer import batch_converter
 from stratagem.trainer.step.step import EndOfEpoch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.hooks import Hook
@@ -37,7 +39,7 @@ def evaluate(
     what: str,
     *,
     is_sanity_check: bool = False,
-) -> EpochValues:
+) -> EpochMetrics:
     """Run validation or testing over all loaders; return the values of the epoch.
 
     Args:
@@ -49,7 +51,7 @@ def evaluate(
     """
     hooks, module = run.hooks, run.module
     if is_sanity_check:
-        metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
+        metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), LatestMetrics())
     else:
         metrics = Metrics(run.strategy, run.rows, run.latest, of_evaluation=True)
     with module.logging_to(metrics), _EvaluationMode(run, what):
@@ -75,9 +77,9 @@ def evaluate(
 def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) -> list[list[Any]]:
     """Return this rank's predictions: a list of batches for each loader; empty if none is kept."""
     hooks = run.hooks
-    metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
+    metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), LatestMetrics())
     predictions: list[list[Any]] = [[] for _ in loaders]
-    run.predictions = predictions
+    run.evaluation.predictions = predictions
     with _EvaluationMode(run, "predict"):
         with _inference(run):
             hooks.call("on_predict_start")
@@ -92,14 +94,14 @@ def predict(run: Run, prepared: PreparedModel, loaders: list[EvaluationLoader]) 
     return predictions
 
 
-def pass_over_training_data(run: Run) -> None:
+def run_training_data_without_grad(run: Run) -> None:
     """Run `training_step` on each batch of an epoch in training mode, without gradients.
 
     For what a forward changes, such as the statistics of batch norm.
     """
     loader, prepared = run.train_loader, run.require_prepared()
     assert loader is not None
-    metrics = Metrics(run.strategy, Rows((), run.strategy.accelerator), LatestValues())
+    metrics = Metrics(run.strategy, LogBuffer((), run.strategy.accelerator), LatestMetrics())
     metrics.in_step = True
     convert = batch_converter(run.strategy, run.module, run.datamodule)
     step, epoch = run.module.training_step, run.progress.epoch
@@ -152,8 +154,8 @@ def _run_batches(
         for hook in on_end:
             hook(output, batch, batch_idx, loader_idx)
         if metrics.row:
-            metrics.end_step(run.evaluated_batches, run.progress.epoch)
-        run.evaluated_batches += 1
+            metrics.end_step(run.evaluation.batches, run.progress.epoch)
+        run.evaluation.batches += 1
         yield loader_idx, output
         del output  # before the next one is computed
     metrics.begin_loader(None)
@@ -219,14 +221,14 @@ class _EvaluationMode(AbstractContextManager[None]):
         self._what = what
 
     def __enter__(self) -> None:
-        self._run.evaluating = self._what
+        self._run.evaluation.what = self._what
         self._modes = [(part, part.training) for part in self._module.modules()]
         self._gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         getattr(self._module, f"on_{self._what}_model_eval")()
 
     def __exit__(self, *exception: Any) -> None:
-        self._run.evaluating = ""
+        self._run.evaluation.what = ""
         torch.set_grad_enabled(self._gradients)
         leave = f"on_{self._what}_model_train"
         if is_users(self._module, leave):
@@ -240,5 +242,21 @@ def _inference(run: Run) -> AbstractContextManager[Any]:
     """Return inference mode, where it is wanted and device and precision have it."""
     strategy = run.strategy
     able = strategy.accelerator.inference_mode and strategy.precision.inference_mode
-    wanted = run.trainer.inference_mode and able
+    wanted = run.trainer.options.inference_mode and able
     return torch.inference_mode() if wanted else nullcontext()
+
+
+def print_values(stage: str, values: Mapping[str, float]) -> None:
+    """Print a table of the values of an evaluation."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=sys.stdout)
+    table = Table(title=stage)
+    table.add_column("value")
+    table.add_column("", justify="right")
+    for name, value in values.items():
+        # As Text, so that brackets in a name are not read as rich's markup.
+        table.add_row(Text(printable(name, console.encoding)), f"{value:.6g}")
+    console.print(table)

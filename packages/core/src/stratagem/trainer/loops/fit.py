@@ -9,54 +9,49 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.trainer.checks import check_that_it_ends
-from stratagem.trainer.loaders.open import data_of, reopen_in_epoch
 from stratagem.trainer.loops.divergence import DivergenceCheck
-from stratagem.trainer.step.step import EndOfEpoch, Step
+from stratagem.trainer.step.step import EndOfEpoch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stratagem.interfaces.prepared_model import PreparedModel
     from stratagem.trainer.loaders.train_loader import TrainLoader
-    from stratagem.trainer.loops.validation import Validation
     from stratagem.trainer.run import Run
+    from stratagem.trainer.step.step import Step
 
 
-def fit(
-    run: Run,
-    prepared: PreparedModel,
-    validation: Validation,
-) -> None:
+def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
     """Train until a limit is reached or `Trainer.should_stop` is set.
 
     Args:
-        run: this one.
+        run: a fit, whose data is open.
         prepared: the model.
-        validation: of this fit.
+        step: takes its optimizer steps.
     """
-    loader, rank_state = data_of(run)
-    module, progress, hooks = run.module, run.progress, run.hooks
-    step = run.step = run.trainer.make_train_step(run, prepared)
-    train_steps = _train_steps(run, prepared, step, loader, validation)
+    data = run.fit_data
+    assert data is not None
+    module, progress, hooks, validation = run.module, run.progress, run.hooks, run.validation
+    train_steps = _train_steps(run, prepared, step, data.loader)
     # Submodules of a model in training mode keep theirs: they may be frozen.
     if not module.training:
         module.train()
     hooks.call("on_train_start")
     validation.start_clock()
-    rank_state.begin_training()
+    data.rank_state.begin_training()
     try:
         # No batch at all was asked for with limit_train_batches=0.
-        while loader.batches > 0 and not _is_finished(run):
+        while data.loader.batches > 0 and not _is_finished(run):
             epoch = progress.epoch
-            if reopen_in_epoch(run):
-                loader, rank_state = data_of(run)
-                train_steps = _train_steps(run, prepared, step, loader, validation)
-            loader.set_epoch(epoch)
+            if _reloads_data(run):
+                data = run.reopen_fit_data(epoch)
+                train_steps = _train_steps(run, prepared, step, data.loader)
+            data.loader.set_epoch(epoch)
             validates = validation.is_in_epoch(epoch)
-            interval = validation.interval(loader.batches) if validates else 0
+            interval = validation.interval(data.loader.batches) if validates else 0
             hooks.call("on_train_epoch_start")
             run.metrics.in_step = True
-            rank_state.begin_epoch()
+            data.rank_state.begin_epoch()
             before = replace(progress)
             # What follows sees the epoch as finished, so that a checkpoint saved from here on
             # resumes with the next one. A stop in the middle leaves it unfinished.
@@ -66,7 +61,7 @@ def fit(
                 run.schedulers.step("epoch", epoch + 1)
                 if validation_is_due:
                     validation.run(prepared)
-            run.schedulers.step_after_step(run.strategy.ranks, run.may_come_later)
+            run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
             run.end_train_epoch()
             if not progress.epoch_is_done:
                 break
@@ -84,16 +79,16 @@ def fit(
 
 
 def _train_steps(
-    run: Run, prepared: PreparedModel, step: Step, loader: TrainLoader, validation: Validation
+    run: Run, prepared: PreparedModel, step: Step, loader: TrainLoader
 ) -> Callable[[float], tuple[bool, bool]]:
     """Return a function that takes the optimizer steps of an epoch.
 
-    It is given after how many batches validation comes (0: never), and returns whether the epoch is
-    done, and whether validation is due at its end.
+    Its argument is the number of batches between two validations (0: there is none). It returns
+    whether the epoch is done, and whether validation is due at its end.
     """
-    trainer, progress = run.trainer, run.progress
-    take_step = run.profiling.wrap("run_training_batch", step.takes_step())
-    ends_here = _check_after_step(run, prepared, loader, validation)
+    trainer, progress, validation = run.trainer, run.progress, run.validation
+    take_step = run.profiling.wrap("run_training_batch", step.step_function())
+    ends_here = _check_after_step(run, prepared, loader)
     divergence = _divergence_check(run, prepared)
 
     def train_steps(interval: float) -> tuple[bool, bool]:
@@ -115,20 +110,20 @@ def _train_steps(
             step.start(len(micro_batches), loader.weights)
             take_step(prepared, step, micro_batches)
             step.finish()
-            if run.saves_due:
-                run.save_due()
+            if run.deferred_saves:
+                run.flush_deferred_saves()
             if interval:
                 is_due = (before + progress.batches) % interval < progress.batches - done
                 if is_due and progress.batches < end:
                     validation.run(prepared)
                     is_due = False
             if divergence is not None:
-                divergence.look(progress.global_step, step.has_loss)
+                divergence.check(progress.global_step, step.has_loss)
             if ends_here():
                 run.interrupt()
             if trainer.should_stop and run.should_stop():
                 break
-            if progress.global_step >= trainer.max_steps >= 0:
+            if progress.global_step >= trainer.options.max_steps >= 0:
                 break
         else:
             loader.check_end(progress.batches)
@@ -153,14 +148,12 @@ def _end_early(end: EndOfEpoch, step: Step, loader: TrainLoader, done: int) -> b
     return end.data_has_ended
 
 
-def _check_after_step(
-    run: Run, prepared: PreparedModel, loader: TrainLoader, validation: Validation
-) -> Callable[[], bool]:
-    """Return what is called after each step and its validation: whether the fit is to end here.
+def _check_after_step(run: Run, prepared: PreparedModel, loader: TrainLoader) -> Callable[[], bool]:
+    """Return a function that says after each step whether the fit is interrupted.
 
-    It also does what only some fits have to do after each step.
+    If needed, it also validates by time, and steps schedulers that wait for a value.
     """
-    ends_here, progress = run.interruption_check(), run.progress
+    ends_here, progress, validation = run.interruption_check(), run.progress, run.validation
     by_time, by_value = validation.seconds is not None, run.schedulers.have_values_by_steps
     if not by_time and not by_value:
         return ends_here
@@ -170,27 +163,34 @@ def _check_after_step(
             validation.run_if_time(prepared)
         # After an epoch's last step validation is yet to come.
         if by_value and progress.batches < loader.end:
-            run.schedulers.step_after_step(run.strategy.ranks, run.may_come_later)
+            run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
         return ends_here()
 
     return check
 
 
 def _divergence_check(run: Run, prepared: PreparedModel) -> DivergenceCheck | None:
-    """Return what compares the ranks every few steps, if that was asked for."""
-    every, ranks = run.trainer.detect_divergence, run.strategy.ranks
+    """Return the comparison of ranks, if it was requested."""
+    every, ranks = run.trainer.options.detect_divergence, run.strategy.ranks
     return (
         DivergenceCheck(ranks, prepared.original, every) if every and ranks.world_size > 1 else None
     )
 
 
 def _is_finished(run: Run) -> bool:
-    trainer, progress = run.trainer, run.progress
-    if trainer.max_steps != -1 and progress.global_step >= trainer.max_steps:
-        return True
-    if trainer.max_epochs != -1 and progress.epoch >= trainer.max_epochs:
-        return True
-    return run.should_stop()
+    options, progress = run.trainer.options, run.progress
+    return (
+        0 <= options.max_steps <= progress.global_step
+        or 0 <= options.max_epochs <= progress.epoch
+        or run.should_stop()
+    )
+
+
+def _reloads_data(run: Run) -> bool:
+    """Whether the loaders are to be made anew before the present epoch."""
+    every, progress = run.trainer.options.reload_dataloaders_every_n_epochs, run.progress
+    is_first = progress.batches > 0 or not run.has_ended_epoch
+    return every > 0 and not is_first and progress.epoch % every == 0
 
 
 def anomaly_detection(enabled: bool) -> AbstractContextManager[Any]:

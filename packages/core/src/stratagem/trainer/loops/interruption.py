@@ -16,7 +16,7 @@ from stratagem.launch.rank import this_rank
 from stratagem.launch.streams import printable
 
 _EVERY = 0.5
-"""Seconds between two looks at the other ranks, as far as steps allow."""
+"""Seconds between two exchanges with the other ranks, as far as steps allow."""
 
 
 class Interruption(AbstractContextManager["Interruption"]):
@@ -25,9 +25,8 @@ class Interruption(AbstractContextManager["Interruption"]):
     As a context it takes over SIGTERM, and the signals by which the cluster announces preemption,
     where nothing else handles them. Ranks receive a signal at different moments, or only one
     receives it, so they share it by an all-reduce of four numbers, about twice a second: how many
-    steps that is follows from the slowest rank's last steps, so that all ranks look after the same
-    one.
-    One process looks after every step.
+    steps that is follows from the slowest rank's last steps, so that all ranks check
+    after the same one. One process checks after every step.
 
     Args:
         ranks: those that end together.
@@ -46,10 +45,10 @@ class Interruption(AbstractContextManager["Interruption"]):
         self._began = time.monotonic()
         self._deadline = None if max_time is None else self._began + max_time
         self.is_alone = ranks.world_size == 1
-        """Whether there is one process, which looks at its own clock."""
+        """Whether there is one process, which reads its own clock."""
         self._steps = 0
         self._interval = 1
-        self._looked_at = self._began
+        self._checked_at = self._began
         self._agreed = 0.0
         self._before: dict[int, Any] = {}
 
@@ -69,8 +68,8 @@ class Interruption(AbstractContextManager["Interruption"]):
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
-    def look(self) -> bool:
-        """After each step: whether this fit is to end here, on every rank alike."""
+    def check(self) -> bool:
+        """Return whether this fit is to end after the present step, on every rank alike."""
         if self.is_alone:
             if not self._received and self._deadline is None:
                 return False
@@ -87,7 +86,7 @@ class Interruption(AbstractContextManager["Interruption"]):
     def _of_all_ranks(self) -> tuple[int, bool]:
         """Return the signal that any rank has received, and whether time is up on any."""
         now = time.monotonic()
-        times = [int((now - since) * 1e6) for since in (self._looked_at, self._began)]
+        times = [int((now - since) * 1e6) for since in (self._checked_at, self._began)]
         own = [int(self._received), int(self.is_time_up()), *times]
         # Numbers, and not a tensor, which would wait for a device.
         most = self._ranks.reduce_numbers(own, "max")
@@ -95,7 +94,7 @@ class Interruption(AbstractContextManager["Interruption"]):
         fitting = int(self._interval * _EVERY / max(most[2] / 1e6, 1e-6))
         # Grows slowly: the next steps may take longer than these.
         self._interval = max(1, min(fitting, 4 * self._interval))
-        self._looked_at, self._steps = now, 0
+        self._checked_at, self._steps = now, 0
         return most[0], bool(most[1])
 
     def _decide(self, received: int, is_time_up: bool) -> bool:
@@ -109,13 +108,13 @@ class Interruption(AbstractContextManager["Interruption"]):
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def agreed_time(self) -> float:
-        """Return the seconds since this began as all ranks saw them when they looked last.
+        """Return the seconds since this began as all ranks saw them at their last check.
 
-        The same on every rank; one process looks at its clock.
+        The same on every rank; one process reads its clock.
         """
         return time.monotonic() - self._began if self.is_alone else self._agreed
 
-    def end(self, save: Callable[[], str]) -> None:
+    def end(self, save: Callable[[], str | None]) -> None:
         """End this process in order, after a signal: save, let the cluster start it again, exit.
 
         Raises:

@@ -23,7 +23,6 @@ class Validation:
 
     Args:
         run: the fit.
-        loaders: of this rank; none: there is no validation.
 
     Attributes:
         last_epoch: the last epoch in which it ran; -1: none yet.
@@ -32,22 +31,27 @@ class Validation:
         is_sanity_check: whether these are the batches that are run before training.
     """
 
-    def __init__(self, run: Run, loaders: list[EvaluationLoader]) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self.loaders = loaders
         self.last_epoch = -1
         self.batches_of_epoch = self.last_batches = 0
         self.is_sanity_check = False
-        interval = run.trainer.val_check_interval
+        interval = run.trainer.options.val_check_interval
         self.seconds = interval.total_seconds() if isinstance(interval, timedelta) else None
         """After how much time it comes; None: it goes by batches."""
         self._since = 0.0
         self._knows_since = False
         """Whether this time is known: several ranks agree on one only now and then."""
 
+    @property
+    def loaders(self) -> list[EvaluationLoader]:
+        """This rank's loaders; []: there is no validation."""
+        data = self._run.fit_data
+        return [] if data is None else data.validation
+
     def is_in_epoch(self, epoch: int) -> bool:
         """Whether an epoch has validation."""
-        every = self._run.trainer.check_val_every_n_epoch
+        every = self._run.trainer.options.check_val_every_n_epoch
         return bool(self.loaders) and (every is None or (epoch + 1) % every == 0)
 
     def interval(self, batches: float) -> float:
@@ -59,11 +63,11 @@ class Validation:
         Returns:
             0 where it goes by time.
         """
-        interval = self._run.trainer.val_check_interval
+        interval = self._run.trainer.options.val_check_interval
         if isinstance(interval, timedelta):
             return 0
         if isinstance(interval, int):
-            if interval > batches and self._run.trainer.check_val_every_n_epoch is not None:
+            if interval > batches and self._run.trainer.options.check_val_every_n_epoch is not None:
                 raise ConfigurationError(
                     f"val_check_interval={interval} is more than the {int(batches)} training "
                     "batches of an epoch, so validation would never run: pass a smaller number, or "
@@ -81,7 +85,7 @@ class Validation:
 
     def counted_before(self, interval: float) -> int:
         """Return how many batches before this epoch's an interval counts on from."""
-        over_epochs = self._run.trainer.check_val_every_n_epoch is None
+        over_epochs = self._run.trainer.options.check_val_every_n_epoch is None
         return self._run.progress.batches_before if over_epochs and interval else 0
 
     def start_clock(self) -> None:
@@ -112,14 +116,14 @@ class Validation:
             self.last_epoch, self.batches_of_epoch = run.progress.epoch, 0
         run.progress.validated = run.progress.batches
         run.module.on_validation_model_zero_grad()
-        before = run.evaluated_batches
+        before = run.evaluation.batches
         evaluate(run, prepared, self.loaders, "validation")
-        self.last_batches = run.evaluated_batches - before
+        self.last_batches = run.evaluation.batches - before
         self.batches_of_epoch += self.last_batches
 
     def check_sanity(self, prepared: PreparedModel) -> None:
         """Run a few of its batches before training, so that an error shows at once."""
-        run, steps = self._run, self._run.trainer.num_sanity_val_steps
+        run, steps = self._run, self._run.trainer.options.num_sanity_val_steps
         if not self.loaders or steps == 0:
             return
         limit = UNKNOWN if steps == -1 else steps
@@ -132,5 +136,5 @@ class Validation:
                 evaluate(run, prepared, few, "validation", is_sanity_check=True)
         finally:
             self.is_sanity_check = False
-            run.evaluated_batches = 0
+            run.evaluation.batches = 0
         run.hooks.call("on_sanity_check_end")

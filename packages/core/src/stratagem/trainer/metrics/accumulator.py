@@ -1,4 +1,4 @@
-"""EpochValue: how the values of one logged name become the epoch's, over batches and over ranks."""
+"""MetricAccumulator: reduces the values of one logged name over an epoch and over ranks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _FOLD = 64
 """So many tensors are kept before they are reduced together, so that no step waits for a device."""
 
 
-def reduction(asked: Any) -> Any:
+def reduction(requested: Any) -> Any:
     """Return how to reduce as it is called here: "avg" and "MEAN" are "mean"; others stay."""
-    if not isinstance(asked, str):
-        return asked
-    name = asked.casefold()
+    if not isinstance(requested, str):
+        return requested
+    name = requested.casefold()
     return "mean" if name == "avg" else name
 
 
-class Summary(NamedTuple):
+class ReducedMetric(NamedTuple):
     """The value of an epoch on one rank or of one loader; plain data, for other ranks.
 
     Attributes:
@@ -63,13 +63,13 @@ class Summary(NamedTuple):
             return torch.tensor(self.number / self.weight if self.weight else math.nan)
         return torch.tensor(self.number)
 
-    def merged_with(self, other: Summary) -> Summary:
+    def merged_with(self, other: ReducedMetric) -> ReducedMetric:
         """Return the summary of both ranks or loaders together, shown as the other one."""
         number = _merge(other.reduce_fx, self.number, other.number)
         return other._replace(number=number, weight=self.weight + other.weight)
 
 
-class EpochValue:
+class MetricAccumulator:
     """One logged name in one epoch: its options, resolved, and the reduction of its values so far.
 
     Args:
@@ -173,7 +173,7 @@ class EpochValue:
         self.total = reduced if self.total is None else _MERGES[fx](self.total, reduced)
         self.values, self.weights = [], []
 
-    def summary(self) -> Summary:
+    def summary(self) -> ReducedMetric:
         """Return this epoch's value on this rank."""
         shown = (self.epoch_name, self.logger, self.prog_bar)
         if isinstance(self.reduce_fx, str):
@@ -181,15 +181,15 @@ class EpochValue:
             number = self.number
             if self.total is not None:
                 number = _merge(self.reduce_fx, number, float(self.total))
-            return Summary(self.reduce_fx, number, self.weight, *shown)
+            return ReducedMetric(self.reduce_fx, number, self.weight, *shown)
         values = torch.stack([torch.as_tensor(v, dtype=torch.float32).cpu() for v in self.values])
         # The results of a function of the user's are averaged over ranks.
-        return Summary("mean", float(self.reduce_fx(values)), 1.0, *shown)
+        return ReducedMetric("mean", float(self.reduce_fx(values)), 1.0, *shown)
 
 
-def merged(parts: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
+def merged(parts: Iterable[Mapping[str, ReducedMetric]]) -> dict[str, ReducedMetric]:
     """Return the summaries of several ranks or loaders, reduced to one for each name."""
-    together: dict[str, Summary] = {}
+    together: dict[str, ReducedMetric] = {}
     for part in parts:
         for name, summary in part.items():
             before = together.get(name)
@@ -197,7 +197,7 @@ def merged(parts: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
     return together
 
 
-def over_ranks(own: Mapping[str, Summary], ranks: Ranks) -> dict[str, Summary]:
+def over_ranks(own: Mapping[str, ReducedMetric], ranks: Ranks) -> dict[str, ReducedMetric]:
     """Return the summaries of all ranks, reduced to one for each name; on every rank.
 
     Ranks that share a part of the data log the same values, or only some of them (the last pipeline
@@ -231,16 +231,16 @@ def over_ranks(own: Mapping[str, Summary], ranks: Ranks) -> dict[str, Summary]:
     }
 
 
-def _first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, Summary]:
+def _first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, ReducedMetric]:
     """Return the summaries of ranks that share a part of the data, each of them once.
 
     Args:
         group: of each rank, its summaries as plain tuples.
     """
-    first: dict[str, Summary] = {}
+    first: dict[str, ReducedMetric] = {}
     for summaries in group:
         for name, summary in summaries.items():
-            first.setdefault(name, Summary(*summary))
+            first.setdefault(name, ReducedMetric(*summary))
     return first
 
 

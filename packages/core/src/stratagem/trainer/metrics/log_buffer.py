@@ -1,4 +1,4 @@
-"""Rows: the one buffer between logged values and the loggers."""
+"""LogBuffer: the buffer between logged values and the loggers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stratagem.loggers.logger import Logger
 
 _MOST = 256
 _SECONDS = 2.0
-"""Rows leave for the loggers when there are so many, or when this time has gone by."""
+"""Rows go to the loggers when there are so many, or after this time."""
 
 
-class Rows:
+class LogBuffer:
     """Keeps rows of values and hands them to the loggers, many at a time.
 
     Tensors in them are read only then, all at once. From a device they are copied beside what it
@@ -55,9 +55,9 @@ class Rows:
     def flush(self) -> None:
         """Hand the rows to the loggers; waits for what is still being computed."""
         self._send()
-        self._hand_over()
+        self._emit()
 
-    def leave_device(self) -> None:
+    def drop_device_values(self) -> None:
         """Forget values on a device that has failed: whoever reads them may wait forever."""
         copied, self._copied = self._copied, None
         kept = ([] if copied is None else copied.rows) + self._rows
@@ -69,12 +69,12 @@ class Rows:
     def _send(self) -> None:
         """Let the values of the rows leave the device, and hand over those that left before."""
         self._due = monotonic() + _SECONDS
-        self._hand_over()
+        self._emit()
         rows, self._rows = self._rows, []
         if rows:
             self._copied = self._copy(rows)
             if self._copied.read is None:
-                self._hand_over()
+                self._emit()
 
     def _copy(self, rows: list[_Row]) -> _Copied:
         """Begin to copy the tensors in rows to the host; what is there already is read."""
@@ -92,7 +92,7 @@ class Rows:
         on_device = [row[name] for row, name in places]
         return _Copied(rows, places, self._accelerator.start_reading(on_device))
 
-    def _hand_over(self) -> None:
+    def _emit(self) -> None:
         copied, self._copied = self._copied, None
         if copied is None:
             return
@@ -108,7 +108,7 @@ _Row = tuple[int, dict[str, Any]]
 
 
 class _Copied(NamedTuple):
-    """Rows, and what reads the values of the tensors in them from a device."""
+    """Rows, and a function that reads the tensors in them from a device."""
 
     rows: list[_Row]
     places: list[tuple[dict[str, Any], str]]

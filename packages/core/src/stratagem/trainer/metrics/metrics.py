@@ -15,16 +15,16 @@ from stratagem.interfaces.strategy import Strategy
 from stratagem.module.module import LogOptions
 from stratagem.trainer.metrics.accumulator import (
     REDUCTIONS,
-    EpochValue,
-    Summary,
+    MetricAccumulator,
+    ReducedMetric,
     merged,
     over_ranks,
     reduction,
 )
-from stratagem.trainer.metrics.log_buffer import Rows
+from stratagem.trainer.metrics.log_buffer import LogBuffer
 
 
-class LatestValues:
+class LatestMetrics:
     """The latest values of a Trainer's last fit and what followed: for callbacks, users, the bar.
 
     Attributes:
@@ -50,7 +50,7 @@ class LatestValues:
         return {name: torch.as_tensor(known[name]) for name in there}
 
 
-class EpochValues(NamedTuple):
+class EpochMetrics(NamedTuple):
     """The reduced values of an epoch: all of them, those for the loggers, and of which loaders.
 
     `loaders` has the indices of the evaluation loaders that a value was logged for; a value that is
@@ -79,8 +79,8 @@ class Metrics:
     def __init__(
         self,
         strategy: Strategy,
-        rows: Rows,
-        latest: LatestValues,
+        rows: LogBuffer,
+        latest: LatestMetrics,
         *,
         every_n_steps: int = 1,
         of_evaluation: bool = False,
@@ -100,11 +100,11 @@ class Metrics:
         self._steps = latest.evaluation_steps if of_evaluation else latest.values
         self._every = every_n_steps
         self._loader: int | None = None
-        self._epoch = EpochValues({}, {}, {})
+        self._epoch = EpochMetrics({}, {}, {})
         """What is reduced of this epoch by now."""
         self._metrics: list[Any] = []
         """Metric objects to be reset at its end."""
-        self._of_loader: dict[int | None, dict[str, EpochValue]] = {}
+        self._of_loader: dict[int | None, dict[str, MetricAccumulator]] = {}
         self._entries = self._of_loader.setdefault(None, {})
 
     def begin_loader(self, index: int | None) -> None:
@@ -153,7 +153,9 @@ class Metrics:
             if entry.metric is None:
                 continue
             if entry.on_epoch and (value := _computed(entry)) is not None:
-                shown = Summary("mean", 0.0, 0.0, entry.epoch_name, entry.logger, entry.prog_bar)
+                shown = ReducedMetric(
+                    "mean", 0.0, 0.0, entry.epoch_name, entry.logger, entry.prog_bar
+                )
                 self._keep(entry.name, value, shown)
             # Also one that is logged at steps only: what it holds is of this epoch.
             self._metrics.append(entry.metric)
@@ -166,7 +168,7 @@ class Metrics:
         self.begin_loader(self._loader)
         self._latest.values.update(epoch.values)
 
-    def end_epoch(self) -> EpochValues:
+    def end_epoch(self) -> EpochMetrics:
         """Return the epoch's values, with those that hooks at its end have logged; begin a new one.
 
         A name that is logged again there has the value that it got there.
@@ -176,10 +178,10 @@ class Metrics:
         for metric in self._metrics:
             metric.reset()
         self._metrics.clear()
-        epoch, self._epoch = self._epoch, EpochValues({}, {}, {})
+        epoch, self._epoch = self._epoch, EpochMetrics({}, {}, {})
         return epoch
 
-    def _summaries(self, entries: list[EpochValue]) -> dict[str, Summary]:
+    def _summaries(self, entries: list[MetricAccumulator]) -> dict[str, ReducedMetric]:
         """Return the epoch's values by name, reduced over loaders and ranks."""
         reduced = [entry for entry in entries if entry.on_epoch]
         # Several loaders may log under one name (add_dataloader_idx=False).
@@ -190,7 +192,7 @@ class Metrics:
             summaries.update(over_ranks(own, self._ranks))
         return summaries
 
-    def _keep(self, name: str, value: Tensor, shown: Summary) -> None:
+    def _keep(self, name: str, value: Tensor, shown: ReducedMetric) -> None:
         epoch = self._epoch
         epoch.values[shown.name] = epoch.values[name] = value
         if shown.logger:
@@ -198,7 +200,7 @@ class Metrics:
         if shown.prog_bar:
             self._latest.bar[shown.name] = value
 
-    def _reduced(self, entry: EpochValue, value: Any) -> Any:
+    def _reduced(self, entry: MetricAccumulator, value: Any) -> Any:
         op: ReduceOp = entry.reduce_fx if isinstance(entry.reduce_fx, str) else "mean"  # type: ignore[assignment]
         own = torch.as_tensor(value, dtype=torch.float32)
         index, count = self._ranks.evaluation_shard
@@ -208,7 +210,7 @@ class Metrics:
         reduced = self._ranks.all_reduce(own / len(self._ranks.data_groups[index]), "sum")
         return _read(entry.name, reduced / count if op == "mean" else reduced)
 
-    def _declare(self, name: str, options: LogOptions) -> EpochValue:
+    def _declare(self, name: str, options: LogOptions) -> MetricAccumulator:
         """Return the entry of a name that is logged for the first time in this epoch."""
         if name in self._entries:
             if _alike(self._entries[name].options, options):
@@ -232,7 +234,7 @@ class Metrics:
                 "the value goes nowhere. In training_step on_epoch is False unless it is given, "
                 "elsewhere on_step: pass True for one of them"
             )
-        entry = EpochValue(
+        entry = MetricAccumulator(
             name,
             options,
             on_step=on_step,
@@ -265,7 +267,7 @@ def _read(name: str, value: Tensor) -> Any:
     )
 
 
-def _computed(entry: EpochValue) -> Tensor | None:
+def _computed(entry: MetricAccumulator) -> Tensor | None:
     """Return what a metric object computes of the epoch; None: it has seen nothing to compute."""
     value = entry.metric.compute()
     if value is None or (isinstance(value, Tensor) and value.numel() == 1):
@@ -278,7 +280,7 @@ def _computed(entry: EpochValue) -> Tensor | None:
     )
 
 
-def _number_of(entry: EpochValue, value: Any) -> Any:
+def _number_of(entry: MetricAccumulator, value: Any) -> Any:
     """Return a number for what is neither tensor nor float: a metric object, a NumPy number.
 
     None: a metric object that was updated, not called, has no value of this step.

@@ -1,4 +1,4 @@
-"""What a Trainer's checkpoint holds: collecting and restoring it.
+"""The contents of a Trainer's checkpoint: collecting and restoring them.
 
 ======================  ==========================================================================
 key                     value
@@ -43,7 +43,6 @@ from stratagem.runtime.checkpoint_writer import (
 from stratagem.state.plain_data import find_offending_value
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.state_dict import with_names
-from stratagem.trainer.loaders.open import reopen_for_resume
 from stratagem.trainer.resume.rank_state import state_of_rank
 
 if TYPE_CHECKING:
@@ -205,8 +204,11 @@ def restore_training(
     _warn_of_missing(states, run.trainer, path)
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(checkpoint["datamodule"])
-    run.progress.load_state_dict(checkpoint["progress"])
-    reopen_for_resume(run)
+    progress, every = run.progress, run.trainer.options.reload_dataloaders_every_n_epochs
+    progress.load_state_dict(checkpoint["progress"])
+    if every and progress.epoch >= every:
+        # The loaders of the resumed epoch were made in an earlier one.
+        run.reopen_fit_data(progress.epoch - progress.epoch % every)
     if "ranks" in checkpoint and run.rank_state is not None:
         run.rank_state.resume(RankStates(checkpoint["ranks"]))
     # Last: it may go by everything else.

@@ -1,88 +1,160 @@
-"""Which checkpoint "last", "best" or a path means."""
+"""ResumePoint: the checkpoint that a run goes on from, and the meaning of "last" and "best"."""
 
 from __future__ import annotations
 
+import re
+import secrets
 import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stratagem.checkpoint.catalog import find_all, first_whole
-from stratagem.errors import CheckpointNotFoundError
+from stratagem.checkpoint.describe import describe_checkpoint
+from stratagem.errors import CheckpointError, CheckpointNotFoundError
 from stratagem.storage import paths
+from stratagem.trainer.resume.restarts import Restarts
 
 if TYPE_CHECKING:
-    from stratagem.callbacks.checkpoints.model_checkpoint import ModelCheckpoint
+    from stratagem.callbacks import ModelCheckpoint
+    from stratagem.trainer.job import Job
     from stratagem.trainer.trainer import Trainer
 
+_RUN_ID = re.compile("[0-9a-f]{16}")
 
-def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The point from which a run goes on.
+
+    Attributes:
+        path: the checkpoint to load; None: the run begins anew.
+        run_id: of a fit, the same on every rank; a resumed fit keeps that of the checkpoint.
+        restarts: of a fit: notes the checkpoints from which a restart by the cluster goes on.
+    """
+
+    path: paths.Location | None = None
+    run_id: str = ""
+    restarts: Restarts | None = None
+
+    def of_run(self, run_id: str | None) -> ResumePoint:
+        """Return this point with the identity that a checkpoint holds, if it holds one."""
+        return replace(self, run_id=run_id) if run_id else self
+
+
+def find_resume_point(trainer: Trainer, job: Job) -> ResumePoint:
+    """Decide what a run goes on from, and let a fit's loggers choose where they write.
+
+    Called on every rank, before anything else of the run: a resumed fit goes on in the loggers'
+    folders of the fit before, and callbacks ask for those folders.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+    """
+    requested = job.ckpt_path
+    for logger in trainer.loggers:
+        logger.on_rank_zero = trainer.is_global_zero
+    if job.stage != "fit":
+        return ResumePoint(None if requested is None else find_checkpoint(trainer, requested))
+    savers = trainer.checkpoint_callbacks
+    root = paths.to_location(trainer.options.default_root_dir)
+    restarts = Restarts(trainer.strategy, root, saves=bool(savers))
+    requested = restarts.begin(requested)
+    path, run_id = None, None
+    if requested in ("best", "last") and any(saver.dirpath is None for saver in savers):
+        # These save beside the logs, whose folder is chosen first.
+        run_id = _begin_loggers(trainer, None)
+        for saver in savers:
+            saver.choose_folder(trainer)
+    if requested is not None:
+        path = find_checkpoint(trainer, requested)
+    return ResumePoint(path, run_id or _begin_loggers(trainer, path), restarts)
+
+
+def _begin_loggers(trainer: Trainer, path: paths.Location | None) -> str:
+    """Begin the run that saved a checkpoint, or a new one; return its identity."""
+    former, step = "", None
+    if trainer.is_global_zero and path is not None:
+        former, step = _former_run(path)
+    run_id: str = trainer.ranks.broadcast(former or secrets.token_hex(8))
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.begin_run(run_id, step)
+    return run_id
+
+
+def _former_run(path: paths.Location) -> tuple[str, int | None]:
+    """Return the identity and the steps of the run that saved a checkpoint, if it holds them."""
+    try:
+        manifest: Any = describe_checkpoint(path).manifest
+    except (CheckpointError, OSError):
+        return "", None  # loading it says what is wrong with it
+    former = "" if manifest is None else str(manifest.run)
+    if not _RUN_ID.fullmatch(former):
+        return "", None
+    return former, max(0, manifest.global_step or 0)
+
+
+def find_checkpoint(trainer: Trainer, requested: str | Path) -> paths.Location:
     """Return the path that "best", "last" or a path means; the same on every rank.
 
-    "last" is the newest checkpoint that is whole: one of this Trainer's run if there is any, else
-    one of whoever saved in the same folders; one whose weights are not finite only where there is
-    no other. Rank 0 looks, and says what it has passed over.
+    "last" is the newest complete checkpoint of this Trainer's runs. If they have saved none, it is
+    the newest one in the same folders. A checkpoint whose weights are not finite is the last
+    choice. Rank 0 searches, and warns of those that it rejects.
 
     Raises:
         CheckpointNotFoundError: there is none.
     """
-    if asked not in ("best", "last"):
-        return paths.to_location(asked)
-    savers = _savers(trainer)
+    if requested not in ("best", "last"):
+        return paths.to_location(requested)
+    savers = trainer.checkpoint_callbacks
     if not savers:
         raise CheckpointNotFoundError(
-            f"ckpt_path={str(asked)!r} needs a ModelCheckpoint among the callbacks; there is none: "
-            "pass a path"
+            f"ckpt_path={str(requested)!r} needs a ModelCheckpoint among the callbacks; there is "
+            "none: pass a path"
         )
     found, problem = "", ""
-    passed_over: list[str] = []
+    rejected: list[str] = []
     if trainer.is_global_zero:
         try:
-            if asked == "best":
+            if requested == "best":
                 found = next((c.best_model_path for c in savers if c.best_model_path), "")
             else:
-                found, passed_over = first_whole(
+                found, rejected = first_whole(
                     _candidates(savers), trainer.strategy.checkpoint_io.verify_checkpoint
                 )
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
-    for text in passed_over:
+    for text in rejected:
         warnings.warn(f"ckpt_path='last': {text}", stacklevel=2)
     found, problem = trainer.ranks.broadcast([found, problem])
     folders = ", ".join(str(c.dirpath) for c in savers if c.dirpath is not None)
     if problem:
         raise CheckpointNotFoundError(
-            f"ckpt_path={str(asked)!r}: {folders} cannot be searched: {problem}"
+            f"ckpt_path={str(requested)!r}: {folders} cannot be searched: {problem}"
         )
     if not found:
         raise CheckpointNotFoundError(
-            f"ckpt_path={str(asked)!r}: no checkpoint has been saved yet"
+            f"ckpt_path={str(requested)!r}: no checkpoint has been saved yet"
             f"{f' in {folders}' if folders else ''}: fit first, or pass a path. A "
             "new run saves in a new folder, unless ModelCheckpoint is given dirpath="
-            if not passed_over
-            else f"ckpt_path='last': none of the {len(passed_over)} checkpoint(s) in {folders} is "
+            if not rejected
+            else f"ckpt_path='last': none of the {len(rejected)} checkpoint(s) in {folders} is "
             "whole"
         )
     return paths.to_location(found)
 
 
-def newest_checkpoint(trainer: Trainer) -> str:
-    """Return the newest checkpoint that this Trainer's run has saved and kept; "": there is none.
-
-    Looked for on this rank alone.
-    """
-    kept = {str(paths.absolute(path)) for saver in _savers(trainer) for path in saver.kept_paths}
-    found = _candidates(_savers(trainer))
-    return next((str(path) for path in found if str(paths.absolute(path)) in kept), "")
-
-
-def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
-    from stratagem.callbacks.checkpoints.model_checkpoint import ModelCheckpoint
-
-    return [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+def newest_checkpoint(trainer: Trainer) -> str | None:
+    """Return the newest checkpoint that this Trainer has saved and kept, as this rank sees it."""
+    savers = trainer.checkpoint_callbacks
+    kept = {str(paths.absolute(path)) for saver in savers for path in saver.kept_paths}
+    found = (str(path) for path in _candidates(savers) if str(paths.absolute(path)) in kept)
+    return next(found, None)
 
 
 def _candidates(savers: list[ModelCheckpoint]) -> list[paths.Location]:
-    """Return what "last" may mean, the most wanted first."""
+    """Return the checkpoints that "last" may mean, the preferred ones first."""
     # Training cannot go on from weights alone.
     savers = [c for c in savers if not c.save_weights_only] or savers
     found = find_all(c.dirpath for c in savers if c.dirpath is not None)

@@ -1,4 +1,4 @@
-"""How a run that the cluster starts again finds the last checkpoint that it has saved.
+"""Restarts: how a run that the cluster restarts finds its last checkpoint.
 
 A ModelCheckpoint saves in a new folder each time a script runs, so rank 0 keeps a small file that
 names the newest checkpoints of a run: `.stratagem/*.json` in `default_root_dir`.
@@ -30,9 +30,9 @@ _fits = itertools.count()
 
 
 class Restarts:
-    """Keeps where a fit's newest checkpoint is, and finds it after a restart.
+    """Remembers a fit's newest checkpoints, and finds them after a restart.
 
-    Where the cluster starts no run again (`ClusterEnvironment.run_id` is None), it does nothing.
+    It does nothing if the cluster restarts no runs (`ClusterEnvironment.run_id` is None).
 
     Args:
         strategy: of the run; its processes are launched.
@@ -61,16 +61,16 @@ class Restarts:
         self._agents: list[str] = []
         self._checkpoints: list[str] = []
 
-    def begin(self, asked: str | Path | None) -> str | Path | None:
-        """Return what to resume from: what was asked for, or else what a restart calls for.
+    def begin(self, requested: str | Path | None) -> str | Path | None:
+        """Return the checkpoint to resume from: after a restart the run's own, else `requested`.
 
-        On every rank, once; rank 0's files count.
+        Called on every rank, once; rank 0's files count.
 
         Raises:
             ConfigurationError: the folder cannot be written.
         """
         if self._run_id is None:
-            return asked
+            return requested
         environment = self._strategy.cluster_environment
         of_ranks = self._strategy.ranks.gather_plain(
             [environment.restart_count(), environment.agent_id()]
@@ -79,7 +79,7 @@ class Restarts:
         found, problem = "", ""
         if self._strategy.ranks.is_global_zero:
             try:
-                found = self._find(max(count for count, _ in of_ranks), asked)
+                found = self._find(max(count for count, _ in of_ranks), requested)
                 if self._saves or paths.exists(self._file):
                     self._write()
             except (OSError, ValueError) as error:
@@ -91,7 +91,7 @@ class Restarts:
                 f"checkpoints are cannot be kept in default_root_dir: {problem}. Pass a "
                 "default_root_dir that can be written"
             )
-        return found or asked
+        return found or requested
 
     def saved(self, path: str | Path) -> None:
         """Note a checkpoint that is durable by now; called on every rank."""
@@ -102,8 +102,8 @@ class Restarts:
         self._checkpoints = [newest, *others][:_KEPT]
         self._write()
 
-    def _find(self, restart_count: int, asked: str | Path | None) -> str:
-        """On rank 0, return the checkpoint to resume from, or "", and say why."""
+    def _find(self, restart_count: int, requested: str | Path | None) -> str:
+        """On rank 0, return the checkpoint to resume from, or "", and print why."""
         agents, checkpoints = self._read()
         if self._agents:
             # Nodes that join or leave count as no restart, and another run may have had this id.
@@ -113,29 +113,29 @@ class Restarts:
         there = [path for path in checkpoints if paths.exists(path)]
         if not restarted:
             if there:
-                self._say(
+                self._print(
                     "is not the earlier run of that id, since nothing of it is left: it begins "
                     f"anew. To go on from the earlier one, pass ckpt_path={there[0]!r} to fit"
                 )
             return ""
         self._checkpoints = there
         for gone in itertools.takewhile(lambda path: path not in there, checkpoints):
-            self._say(f"has saved {gone!r}, which is gone")
+            self._print(f"has saved {gone!r}, which is gone")
         check = self._strategy.checkpoint_io.verify_checkpoint
-        whole, passed_over = first_whole(map(paths.to_location, there), check)
-        for text in passed_over:
-            self._say(f"has saved what cannot be used: {text}")
-        given = "" if asked is None else f"ckpt_path={str(asked)!r}"
+        whole, rejected = first_whole(map(paths.to_location, there), check)
+        for text in rejected:
+            self._print(f"has saved what cannot be used: {text}")
+        argument = "" if requested is None else f"ckpt_path={str(requested)!r}"
         if not whole:
-            begins = f"it begins with {given}" if given else "it begins anew"
-            self._say(f"was started again and has no checkpoint to go on from: {begins}")
+            begins = f"it begins with {argument}" if argument else "it begins anew"
+            self._print(f"was started again and has no checkpoint to go on from: {begins}")
             return ""
         # What fit was given is where the run began; it has gone on since.
-        instead = f", in the place of {given}" if given else ""
-        self._say(f"was started again: resuming from {whole!r}{instead}")
+        instead = f", in the place of {argument}" if argument else ""
+        self._print(f"was started again: resuming from {whole!r}{instead}")
         return whole
 
-    def _say(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         print(f"stratagem: the run {self._run_id!r} {what}", file=sys.stderr, flush=True)
 
     def _read(self) -> tuple[list[str], list[str]]:
@@ -148,7 +148,7 @@ class Restarts:
             agents, checkpoints = _names(record["agents"]), _names(record["checkpoints"])
         # It may hold anything: broken JSON, another shape, nesting without end.
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            self._say(
+            self._print(
                 f"has kept where its checkpoints are in {str(self._file)!r}, which cannot be read "
                 f"({type(error).__name__}: {error}) and is taken as empty"
             )

@@ -29,10 +29,10 @@ class StrategyCheck:
     Args:
         strategy: whose steps.
         prepared: the model that is trained.
-        clip: what the Trainer was asked for.
+        clip: the Trainer's option.
 
     Attributes:
-        is_due: whether the first step is to be looked at.
+        is_due: whether the first step is to be checked.
         clip_was_read: whether the strategy has asked how to clip.
     """
 
@@ -81,7 +81,7 @@ class StrategyCheck:
             "Strategy.finish_step does"
         )
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check the first step that was taken.
 
         Raises:

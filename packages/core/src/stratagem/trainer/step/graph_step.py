@@ -96,8 +96,8 @@ class GraphStep(Step):
         """Return the context in which torch.compile takes backward into graphs."""
         return torch._dynamo.config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]
 
-    def takes_step(self) -> Callable[..., None]:
-        """Return what takes each step."""
+    def step_function(self) -> Callable[..., None]:
+        """Return the step function."""
         return self._take
 
     def _take(self, prepared: PreparedModel, step: Step, micro_batches: Collection[Any]) -> None:
@@ -280,7 +280,7 @@ def _check(run: Run, optimizer: Optimizer, compilation: Compilation) -> None:
             f"precision={strategy.precision.name!r} changes torch's default dtype within it (of "
             "the precisions, '32-true' and 'bf16-mixed' do not)"
         )
-    elif run.trainer.detect_anomaly:
+    elif run.trainer.options.detect_anomaly:
         problem = "detect_anomaly=True looks at each loss"
     elif hooks := [name for name in _HOOKS if run.hooks.of(name)]:
         problem = f"{' and '.join(hooks)} would be called in the middle of it"

@@ -1,4 +1,4 @@
-"""HookedStep: an optimizer step of which the Module, or the optimizer by a closure, does a part."""
+"""The step of a fit; HookedStep, of which the Module or the optimizer does a part itself."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from stratagem.errors import ConfigurationError, PluginError, UserCodeError
 from stratagem.interfaces.stepping import Stepping
 from stratagem.interfaces.train_step import TrainStep
 from stratagem.trainer.hooks import is_users
+from stratagem.trainer.step.batch_feed import refuse_dataloader_iter
+from stratagem.trainer.step.contract_check import takes_own_steps
 from stratagem.trainer.step.step import Step
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from stratagem.interfaces.strategy import Strategy
     from stratagem.module.module import Module
     from stratagem.plan.plan import RunPlan
-    from stratagem.plan.step_options import StepOptions
+    from stratagem.plan.step_options import GradientClip, StepOptions
     from stratagem.trainer.hooks import Hook
     from stratagem.trainer.run import Run
 
@@ -181,8 +183,8 @@ class HookedStep(Step):
         self._before_update = (*self._before_update, before)
         self._after_update = (after, *self._after_update)
 
-    def takes_step(self) -> Callable[..., None]:
-        """Return what takes each step."""
+    def step_function(self) -> Callable[..., None]:
+        """Return the step function."""
         return self._take
 
     def _take(
@@ -333,3 +335,39 @@ class HookedStep(Step):
 
 def _nothing() -> None:
     return None
+
+
+class _WatchedStep(Step):
+    """A step under a strategy that takes its steps itself: notes whether it reads how to clip."""
+
+    @property
+    def clip(self) -> GradientClip | None:
+        """How gradients are to be clipped."""
+        self._check.clip_was_read = True
+        return self._clip
+
+    @clip.setter
+    def clip(self, value: GradientClip | None) -> None:
+        self._clip = value
+
+
+def make_step(run: Run, prepared: PreparedModel) -> Step:
+    """Return the step of a fit, of the simplest class that does what the run needs.
+
+    Raises:
+        UserCodeError: `training_step` takes `dataloader_iter`.
+    """
+    refuse_dataloader_iter(run.module.training_step)
+    compilation = run.trainer.options.step_options.compilation
+    if compilation is not None and compilation.whole_step and run.optimizers:
+        # It is a Step itself, and only those who ask for it import what makes graphs.
+        from stratagem.trainer.step.graph_step import GraphStep
+
+        return GraphStep(run, prepared, compilation)
+    own = step_hooks_of(run.module)
+    if not run.module.automatic_optimization:
+        if "backward" in own:
+            prepared.run_backward = run.module.backward
+    elif run.optimizers and (own or any(map(needs_closure, prepared.optimizers))):
+        return HookedStep(run, prepared)
+    return (_WatchedStep if takes_own_steps(type(run.strategy)) else Step)(run, prepared)

@@ -57,14 +57,14 @@ class Schedulers:
         self._names_of_validation.update(names)
         self._step_monitored(lambda name: name in self._names_of_validation)
 
-    def step_after_epoch(self, may_come_later: Callable[[str], bool]) -> None:
+    def step_after_epoch(self, is_metric_pending: Callable[[str], bool]) -> None:
         """Step those that wait for any other value.
 
         Args:
-            may_come_later: whether a value that is not there yet may be logged in a later epoch.
+            is_metric_pending: whether a value that is not there yet may be logged in a later epoch.
         """
         self._step_monitored(
-            lambda name: name not in self._names_of_validation and not may_come_later(name)
+            lambda name: name not in self._names_of_validation and not is_metric_pending(name)
         )
 
     def _step_monitored(self, is_there: Callable[[str], bool]) -> None:
@@ -83,21 +83,23 @@ class Schedulers:
             config.reduce_on_plateau and config.interval == "step" for config in self.configs
         )
 
-    def step_after_step(self, ranks: Ranks, may_come_later: Callable[[str], bool]) -> None:
+    def step_after_step(self, ranks: Ranks, is_metric_pending: Callable[[str], bool]) -> None:
         """Step those that are due with a value after an optimizer step, and its validation if any.
 
         Ranks step them with the mean of their values, so that they go on with one learning rate.
 
         Args:
             ranks: that train together.
-            may_come_later: see `step_after_epoch`.
+            is_metric_pending: see `step_after_epoch`.
         """
         count = self._progress.global_step
         if not self._automatic or count == self._seen:
             return
         self._seen = count
         for config in self.configs:
-            if config.is_due_with_value("step", count) and not may_come_later(str(config.monitor)):
+            if config.is_due_with_value("step", count) and not is_metric_pending(
+                str(config.monitor)
+            ):
                 self._step_with_value(config, ranks)
 
     def _step_with_value(self, config: SchedulerConfig, ranks: Ranks | None = None) -> None:

@@ -45,7 +45,7 @@ class Step(TrainStep):
     def __init__(self, run: Run, prepared: PreparedModel) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         self.batch_idx = 0
-        self.clip = run.trainer.step_options.clip
+        self.clip = run.trainer.options.step_options.clip
         self._micro_batches = 0
         """Those of a step that is under way; 0 between two steps."""
         self._expected = 0
@@ -67,12 +67,12 @@ class Step(TrainStep):
         self._convert = convert
         self._context: AbstractContextManager[Any] | None = strategy.precision.forward_context()
         self._takes_index = positional_parameters(module.training_step).most > 1
-        self._detect = run.trainer.detect_anomaly
+        self._detect = run.trainer.options.detect_anomaly
         self._stepped = False
         self._skipped: bool | None = None
         """Whether this step is left out, for want of a loss or by loss scaling; None: not known."""
         self._outputs: Any = None
-        self._check = StrategyCheck(strategy, prepared, run.trainer.step_options.clip)
+        self._check = StrategyCheck(strategy, prepared, run.trainer.options.step_options.clip)
         self._is_watched = self._check.is_due and module.automatic_optimization
         self._on_batch_start = hooks.of("on_train_batch_start")
         self._on_batch_end = hooks.of("on_train_batch_end")
@@ -134,7 +134,7 @@ class Step(TrainStep):
         if not stepped:
             self._count_batches()
         elif self._is_watched:
-            self._check.look()
+            self._check.check()
             self._is_watched = False
         self._end_batch()
         self._batch = None
@@ -153,8 +153,8 @@ class Step(TrainStep):
         """Return the context in which an epoch's steps are taken."""
         return nullcontext()
 
-    def takes_step(self) -> Callable[..., None]:
-        """Return what takes each step: called with the model, this step and its micro-batches."""
+    def step_function(self) -> Callable[..., None]:
+        """Return the step function: it takes the model, this step and its micro-batches."""
         automatic = self._module.automatic_optimization and self._run.optimizers
         return self._run.strategy.train_step if automatic else self.manual
 

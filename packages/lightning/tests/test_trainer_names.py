@@ -1,0 +1,185 @@
+"""Lightning's names of arguments and attributes, on Lightning's Trainer and Fabric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from stratagem import Module, callbacks
+from stratagem.errors import ConfigurationError
+from stratagem_lightning.api.fabric import Fabric
+from stratagem_lightning.api.trainer import Trainer
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.weight - batch.sum() / 10).square()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", batch.sum())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def numbers(count: int) -> DataLoader[Any]:
+    return DataLoader(torch.arange(count), 2)  # type: ignore[arg-type]
+
+
+def quiet(*own: Any, **options: Any) -> Trainer:
+    options = {"num_sanity_val_steps": 0, **options}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=list(own),
+        **options,
+    )
+
+
+def test_barebones_turns_off_all_that_does_not_train() -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "barebones": True}
+    one = Trainer(**options, max_epochs=1)
+    assert one.callbacks == []
+    assert one.loggers == []
+    assert (one.num_sanity_val_steps, one.log_every_n_steps) == (0, 0)
+    model = Net()
+    one.fit(model, numbers(6))
+    assert one.global_step == 3
+    for name, value in (
+        ("profiler", "simple"),
+        ("logger", True),
+        ("num_sanity_val_steps", 3),
+        ("enable_model_summary", True),
+        ("detect_anomaly", True),
+        ("fast_dev_run", True),
+    ):
+        with pytest.raises(ConfigurationError, match=f"barebones=True .*{name}={value!r}"):
+            Trainer(**{**options, name: value})
+
+
+def test_what_users_read_of_a_running_trainer() -> None:
+    last: list[bool] = []
+    seen: dict[str, Any] = {}
+
+    def note(trainer: Trainer, module: Module, *_: Any) -> None:
+        last.append(trainer.is_last_batch)
+        seen["training"] = (trainer.training, trainer.evaluating)
+
+    def validated(trainer: Trainer, module: Module) -> None:
+        seen["validating"] = (trainer.training, trainer.evaluating)
+
+    hooks = callbacks.LambdaCallback(on_train_batch_end=note, on_validation_start=validated)
+    one = quiet(hooks, max_epochs=1)
+    assert not one.is_last_batch
+    one.fit(Net(), numbers(6), numbers(2))
+    assert last == [False, False, True]
+    assert seen == {"training": (True, False), "validating": (False, True)}
+    assert one.enable_validation
+    assert not one.received_sigterm
+    assert not quiet(limit_val_batches=0).enable_validation
+
+
+def test_a_trainer_shows_its_options_and_its_parts() -> None:
+    early = callbacks.EarlyStopping("val_loss", patience=99)
+    seen: list[Any] = []
+
+    class Asks(Net):
+        def on_train_start(self) -> None:
+            seen.append((self.trainer.training, self.trainer.validating))  # type: ignore[attr-defined]
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if not seen:
+                seen.append((self.trainer.training, self.trainer.validating))  # type: ignore[attr-defined]
+
+    one = quiet(
+        early,
+        max_epochs=5,
+        limit_train_batches=10,
+        limit_val_batches=0.5,
+        accumulate_grad_batches={0: 1, 4: 8},
+        gradient_clip_val=0.5,
+        num_sanity_val_steps=1,
+    )
+    assert (one.ckpt_path, one.progress_bar_callback, one.lightning_module) == (None, None, None)
+    assert one.num_val_batches == []
+    model = Asks()
+    one.fit(model, numbers(40), numbers(12))
+    assert seen == [(False, True), (True, False)]
+    assert one.lightning_module is model
+    assert (one.num_training_batches, one.num_val_batches) == (10, [3])
+    assert one.num_sanity_val_batches == [1]
+    assert (one.limit_train_batches, one.limit_val_batches) == (10, 0.5)
+    assert (one.limit_test_batches, one.limit_predict_batches) == (1.0, 1.0)
+    assert (one.gradient_clip_val, one.gradient_clip_algorithm) == (0.5, "norm")
+    assert one.accumulate_grad_batches == 8
+    assert (one.num_devices, one.device_ids, one.num_nodes, one.node_rank) == (1, [0], 1, 0)
+    assert (one.accelerator.name, one.precision) == ("cpu", "32-true")
+    assert one.early_stopping_callback is early
+    assert one.fit_loop.total_batch_idx == 50
+    one.predict(model, numbers(8))
+    assert (one.num_predict_batches, one.num_test_batches) == ([4], [])
+    assert not one.interrupted
+    bar = callbacks.ProgressBar()
+    shown = Trainer(accelerator="cpu", callbacks=bar, logger=False, enable_checkpointing=False)
+    assert shown.progress_bar_callback is bar
+
+
+def test_options_may_be_set_between_and_within_fits() -> None:
+    class Stops(Net):
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch == 1:
+                self.trainer.fit_loop.max_epochs = 2  # type: ignore[attr-defined]
+
+    one = quiet(max_epochs=1, limit_train_batches=3.0)
+    one.fit_loop.max_epochs = 5
+    assert one.max_epochs == one.fit_loop.max_epochs == 5
+    one.fit(Stops(), numbers(20))
+    assert one.current_epoch == 2
+    one.limit_train_batches = None
+    one.fit_loop.epoch_loop.max_steps = 4
+    one.fit_loop.min_epochs = None
+    one.fit(Net(), numbers(20))
+    assert (one.global_step, one.limit_train_batches) == (4, 1.0)
+    with pytest.raises(ConfigurationError, match="max_epochs=-2: expected a whole number"):
+        one.fit_loop.max_epochs = -2
+    with pytest.raises(ConfigurationError, match=r"limit_test_batches=1.5: expected a number of"):
+        one.limit_test_batches = 1.5
+
+
+def test_gpus_and_tpu_cores_are_short_for_accelerator_and_devices() -> None:
+    for front in (Fabric, Trainer):
+        with pytest.raises(ConfigurationError, match="accelerator='cuda' is not available on this"):
+            front(gpus=2)
+        with pytest.raises(ConfigurationError, match="accelerator='tpu' is not available on this"):
+            front(tpu_cores=8)
+    assert Fabric("cpu", gpus=0).plan.accelerator.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    "also", [{"accelerator": "cpu"}, {"devices": 3}, {"tpu_cores": 8}], ids=lambda also: str(also)
+)
+def test_a_shorthand_and_what_it_is_short_for_are_refused(also: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="is short for accelerator=") as caught:
+        Fabric(gpus=2, **also)
+    assert "give one or the other" in str(caught.value)
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(accelerator="cpu", gpus=2)
+    assert str(caught.value) == (
+        "gpus=2 is short for accelerator='gpu' and devices=2; received accelerator='cpu' and "
+        "devices='auto' as well: give one or the other"
+    )
