@@ -178,5 +178,5 @@ def test_an_optimizer_whose_parameter_a_conversion_removed_is_refused() -> None:
         references.restore(model)
     assert str(refused.value) == (
         "the SGD holds the parameter 'bias', which the model has no longer after its conversion: "
-        "make the optimizer after setup_module(model)"
+        "make the optimizer after setup(model)"
     )

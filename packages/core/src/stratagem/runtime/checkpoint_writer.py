@@ -30,12 +30,12 @@ class CheckpointWriter:
 
     Example:
         >>> import tempfile
-        >>> from stratagem import Lite
-        >>> lite = Lite(accelerator="cpu")
-        >>> lite.launch()
+        >>> from stratagem.checkpoint import SingleFileCheckpointIO
+        >>> from stratagem.strategies import Ranks
         >>> path = tempfile.mkdtemp() + "/last.ckpt"
-        >>> lite.checkpoint_writer.save({"epoch": 3}, path)
-        >>> lite.checkpoint_writer.load(path)
+        >>> writer = CheckpointWriter(Ranks(), SingleFileCheckpointIO())
+        >>> writer.save({"epoch": 3}, path)
+        >>> writer.load(path)
         {'epoch': 3}
     """
 

@@ -73,7 +73,7 @@ class ParameterReferences:
                         raise ConfigurationError(
                             f"the {type(optimizer).__name__} holds the parameter {name!r}, which "
                             "the model has no longer after its conversion: make the optimizer "
-                            "after setup_module(model)"
+                            "after setup(model)"
                         )
                     _put(optimizer, group["params"], index, now[name])
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from stratagem.callbacks import Callback, EarlyStopping, ModelCheckpoint, ProgressBar
-from stratagem.runtime.ranked import Ranked
 from stratagem.trainer.options import OptionAttributes, check_limit
 
 if TYPE_CHECKING:
     from stratagem.interfaces.accelerator import Accelerator
+    from stratagem.interfaces.ranks import Ranks
     from stratagem.interfaces.strategy import Strategy
     from stratagem.loggers import Logger
     from stratagem.module.datamodule import DataModule
@@ -40,7 +40,7 @@ class _LimitOf:
         trainer.limits = {**trainer.limits, self._what: checked}
 
 
-class TrainerAttributes(Ranked, OptionAttributes):
+class TrainerAttributes(ABC, OptionAttributes):
     """Names of what a Trainer and its present run hold; it decides nothing."""
 
     callbacks: list[Callback]
@@ -67,6 +67,41 @@ class TrainerAttributes(Ranked, OptionAttributes):
     @abstractmethod
     def run(self) -> Run:
         """The present run, or the one before."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> Ranks:
+        """The processes that train together; collectives work once they are launched."""
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return self.ranks.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.ranks.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this process's node."""
+        return self.ranks.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.is_global_zero
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
 
     # -- what runs
 

@@ -43,7 +43,7 @@ from stratagem.trainer.step.step import Step
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.runtime.runtime import Launched
+    from stratagem.runtime.runtime import Runtime
     from stratagem.trainer.job import Job
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.metrics.metrics import LatestValues
@@ -61,7 +61,7 @@ class Run:
 
     Args:
         trainer: holds the options and the callbacks.
-        launched: the plan, whose strategy runs it.
+        runtime: its strategy runs the plan.
         job: what was asked for.
         progress: how far training is; of the Trainer's last fit.
         latest: the latest values that were logged, since the Trainer's last fit began.
@@ -81,7 +81,7 @@ class Run:
     def __init__(
         self,
         trainer: Trainer,
-        launched: Launched,
+        runtime: Runtime,
         job: Job,
         *,
         progress: Progress,
@@ -89,12 +89,12 @@ class Run:
         before: Run | None,
     ) -> None:
         self.trainer = trainer
-        self.launched = launched
+        self.runtime = runtime
         self.job = job
         self.stage = job.stage
         self.module = job.model
         self.datamodule = job.datamodule
-        self.strategy = launched.strategy
+        self.strategy = runtime.strategy
         self.progress = progress
         self.latest = latest
         self.latest.bar.clear()
@@ -167,7 +167,7 @@ class Run:
             release_others(self)
             self.strategy.setup(trainer)
             self.hooks.call("setup", stage)
-            with self.launched.init_module():
+            with self.runtime.init_module():
                 module.configure_model()
             with fit_loop.anomaly_detection(trainer.detect_anomaly):
                 result = stages[stage]()
@@ -210,7 +210,7 @@ class Run:
         checks.hint_at_log_interval(trainer, loader.batches)
         prepared = self._prepare_to_train()
         if path is not None:
-            self._restore(prepared, read_checkpoint(self.launched.checkpoint_writer, path), path)
+            self._restore(prepared, read_checkpoint(self.runtime.checkpoint_writer, path), path)
         joined = strategy.join_training(prepared, self.checkpoint)
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
@@ -244,7 +244,7 @@ class Run:
         optimizers, self.schedulers.configs = configure(self.module)
         if self.module.automatic_optimization and optimizers:
             check_closure(
-                optimizers[0], self.strategy, self.launched.plan, self.trainer.step_options
+                optimizers[0], self.strategy, self.runtime.plan, self.trainer.step_options
             )
         checks.check_parameters(optimizers, self.module)
         return optimizers
@@ -270,7 +270,7 @@ class Run:
         if self.prepared is None:
             self.prepared = prepare(self.strategy, self.module)
         if path is not None:
-            checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
+            checkpoint = read_checkpoint(self.runtime.checkpoint_writer, path)
             restore_model(self, self.prepared, checkpoint, path)
         return self.prepared
 
@@ -303,7 +303,7 @@ class Run:
             self.saves_due.append(path)
             return
         checkpoint = collect_checkpoint(self, weights or self.weights(), weights_only=weights_only)
-        save = self.profiling.wrap("save_checkpoint", self.launched.checkpoint_writer.save)
+        save = self.profiling.wrap("save_checkpoint", self.runtime.checkpoint_writer.save)
         save(checkpoint, path)
         restarts = self.restarts
         if restarts is not None and not weights_only:
@@ -321,7 +321,7 @@ class Run:
         if saver is None or saver.dirpath is None:
             return ""
         path = saver.save_to_resume_from(self.trainer, "interrupted")
-        self.launched.checkpoint_writer.finish()
+        self.runtime.checkpoint_writer.finish()
         return path
 
     # -- what the training loop asks

@@ -21,7 +21,7 @@ from stratagem.module.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
 from stratagem.runtime.request import Devices, Plugin, as_list
-from stratagem.runtime.runtime import REQUESTED, Launched
+from stratagem.runtime.runtime import REQUESTED, Runtime
 from stratagem.storage import paths
 from stratagem.trainer import folders, remote_result as elsewhere
 from stratagem.trainer.attributes import TrainerAttributes
@@ -173,7 +173,7 @@ class Trainer(TrainerAttributes):
         given = parse_arguments(locals(), Trainer.__init__)
         vars(self).update(vars(TrainerOptions.parse(given)))
         requested = {name: given[name] for name in REQUESTED}
-        self._launched = Launched(step_options=self.step_options, **requested)
+        self.runtime = Runtime(step_options=self.step_options, **requested)
         check_divergence_detection(self.plan, self.detect_divergence)
         quick = self.fast_dev_run > 0
         self.loggers = make_loggers(given["logger"], self.default_root_dir, quick=quick)
@@ -187,22 +187,22 @@ class Trainer(TrainerAttributes):
     @property
     def plan(self) -> RunPlan:
         """What was chosen, and why; `trainer.plan.explain()` is its text."""
-        return self._launched.plan
+        return self.runtime.plan
 
     @property
     def strategy(self) -> Strategy:
         """The strategy; its device is there once processes are launched."""
-        return self._launched.strategy
+        return self.runtime.strategy
 
     @property
     def ranks(self) -> Ranks:
         """The processes that train together; collectives work once they are launched."""
-        return self._launched.ranks
+        return self.runtime.ranks
 
     @property
     def checkpoint_writer(self) -> CheckpointWriter:
         """What saves and loads checkpoints from all ranks together."""
-        return self._launched.checkpoint_writer
+        return self.runtime.checkpoint_writer
 
     @property
     def run(self) -> Run:
@@ -334,11 +334,11 @@ class Trainer(TrainerAttributes):
         check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
         self._state = RunState(job.stage, "running", job.stage)
         try:
-            folders.check_before_launch(self, self._launched, job.stage)
-            if self.plan.runs_elsewhere and not self._launched.is_launched:
+            folders.check_before_launch(self, self.runtime, job.stage)
+            if self.plan.runs_elsewhere and not self.runtime.is_launched:
                 result = self._execute_elsewhere(job)
             else:
-                result = self._launched.launch(self._run_on_rank, job)
+                result = self.runtime.launch(self._run_on_rank, job)
         except BaseException as error:
             self._state.status = "interrupted"
             if isinstance(error, KeyboardInterrupt):
@@ -349,7 +349,7 @@ class Trainer(TrainerAttributes):
 
     def _execute_elsewhere(self, job: Job) -> Any:
         """Run in new processes, then take over what comes back of rank 0's."""
-        outcome = self._launched.launch(self._run_and_report, job)
+        outcome = self.runtime.launch(self._run_and_report, job)
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
         result = elsewhere.take_over(
@@ -358,11 +358,11 @@ class Trainer(TrainerAttributes):
         self._trained_elsewhere = job.model
         return result
 
-    def _run_and_report(self, launched: Launched, job: Job) -> dict[str, Any]:
-        result = self._run_on_rank(launched, job)
+    def _run_and_report(self, job: Job) -> dict[str, Any]:
+        result = self._run_on_rank(job)
         return elsewhere.report(self.run, result)
 
-    def _run_on_rank(self, launched: Launched, job: Job) -> Any:
+    def _run_on_rank(self, job: Job) -> Any:
         job.model.trainer = self
         if job.datamodule is not None:
             job.datamodule.trainer = self
@@ -381,7 +381,7 @@ class Trainer(TrainerAttributes):
         from stratagem.trainer.run import Run
 
         self._run = Run(
-            self, launched, job, progress=self._progress, latest=self._latest, before=self._run
+            self, self.runtime, job, progress=self._progress, latest=self._latest, before=self._run
         )
         return self._run.execute()
 

@@ -111,7 +111,7 @@ def with_data(trainer: Trainer, job: Job, limits: Mapping[str, int | float]) -> 
     trainer.limits, trainer.callbacks = limits, []
     run = Run(
         trainer,
-        trainer._launched,
+        trainer.runtime,
         job,
         progress=Progress(),
         latest=LatestValues(),
@@ -133,7 +133,7 @@ class Snapshot(Callback):
         self._trainer = trainer
         self._model = model
         accelerator = trainer.strategy.accelerator
-        if trainer._launched.is_launched:
+        if trainer.runtime.is_launched:
             self._rng_of = (accelerator, trainer.strategy.device)
         else:
             self._rng_of = (accelerator, accelerator.device(trainer.plan.devices[0]))

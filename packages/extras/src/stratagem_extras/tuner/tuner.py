@@ -148,7 +148,7 @@ class Tuner:
                     return size if samples == UNKNOWN else min(size, int(samples))
 
                 found = search(fits, **limits)
-                if found is not None and self._trainer._launched.is_launched:
+                if found is not None and self._trainer.runtime.is_launched:
                     self._set_size(job, found)
                     asked = Job.of(job.method, job.model, None, job.datamodule, None)
                     tuned = with_data(self._trainer, asked, own_limits)

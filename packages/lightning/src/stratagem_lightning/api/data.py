@@ -13,17 +13,16 @@ from stratagem.data import map_tensors, move_to_device
 from stratagem.errors import ConfigurationError
 from stratagem.launch import available_cores, rank_zero_warn
 from stratagem.module import HyperParameters
-from stratagem.runtime import Ranked
 
 
-def first_of_one(gathered: Any, ranks: Ranked) -> Any:
+def first_of_one(gathered: Any, world_size: int) -> Any:
     """Return what was gathered of one rank without the dimension of ranks, as Lightning does.
 
     Args:
         gathered: tensors of shape (world_size, *shape).
-        ranks: how many there are.
+        world_size: the number of ranks.
     """
-    if ranks.world_size > 1:
+    if world_size > 1:
         return gathered
     return map_tensors(lambda tensor: tensor.squeeze(0), gathered)
 

@@ -105,7 +105,9 @@ class LightningModule(Module):
         """
         if self.fabric is not None:
             return self.fabric.all_gather(data, group, sync_grads)
-        return first_of_one(super().all_gather(data, sync_grads=sync_grads), self.trainer)
+        return first_of_one(
+            super().all_gather(data, sync_grads=sync_grads), self.trainer.world_size
+        )
 
     # -- from a checkpoint
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import stratagem_lightning.api.strategies  # noqa: F401 - adds Lightning's names to strategies
 from stratagem import callbacks as own, storage, trainer
 from stratagem.checkpoint import find_all
 from stratagem.data import CombinedLoader
@@ -171,11 +172,11 @@ class Trainer(trainer.Trainer):
         path = self._best_if_left_out(model, ckpt_path, "predict")
         return super().predict(model, dataloaders, datamodule, return_predictions, path)
 
-    def _run_on_rank(self, launched: Any, job: Any) -> Any:
+    def _run_on_rank(self, job: Any) -> Any:
         """Run, and forget before another run what was logged in the one before."""
         if job.stage != "fit":
             self._latest = LatestValues()
-        return super()._run_on_rank(launched, job)
+        return super()._run_on_rank(job)
 
     def _logged(self, results: list[dict[str, float]]) -> list[dict[str, float]]:
         """Return of the values of each loader those that loggers are given, as Lightning does."""
