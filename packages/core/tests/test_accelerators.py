@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from stratagem import Lite, Module, Trainer
 from stratagem.accelerators import CPUAccelerator, DeviceAccelerator
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.prepared_model import ParameterReferences
 from stratagem.rng import rng_state, set_rng_state
-from stratagem.state.parameters import ParameterReferences
 from stratagem.strategies import DataParallelStrategy
 
 

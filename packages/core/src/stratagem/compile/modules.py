@@ -12,16 +12,12 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, MethodType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.plan.compilation import Compilation
-
-compiled_parts: WeakSet[nn.Module] = WeakSet()
-"""The modules that were compiled here and are still there."""
 
 _MARK = "_stratagem_compiled"
 _codes: dict[Any, CodeType] = {}
@@ -139,7 +135,6 @@ def compile_model(
     for part in parts_to_compile(model, groups):
         if part._compiled_call_impl is None:
             _compile(part, functools.partial(torch.compile, **compilation.arguments))
-            compiled_parts.add(part)
 
 
 def uncompile_model(model: nn.Module) -> None:
@@ -148,7 +143,6 @@ def uncompile_model(model: nn.Module) -> None:
         undo = part.__dict__.pop(_MARK, None)
         if undo is not None:
             part._compiled_call_impl = None
-            compiled_parts.discard(part)
             holder, attribute, forward = undo
             if holder is not None:
                 setattr(holder, attribute, forward)

@@ -26,10 +26,14 @@ from stratagem.interfaces.contract_checks import (
 )
 from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
-from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
+from stratagem.interfaces.prepared_model import (
+    Optimizers,
+    ParameterReferences,
+    PreparedModel,
+    make_optimizers,
+)
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.stepping import Stepping
-from stratagem.state.parameters import ParameterReferences
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
 
 

@@ -63,7 +63,10 @@ if TYPE_CHECKING:
     from stratagem.launch.watch import run_as_rank as run_as_rank
     from stratagem.plan.plan import RunPlan as RunPlan, RunRequest as RunRequest
     from stratagem.plan.selection import Selection as Selection
-    from stratagem.state.results import pack_result as pack_result, unpack_result as unpack_result
+    from stratagem.state.plain_data import (
+        pack_result as pack_result,
+        unpack_result as unpack_result,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
@@ -76,7 +79,7 @@ else:
             "available_cores": "stratagem.launch.cores",
             "free_port": "stratagem.launch.network",
             "pack": "stratagem.launch.packed",
-            "pack_result": "stratagem.state.results",
+            "pack_result": "stratagem.state.plain_data",
             "rank_environment": "stratagem.launch.environment",
             "rank_failure": "stratagem.launch.packed",
             "rank_zero_info": "stratagem.launch.rank_zero",
@@ -85,6 +88,6 @@ else:
             "run_as_rank": "stratagem.launch.watch",
             "run_packed": "stratagem.launch.packed",
             "this_rank": "stratagem.launch.rank",
-            "unpack_result": "stratagem.state.results",
+            "unpack_result": "stratagem.state.plain_data",
         },
     )

@@ -127,7 +127,7 @@ class Lite:
         self._loggers = as_list(loggers)
         self._prepared: list[PreparedModel] = []
         self._weight = 1.0
-        """Weight of the present batch's loss; see `join`."""
+        """Weight of the present batch's loss; see `join_uneven_inputs`."""
         own_run: Callable[..., Any] | None = getattr(type(self), "run", None)
         if own_run is not None:
             # `self.run(...)` launches; `super().run(...)` within it is an ordinary call.
@@ -431,7 +431,7 @@ class Lite:
             with held:
                 yield
 
-    def join(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def join_uneven_inputs(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield this rank's batches; once they end, the last one again while others have more.
 
         For ranks with different numbers of batches: all take as many steps. What is repeated counts
@@ -449,7 +449,7 @@ class Lite:
             >>> from stratagem import Lite
             >>> lite = Lite(accelerator="cpu")
             >>> lite.launch()
-            >>> [batch for batch in lite.join([1, 2, 3])]
+            >>> [batch for batch in lite.join_uneven_inputs([1, 2, 3])]
             [1, 2, 3]
         """
         strategy = self._runtime.launched_strategy()
@@ -457,7 +457,7 @@ class Lite:
             yield from loader
             return
         uneven_inputs = UnevenInputs(
-            "the data loader handed to join()",
+            "the data loader handed to join_uneven_inputs()",
             strategy.ranks,
             strategy=type(strategy).__name__,
             joins=True,

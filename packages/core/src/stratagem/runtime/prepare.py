@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.compile.modules import adopt_compiled, check_compilation, uncompile_model
-from stratagem.compile.recompilations import watch_recompilations
 from stratagem.errors import ConfigurationError, PluginError
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
 from stratagem.interfaces.step_module import StepModule
@@ -73,7 +72,6 @@ def prepare(
         compilation = strategy.components.step.compilation
     if compilation and not compilation.whole_step:
         prepared.compile(compilation)
-        watch_recompilations(tells=strategy.ranks.is_global_zero)
     return prepared
 
 

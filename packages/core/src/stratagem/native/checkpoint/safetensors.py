@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import CheckpointContentError
-from stratagem.storage.durable_file import DurableFile
+from stratagem.storage.local import DurableFile
 
 _DTYPES = {
     torch.float64: "F64",

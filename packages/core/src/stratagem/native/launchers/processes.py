@@ -30,7 +30,7 @@ from stratagem.launch.packed import Call, become_rank, pack, run_call, run_packe
 from stratagem.launch.supervisor import Failure, Output, RankProcesses
 from stratagem.launch.watch import forget_parents_ranks, run_as_rank
 from stratagem.plan.plan import RunPlan
-from stratagem.state.results import pack_result, unpack_result
+from stratagem.state.plain_data import pack_result, unpack_result
 
 _END_GRACE = 20.0
 """Seconds that ranks have to end by themselves after Ctrl-C or a signal."""

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stratagem.compile.modules import compiled_parts
-from stratagem.compile.recompilations import watch_recompilations
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.stepping import Stepping
 from stratagem.trainer.step.step import Step
@@ -93,8 +91,6 @@ class GraphStep(Step):
             arguments["mode"] = "reduce-overhead"  # CUDA graphs, or what the device has like them
         whole = _with_own_code(self._whole)
         self._graph: Any = torch.compile(whole, **{**arguments, "fullgraph": True})
-        compiled_parts.add(run.module)
-        watch_recompilations(tells=run.strategy.ranks.is_global_zero)
 
     def epoch_context(self) -> AbstractContextManager[Any]:
         """Return the context in which torch.compile takes backward into graphs."""
