@@ -123,11 +123,11 @@ for format in ("single_file", "directory", "async"):
 weights = whole.state_dict()
 for name, options in (("to", {"accelerator": "cpu", "devices": 1}), ("from", {})):
     one = lite(**options)
-    module = one.setup_module(model())
+    module = one.setup(model())
     one.load(folder / "lite_single_file", {"model": module})
     one.save(folder / "over", {"model": module})
     other = lite(**({} if name == "to" else {"accelerator": "cpu", "devices": 1}))
-    loaded = other.setup_module(model())
+    loaded = other.setup(model())
     other.load(folder / "over", {"model": loaded})
     out[f"{name} the host"] = (
         same(module.state_dict(), loaded.state_dict()),
@@ -227,7 +227,7 @@ out["waits"] = waits_of_steps()
 out["logged"] = logged.read_text().splitlines()
 
 # -- what else an accelerator says
-module = lite().setup_module(torch.nn.Linear(256, 256))
+module = lite().setup(torch.nn.Linear(256, 256))
 out["stats"] = accelerator.device_stats(second)
 out["fork after"] = error_of(
     lambda: Lite(accelerator="sim", devices=2, strategy=DDPStrategy(launcher="fork")).launch(print)

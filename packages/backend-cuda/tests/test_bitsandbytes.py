@@ -63,7 +63,7 @@ def test_a_product_is_that_of_the_weight_within_its_bits(mode: str) -> None:
     lite = launched(mode, ignore_modules=())
     layer = nn.Linear(64, 96)
     exact = nn.functional.linear(inputs(), layer.weight, layer.bias).detach()
-    model = lite.setup_module(layer)
+    model = lite.setup(layer)
     model.eval()
     with torch.no_grad():
         evaluated = model(inputs())
@@ -82,7 +82,7 @@ def test_a_product_is_that_of_the_weight_within_its_bits(mode: str) -> None:
 def test_only_linear_layers_that_are_not_ignored_are_quantised() -> None:
     net = Adapted()
     net.shared = net.head.weight
-    launched("nf4", ignore_modules={"down", "up"}).setup_module(net)
+    launched("nf4", ignore_modules={"down", "up"}).setup(net)
     found = {name: tensor.dtype for name, tensor in net.state_dict().items()}
     assert found["base.weight"] is torch.uint8
     # What shares its weight, and all else, is in the dtype of the computation.
@@ -120,7 +120,7 @@ def test_weights_that_train_are_evaluated_and_differentiated_in_evaluation_mode(
     lite = launched("int8-training")
     net = Adapted()
     exact = net(inputs()).detach()
-    model = lite.setup_module(net)
+    model = lite.setup(net)
     model.eval()
     with torch.no_grad():
         evaluated = model(inputs())
@@ -146,9 +146,9 @@ def test_a_quantised_layer_is_of_a_kind() -> None:
 @pytest.mark.parametrize("mode", [*FROZEN, "int8-training"])
 def test_what_is_quantised_is_saved_and_loaded_bit_for_bit(mode: str, tmp_path: Path) -> None:
     lite = launched(mode)
-    model = lite.setup_module(Adapted())
+    model = lite.setup(Adapted())
     lite.save(tmp_path / "model.ckpt", {"model": model})
-    other = lite.setup_module(Adapted(seed=9))
+    other = lite.setup(Adapted(seed=9))
     with torch.no_grad():
         assert not torch.equal(other(inputs()), model(inputs()))
         lite.load(tmp_path / "model.ckpt", {"model": other})
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_another_mode_or_precision_is_refused(tmp_path: Path) ->
     nf4, fp4, int8 = launched("nf4"), launched("fp4"), launched("int8")
     plain = Lite(accelerator="cpu")
     plain.launch()
-    models = {lite: lite.setup_module(Adapted()) for lite in (nf4, fp4, int8, plain)}
+    models = {lite: lite.setup(Adapted()) for lite in (nf4, fp4, int8, plain)}
     for name, lite in {"nf4": nf4, "fp4": fp4, "int8": int8, "plain": plain}.items():
         lite.save(tmp_path / name, {"model": models[lite]})
 
@@ -192,7 +192,7 @@ def test_a_model_is_built_in_the_dtype_and_a_plain_checkpoint_loaded_before_set_
     pretrained = Adapted(seed=4)
     net.load_state_dict(pretrained.state_dict())
     exact = pretrained.base(inputs()).detach()
-    lite.setup_module(net)
+    lite.setup(net)
     with torch.no_grad():
         output = net.base(inputs().bfloat16()).float()
     assert (output - exact).norm() / exact.norm() < ERROR["nf4"]
@@ -244,7 +244,7 @@ def test_the_trainer_tunes_and_resumes_bit_for_bit(tmp_path: Path) -> None:
 @needs_bitsandbytes
 def test_a_model_without_linear_layers_is_said() -> None:
     with pytest.warns(UserWarning, match=r"'int8' has converted nothing.*has no torch\.nn\.Linear"):
-        launched("int8", ignore_modules=()).setup_module(nn.Sequential(nn.LayerNorm(4)))
+        launched("int8", ignore_modules=()).setup(nn.Sequential(nn.LayerNorm(4)))
 
 
 def test_wrong_arguments_are_refused() -> None:

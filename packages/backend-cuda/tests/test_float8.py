@@ -132,7 +132,7 @@ def test_layers_stay_themselves() -> None:
     kinds = [type(part).__name__ for part in (first, inner, last)]
     assert kinds == ["Float8Linear", "Linear", "Linear"]
     # Converted before, it is left as it is.
-    assert type(lite.setup_module(net).module[0]).__name__ == "Float8Linear"
+    assert type(lite.setup(net).module[0]).__name__ == "Float8Linear"
 
 
 @needs_torchao
@@ -140,7 +140,7 @@ def test_a_model_may_be_one_layer() -> None:
     lite = Lite(accelerator="cpu", plugins=Float8Precision(emulate=True))
     lite.launch()
     alone = nn.Linear(16, 16)
-    assert lite.setup_module(alone)(torch.randn(4, 16)).shape == (4, 16)
+    assert lite.setup(alone)(torch.randn(4, 16)).shape == (4, 16)
     assert type(alone).__name__ == "Float8Linear"
 
 
@@ -156,7 +156,7 @@ def test_a_model_without_a_layer_that_fits_is_said() -> None:
     lite = Lite(accelerator="cpu", plugins=Float8Precision(emulate=True))
     lite.launch()
     with pytest.warns(UserWarning, match="precision='float8' has converted nothing.*multiples of"):
-        lite.setup_module(nn.Sequential(nn.Linear(16, 3), nn.ReLU()))
+        lite.setup(nn.Sequential(nn.Linear(16, 3), nn.ReLU()))
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -175,7 +175,7 @@ def test_a_module_that_is_not_there_cannot_be_ignored() -> None:
     lite = Lite(accelerator="cpu", plugins=Float8Precision(emulate=True, ignore_modules={"head"}))
     lite.launch()
     with pytest.raises(ConfigurationError, match="names 'head', which the model does not have: ex"):
-        lite.setup_module(nn.Sequential(nn.Linear(16, 16)))
+        lite.setup(nn.Sequential(nn.Linear(16, 16)))
 
 
 # -- what is refused before a process starts

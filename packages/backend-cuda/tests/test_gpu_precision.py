@@ -105,7 +105,7 @@ def test_the_emulation_computes_what_the_kernels_do() -> None:
     skip_without_float8()
     outputs = []
     for emulate in (False, True):
-        model = launched(Float8Precision(emulate=emulate)).setup_module(network())
+        model = launched(Float8Precision(emulate=emulate)).setup(network())
         with torch.no_grad():
             outputs.append(model(batches()[0].cuda()))
     torch.testing.assert_close(*outputs, atol=0.02, rtol=0.02)  # their sums differ in order
@@ -116,7 +116,7 @@ def test_a_gpu_without_float8_is_refused() -> None:
     if torch.cuda.get_device_capability() >= FLOAT8:
         pytest.skip("this GPU has float8")
     with pytest.raises(ConfigurationError, match="needs a GPU with float8 arithmetic"):
-        launched(Float8Precision()).setup_module(network())
+        launched(Float8Precision()).setup(network())
 
 
 @needs("bitsandbytes")
@@ -133,7 +133,7 @@ def test_quantised_layers_compute_and_round_trip(mode: str, error: float, tmp_pa
         return nn.Linear(64, 128)
 
     exact = layer(3)(inputs).detach()
-    model, other = lite.setup_module(layer(3)), lite.setup_module(layer(4))
+    model, other = lite.setup(layer(3)), lite.setup(layer(4))
     lite.save(tmp_path / "model.ckpt", {"model": model})
     lite.load(tmp_path / "model.ckpt", {"model": other})
     for train in (True, False):
@@ -146,7 +146,7 @@ def test_quantised_layers_compute_and_round_trip(mode: str, error: float, tmp_pa
     # What a GPU has quantised, the processor computes with.
     cpu = Lite(accelerator="cpu", plugins=BitsandbytesPrecision(mode))
     cpu.launch()
-    on_cpu = cpu.setup_module(layer(4))
+    on_cpu = cpu.setup(layer(4))
     cpu.load(tmp_path / "model.ckpt", {"model": on_cpu})
     with torch.no_grad():
         there = on_cpu.eval()(inputs).float()
@@ -182,7 +182,7 @@ def test_transformer_engine_trains_as_bfloat16_does(tmp_path: Path) -> None:
     assert weights.keys() == network().state_dict().keys()
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
     plain = launched("bf16-true")
-    plain.load(tmp_path / "te.ckpt", {"model": plain.setup_module(network())})
+    plain.load(tmp_path / "te.ckpt", {"model": plain.setup(network())})
 
 
 @pytest.fixture

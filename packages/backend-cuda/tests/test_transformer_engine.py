@@ -90,22 +90,22 @@ def test_layers_are_exchanged_and_run_with_the_recipe(
 
 def test_nothing_that_is_pickled_is_saved_or_loaded(tmp_path: Path, te: Any) -> None:
     lite = launched(OnCPU())
-    model = lite.setup_module(network())
+    model = lite.setup(network())
     model(torch.ones(8, 16))
     lite.save(tmp_path / "te.ckpt", {"model": model})
     saved = torch.load(tmp_path / "te.ckpt", weights_only=True)["model"]
     assert saved.keys() == network().state_dict().keys()
-    lite.load(tmp_path / "te.ckpt", {"model": lite.setup_module(network())})
+    lite.load(tmp_path / "te.ckpt", {"model": lite.setup(network())})
     # Into another precision, and from a checkpoint that somebody else has prepared.
     plain = Lite(accelerator="cpu")
     plain.launch()
-    plain.load(tmp_path / "te.ckpt", {"model": plain.setup_module(network())})
+    plain.load(tmp_path / "te.ckpt", {"model": plain.setup(network())})
     hostile = {**saved, "0._extra_state": torch.zeros(4, dtype=torch.uint8)}
     with pytest.raises(CheckpointMismatchError, match=r"it has 0\._extra_state, which the model"):
         model.load_state_dict(hostile)
     own = nn.Sequential(te.Linear(16, 16, device="cpu"))
     assert "0._extra_state" in own.state_dict()
-    lite.setup_module(own)
+    lite.setup(own)
     assert "0._extra_state" not in own.state_dict()
     own.load_state_dict({"0._extra_state": hostile["0._extra_state"]}, strict=False)
 
@@ -119,24 +119,24 @@ def test_a_model_with_layers_of_its_own_is_left_alone_unless_asked(te: Any) -> N
 
     for replace_layers, second in ((None, "torch"), (True, "transformer_engine")):
         net = model()
-        launched(OnCPU(replace_layers=replace_layers)).setup_module(net)
+        launched(OnCPU(replace_layers=replace_layers)).setup(net)
         assert modules(net) == ["transformer_engine", second]
     hooked = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
     hooked[1].register_forward_hook(lambda *_: None)
-    launched(OnCPU(ignore_modules={"0"})).setup_module(hooked)
+    launched(OnCPU(ignore_modules={"0"})).setup(hooked)
     assert modules(hooked) == ["torch", "torch", "transformer_engine"]
     with pytest.warns(UserWarning, match="has converted nothing.*multiples of 16, and no torch"):
-        launched(OnCPU()).setup_module(nn.Sequential(nn.Linear(16, 3)))
+        launched(OnCPU()).setup(nn.Sequential(nn.Linear(16, 3)))
 
 
 def test_a_recipe_with_a_state_says_that_no_checkpoint_holds_it(te: Any) -> None:
     from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
 
     with pytest.warns(UserWarning, match="a resumed run begins without them, and is not exact"):
-        launched(OnCPU(recipe=DelayedScaling())).setup_module(network())
+        launched(OnCPU(recipe=DelayedScaling())).setup(network())
     with warnings.catch_warnings():
         recipe = MXFP8BlockScaling()
-        model = launched(OnCPU(recipe=recipe)).setup_module(network())
+        model = launched(OnCPU(recipe=recipe)).setup(network())
     model(torch.ones(8, 16))
     assert te.forwards[-1][1] is recipe
 

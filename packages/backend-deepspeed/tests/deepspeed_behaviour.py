@@ -37,7 +37,7 @@ def loop(lite: Lite, held: bool, together: bool = True) -> list[float]:
     if together:
         net, optimizer = lite.setup(net, torch.optim.AdamW(parameters, lr=1e-2))
     else:
-        net = lite.setup_module(net)
+        net = lite.setup(net)
         optimizer = lite.setup_optimizers(torch.optim.AdamW(parameters, lr=1e-2))
     net.mark_forward_method("loss")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)

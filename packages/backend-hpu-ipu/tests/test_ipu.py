@@ -233,7 +233,7 @@ def test_lite_evaluates_by_a_program(poptorch: Any) -> None:
     lite = Lite(accelerator="ipu", devices=1)
     lite.launch()
     net = nn.Linear(4, 2)
-    module = lite.setup_module(net)
+    module = lite.setup(net)
     with torch.no_grad():
         rows = torch.ones(3, 4)
         torch.testing.assert_close(module(rows), net(rows))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from stratagem import Lite, Module, Trainer
 from stratagem.accelerators import CPUAccelerator, DeviceAccelerator
 from stratagem.errors import ConfigurationError
+from stratagem.interfaces.prepared_model import ParameterReferences
 from stratagem.rng import rng_state, set_rng_state
-from stratagem.state.parameters import ParameterReferences
 from stratagem.strategies import DataParallelStrategy
 
 
@@ -178,5 +178,5 @@ def test_an_optimizer_whose_parameter_a_conversion_removed_is_refused() -> None:
         references.restore(model)
     assert str(refused.value) == (
         "the SGD holds the parameter 'bias', which the model has no longer after its conversion: "
-        "make the optimizer after setup_module(model)"
+        "make the optimizer after setup(model)"
     )

@@ -584,7 +584,7 @@ def test_shards_are_saved_as_they_were_and_a_lost_rank_is_not_waited_for(
         )
         lite.launch()
         torch.manual_seed(0)
-        model = lite.setup_module(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+        model = lite.setup(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
         optimizer = lite.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.1))
         batch = torch.ones(1, 8)
 

@@ -155,7 +155,7 @@ class Loop(Lite):
         gathered = self.all_gather(number, sync_grads=True)
         (gathered * torch.tensor([3.0, 4.0])).sum().backward()
         order = []
-        with self.rank_zero_first():
+        with self.ranks.rank_zero_first():
             order.append(self.global_rank)
             Path("first").touch() if self.global_rank == 0 else order.append(
                 Path("first").exists()

@@ -101,7 +101,7 @@ class Loop(Lite):
 
     def later(self):
         net = nn.Linear(5, 1)
-        model = self.setup_module(net)
+        model = self.setup(net)
         optimizer = self.setup_optimizers(torch.optim.Adam(model.parameters()))
         self.backward(model(inputs).sum())
         optimizer.step()

@@ -224,7 +224,7 @@ def test_it_takes_the_place_of_what_was_there_and_leaves_nothing(
     SingleFileCheckpointIO().save_checkpoint({"value": 3}, tmp_path / "file.ckpt")
     lite.save(tmp_path / "file.ckpt", sharded(4.0))
     assert lite.load(tmp_path / "file.ckpt")["value"] == 4.0
-    lite.checkpoint_writer.remove(path)
+    lite.strategy.checkpoint_io.remove_checkpoint(path)
     assert list(path.parent.iterdir()) == []
 
 
@@ -305,7 +305,7 @@ for number in range(100):
     lite.save(path, {"w": Shards.of_flat((4,), torch.full((4,), float(number)), start=0)})
     assert lite.load(path)["w"].tolist() == [number] * 4
     if number % 2:
-        lite.checkpoint_writer.remove(path)
+        lite.strategy.checkpoint_io.remove_checkpoint(path)
 """
 
 

@@ -263,7 +263,7 @@ def test_an_epsilon_that_the_dtype_has_is_nothing_to_tell(eps: float, precision:
 def test_lite_tells_of_a_lost_epsilon_too() -> None:
     lite = Lite(accelerator="cpu", precision="16-true")
     lite.launch()
-    model = lite.setup_module(nn.Linear(2, 1))
+    model = lite.setup(nn.Linear(2, 1))
     with pytest.warns(UserWarning, match=LOST):
         lite.setup_optimizers(torch.optim.AdamW(model.parameters()))
     fused = torch.optim.AdamW(model.parameters(), fused=True)  # which computes in float32

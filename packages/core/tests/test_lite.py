@@ -174,7 +174,7 @@ def test_several_models_and_optimizers_train_side_by_side() -> None:
 
 def test_a_model_may_be_set_up_before_its_optimizer_is_made() -> None:
     lite = lite_on_cpu(precision="64-true")
-    model = lite.setup_module(network())
+    model = lite.setup(network())
     optimizer = lite.setup_optimizers(Adam(model.parameters(), lr=0.01))
     both = lite.setup_optimizers(sgd(model), sgd(model))
     assert isinstance(both, tuple)
@@ -216,7 +216,7 @@ def test_models_and_tensors_can_be_made_in_their_final_format(
     lite = lite_on_cpu(precision=precision)
     with lite.init_module():
         model = nn.Linear(3, 2)
-    with lite.init_tensor():
+    with lite.device, lite.strategy.precision.init_context():
         tensor = torch.zeros(3)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert tensor.dtype is dtype
@@ -267,7 +267,7 @@ def test_collectives_on_one_device_give_back_what_they_are_given() -> None:
     assert lite.all_reduce(3) == 3
     assert lite.broadcast({"a": 1}) == {"a": 1}
     lite.barrier("here")
-    with lite.rank_zero_first(), lite.rank_zero_first(local=True):
+    with lite.ranks.rank_zero_first(), lite.ranks.rank_zero_first(local=True):
         pass
 
 
@@ -288,18 +288,15 @@ def test_print_log_and_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     lite.call("on_epoch", 3, last=True)
     lite.call("on_nothing")
     assert told == [(3, True)]
-    lite.log("loss", torch.tensor(0.5), step=1)
+    lite.log_dict({"loss": torch.tensor(0.5)}, step=1)
     lite.log_dict({"loss": 0.25, "acc": np.float32(0.75)}, step=2)
     with pytest.raises(ConfigurationError, match=r"'loss': expected a number.*shape \(2,\)"):
-        lite.log("loss", torch.ones(2))
+        lite.log_dict({"loss": torch.ones(2)})
     with pytest.raises(ConfigurationError, match=r"'loss': expected a number.*received 'low'"):
-        lite.log("loss", "low")
+        lite.log_dict({"loss": "low"})
     logger.save()
     lines = (Path(logger.log_dir) / "metrics.csv").read_text().split()
     assert lines == ["step,loss,acc", "1,0.5,", "2,0.25,0.75"]
-    assert lite.loggers == [lite.logger] == [logger]
-    with pytest.raises(ConfigurationError, match="Lite has no logger: expected one of"):
-        _ = lite_on_cpu().logger
 
 
 def test_seed_everything_seeds_python_numpy_and_torch() -> None:
@@ -806,7 +803,7 @@ def test_what_needs_a_launch_says_so() -> None:
         lambda: lite.device,
         lambda: lite.setup(network()),
         lambda: lite.setup_dataloaders(loader()),
-        lambda: lite.init_tensor().__enter__(),
+        lambda: lite.init_module().__enter__(),
     ):
         assert refused(action) == (
             "nothing was launched yet: call lite.launch() first, or put the code into a "
@@ -826,7 +823,7 @@ def test_setup_refuses_what_would_train_nothing() -> None:
     )
     assert refused(lambda: lite.setup_optimizers(sgd(network()))) == (
         "setup_optimizers() received an optimizer without any parameter of a model that was set "
-        "up: call setup_module(model) first, and make the optimizer from its parameters"
+        "up: call setup(model) first, and make the optimizer from its parameters"
     )
     assert refused(lambda: lite_on_cpu().backward(torch.ones(1))) == (
         "backward() needs a model that was set up: call setup() first"
@@ -838,10 +835,10 @@ def test_an_engines_own_ways_are_respected() -> None:
     net = network()
     assert refused(lambda: lite.setup(net, sgd(net))) == (
         "the strategy 'Particular' cannot take an optimizer that was made before the model is "
-        "sharded: call setup_module(model), make the optimizer from its parameters, then "
+        "sharded: call setup(model), make the optimizer from its parameters, then "
         "setup_optimizers(optimizer)"
     )
-    model = lite.setup_module(net)
+    model = lite.setup(net)
     optimizer = lite.setup_optimizers(sgd(model))
     assert refused(lambda: lite.clip_gradients(model, optimizer, max_norm=1.0)) == (
         "the strategy 'Particular' clips gradients itself: configure it there in place of calling "
@@ -925,14 +922,6 @@ def test_an_optimizer_that_needs_a_closure_steps_as_in_a_raw_loop() -> None:
     model, optimizer = lite_on_cpu().setup(ours, torch.optim.LBFGS(ours.parameters(), max_iter=4))
     for own, other in zip(run(model, optimizer), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=0)
-
-
-def test_a_strategys_barrier_is_that_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    lite = lite_on_cpu()
-    waited: list[str] = []
-    monkeypatch.setattr(lite.strategy.ranks, "barrier", waited.append)
-    lite.strategy.barrier("before the download")
-    assert waited == ["before the download"]
 
 
 class EvaluatesElsewhere(SingleDeviceStrategy):

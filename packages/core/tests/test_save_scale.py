@@ -203,9 +203,9 @@ def test_a_rank_that_fails_is_named_by_every_rank_and_the_next_save_is_whole(
     assert len({str(error) for error in errors}) == 1
     assert "rank 2: checkpoint['x'] is of type builtins.object" in str(errors[0])
     # While writing.
-    from stratagem.storage import streamed_file
+    from stratagem.storage import local
 
-    write = streamed_file.StreamedFile.write
+    write = local.StreamedFile.write
 
     def full(self: Any, data: Any) -> int:
         if threading.current_thread().name.endswith("full"):
@@ -216,7 +216,7 @@ def test_a_rank_that_fails_is_named_by_every_rank_and_the_next_save_is_whole(
         threading.current_thread().name = "full" if rank == 1 else "other"
         group.ios[rank].save_checkpoint(held(rank), tmp_path / "b")
 
-    monkeypatch.setattr(streamed_file.StreamedFile, "write", full)
+    monkeypatch.setattr(local.StreamedFile, "write", full)
     errors = group.do(save_as_full)
     assert len({str(error) for error in errors}) == 1
     assert "rank 1: OSError: [Errno 28] No space left on device; nothing" in str(errors[0])

@@ -32,7 +32,7 @@ from stratagem.errors import (
     CheckpointSaveError,
 )
 from stratagem.state.reading.unpickler import PlainUnpickler
-from stratagem.storage.durable_file import DurableFile
+from stratagem.storage.local import DurableFile
 from stratagem.storage.owner import Owner, _started
 
 SCRIPTS = Path(__file__).parent / "scripts"

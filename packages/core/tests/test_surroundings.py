@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(
 ) -> None:
     made = make(impossible, strategy=strategy, devices=1 if strategy == "single_device" else 2)
     if strategy == "ddp_spawn":
-        monkeypatch.setattr(made._launched, "launch", lambda *_: pytest.fail("it was launched"))
+        monkeypatch.setattr(made.runtime, "launch", lambda *_: pytest.fail("it was launched"))
     with pytest.raises(ConfigurationError) as caught:
         made.fit(Line(), batches())
     said = str(caught.value)

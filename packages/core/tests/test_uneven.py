@@ -97,7 +97,7 @@ class Loop(Lite):
             net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         )
         for _ in range(2):
-            for inputs, targets in self.join(iter(own)):
+            for inputs, targets in self.join_uneven_inputs(iter(own)):
                 optimizer.zero_grad()
                 self.backward(mse_loss(model(inputs), targets))
                 optimizer.step()
@@ -262,7 +262,7 @@ made.fit(Net(), own if made.global_rank == 0 else Promises(own[:5]))
 def test_one_rank_joins_nothing() -> None:
     lite = Lite(accelerator="cpu")
     lite.launch()
-    assert list(lite.join(iter(range(3)))) == [0, 1, 2]
+    assert list(lite.join_uneven_inputs(iter(range(3)))) == [0, 1, 2]
 
 
 def test_a_rank_that_never_had_a_batch_cannot_be_joined(run_script: RunScript) -> None:

@@ -98,7 +98,21 @@ def test_fabric_calls_with_what_a_callback_takes_and_leaves_out_what_is_no_metho
     with pytest.warns(UserWarning, match="expected a method, and Noting.not_a_method is a int"):
         fabric.call("not_a_method")
     fabric.log("loss", 2, step=7)
-    assert noting.given == [1.0, ({"loss": 2.0}, 7)]
+    fabric.log_dict({"loss": 3, "acc": 0.5}, step=8)
+    assert noting.given == [1.0, ({"loss": 2.0}, 7), ({"loss": 3.0, "acc": 0.5}, 8)]
+    assert fabric.loggers == [fabric.logger] == [noting]
+    with pytest.raises(ConfigurationError, match="Fabric has no logger: expected one of"):
+        _ = Fabric(accelerator="cpu", devices=1).logger
+
+
+def test_fabric_makes_tensors_and_models_in_their_final_format() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, precision="64-true")
+    with fabric.init_tensor():
+        assert torch.zeros(3).dtype is torch.float64
+    model = fabric.setup_module(torch.nn.Linear(2, 1))
+    assert isinstance(model, torch.nn.Module)
+    with fabric.rank_zero_first(), fabric.rank_zero_first(local=True):
+        pass
 
 
 def test_fabric_refuses_loaders_that_it_has_set_up_and_functions_without_an_argument() -> None:
@@ -685,9 +699,9 @@ def test_a_strategy_tells_of_its_ranks_and_its_device() -> None:
     trainer = Trainer(max_steps=1, limit_val_batches=0, barebones=True, accelerator="cpu")
     trainer.fit(Asks())
     assert told == [torch.device("cpu"), 1, 0, True, {"a": 1}]
-    with pytest.raises(AttributeError, match="ranks is not there yet"):
+    with pytest.raises(AttributeError, match="no attribute 'ranks'"):
         _ = SingleDeviceStrategy().world_size
-    with pytest.raises(AttributeError, match="device is not there yet"):
+    with pytest.raises(AttributeError, match="no attribute 'device'"):
         _ = SingleDeviceStrategy().root_device
 
 

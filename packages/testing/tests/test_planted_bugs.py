@@ -103,7 +103,7 @@ PLANTED = [
     ("SavesOtherDtype", "state/into single_device", "'net.0.weight': 'float64[8, 6]'"),
     ("EvaluatesAnAverage", "evaluation/one model", "has to put back what it changes"),
     ("Unfreezes", "evaluation/one model", "another requires_grad: net.0.bias"),
-    ("LosesComponents", "life/arguments", "its __init__ does not pass launcher on"),
+    ("LosesComponents", "life/arguments", "its `requested` lacks launcher"),
     ("NoComponents", "life/arguments", "an unexpected keyword argument 'launcher'"),
     ("GeneratorNoSync", "steps/gradient", "decorate it with contextlib.contextmanager"),
     ("AsyncWrap", "steps/gradient", "is a coroutine, which nobody awaits"),

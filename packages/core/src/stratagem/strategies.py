@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         ReduceOp as ReduceOp,
     )
     from stratagem.interfaces.step_module import StepModule as StepModule
+    from stratagem.interfaces.stepping import TrainStep as TrainStep
     from stratagem.interfaces.strategy import Strategy as Strategy
-    from stratagem.interfaces.train_step import TrainStep as TrainStep
     from stratagem.native.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from stratagem.native.strategies.communication_hooks import (
         CommHook as CommHook,
@@ -83,7 +83,7 @@ else:
             "StepOptions": "stratagem.plan.step_options",
             "Strategy": "stratagem.interfaces.strategy",
             "StrategyRegistry": "stratagem.discovery.strategy_registry",
-            "TrainStep": "stratagem.interfaces.train_step",
+            "TrainStep": "stratagem.interfaces.stepping",
             "apply_activation_checkpointing": "stratagem.distributed.activation_checkpointing",
             "make_optimizers": "stratagem.interfaces.prepared_model",
             "adopt_compiled": "stratagem.compile.modules",

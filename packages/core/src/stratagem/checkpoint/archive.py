@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, BinaryIO, Protocol
 
 from stratagem.checkpoint.checksum import PIECE_SIZE, Checksum, checksum_of_file
-from stratagem.checkpoint.entries import read_entries
+from stratagem.checkpoint.entries import Refused, read_entries
 from stratagem.errors import CheckpointCorruptError
 
 FORMAT_VERSION = 2
@@ -261,7 +261,18 @@ def check_entries(file: BinaryIO, archive: Archive, path: str) -> None:
     """
     # Let go of, and not closed: an error's traceback may have views of it.
     mapped = mmap.mmap(file.fileno(), archive.size, prot=mmap.PROT_READ)
-    read_entries(memoryview(mapped), path, comment=archive.comment)
+    try:
+        read_entries(memoryview(mapped), comment=archive.comment)
+    except Refused as error:
+        raise refused(path, error) from error
+
+
+def refused(path: str, reason: Refused) -> CheckpointCorruptError:
+    """Return the error for a file that `torch.save` has not written."""
+    return CheckpointCorruptError(
+        f"{path!r} was refused: {reason}. torch.save writes no such file: do not use it unless you "
+        "know who made it"
+    )
 
 
 def not_whole(path: str, size: int, what: str) -> CheckpointCorruptError:

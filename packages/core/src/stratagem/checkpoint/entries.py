@@ -12,8 +12,6 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from stratagem.errors import CheckpointCorruptError
-
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -26,6 +24,10 @@ _STORED = 0
 # The sizes follow the contents; the name is in UTF-8. torch.save sets no other flag.
 _SIZES_FOLLOW, _UTF_8 = 1 << 3, 1 << 11
 _DIRECTORY = 0x10
+
+
+class Refused(ValueError):
+    """The file is not as `torch.save` writes it, or needs more memory than its size allows."""
 
 
 class Entry(NamedTuple):
@@ -50,27 +52,29 @@ class _Listed(NamedTuple):
     begin: int
 
 
-def read_entries(contents: memoryview, path: str, *, comment: int = 0) -> dict[str, Entry]:
+def read_entries(contents: memoryview, *, comment: int = 0) -> dict[str, Entry]:
     """Return the entries of an archive that `torch.save` wrote, by their names in its folder.
 
     Args:
         contents: of the whole archive.
-        path: what errors call it.
         comment: how many bytes follow the archive's end record.
 
     Raises:
-        CheckpointCorruptError: `torch.save` writes no such archive; says where it differs.
+        Refused: `torch.save` writes no such archive; says where it differs.
     """
     end = len(contents) - comment - _END.size
     if end < 0:
-        raise _refused(path, f"it has {len(contents)} bytes")
-    list_begin, list_end, count = _find_list(contents, end, path)
+        raise Refused(f"it has {len(contents)} bytes")
+    list_begin, list_end, count = _find_list(contents, end)
     entries: dict[str, Entry] = {}
     folder = ""
     at, begin = list_begin, 0
     for _ in range(count):
-        listed, at = _read_listed(contents, at, list_end, path)
-        name = _name_of(listed, path)
+        listed, at = _read_listed(contents, at, list_end)
+        try:
+            name = listed.name.decode("utf-8")
+        except UnicodeDecodeError:
+            raise Refused(f"its entry {listed.name!r} has a name that is no text") from None
         folder = folder or name.partition("/")[0] + "/"
         why = ""
         if name.startswith("/") or "\\" in name or ".." in name.split("/"):
@@ -82,23 +86,22 @@ def read_entries(contents: memoryview, path: str, *, comment: int = 0) -> dict[s
         elif listed.begin != begin:
             why = f"begins at {listed.begin}, expected {begin}"
         if why:
-            raise _refused(path, f"its entry {name!r} {why}")
-        entry, begin = _read_local(contents, listed, list_begin, name, path)
+            raise Refused(f"its entry {name!r} {why}")
+        entry, begin = _read_local(contents, listed, list_begin, name)
         entries[name[len(folder) :]] = entry
     if at != list_end or begin != list_begin:
-        raise _refused(
-            path,
+        raise Refused(
             f"its {count} entries end at {begin} and their list at {at}, expected {list_begin} and "
             f"{list_end}",
         )
     return entries
 
 
-def _find_list(contents: memoryview, end: int, path: str) -> tuple[int, int, int]:
+def _find_list(contents: memoryview, end: int) -> tuple[int, int, int]:
     """Return where the list of entries begins and ends, and how many it has."""
     mark, disk, list_disk, here, count, size, begin, _ = _END.unpack_from(contents, end)
     if mark != b"PK\x05\x06" or disk or list_disk or here != count:
-        raise _refused(path, "it does not end as an archive of one piece")
+        raise Refused("it does not end as an archive of one piece")
     list_end = end
     locator = end - _LOCATOR.size
     if locator >= _END_64.size and bytes(contents[locator : locator + 4]) == b"PK\x06\x07":
@@ -119,26 +122,24 @@ def _find_list(contents: memoryview, end: int, path: str) -> tuple[int, int, int
                 )
             )
         ):
-            raise _refused(path, "the two records at its end disagree on where its entries are")
+            raise Refused("the two records at its end disagree on where its entries are")
         count, size, begin = count_64, size_64, begin_64
     if begin + size != list_end:
-        raise _refused(
-            path, f"its list of entries ends at {begin + size}, expected it at {list_end}"
-        )
+        raise Refused(f"its list of entries ends at {begin + size}, expected it at {list_end}")
     return begin, list_end, count
 
 
-def _read_listed(contents: memoryview, at: int, list_end: int, path: str) -> tuple[_Listed, int]:
+def _read_listed(contents: memoryview, at: int, list_end: int) -> tuple[_Listed, int]:
     """Return an entry of the list, and where the next one is."""
     if at + _LISTED.size > list_end:
-        raise _refused(path, "its list of entries is shorter than it says")
+        raise Refused("its list of entries is shorter than it says")
     numbers = _LISTED.unpack_from(contents, at)
     mark, _, _, flags, method, _, _, crc, packed, size = numbers[:10]
     name_size, extra_size, comment_size, disk, _, attributes, begin = numbers[10:]
     name_end = at + _LISTED.size + name_size
     next_at = name_end + extra_size
     if mark != b"PK\x01\x02" or next_at > list_end:
-        raise _refused(path, "its list of entries is damaged")
+        raise Refused("its list of entries is damaged")
     name = bytes(contents[at + _LISTED.size : name_end])
     if _WIDE in (packed, size, begin):
         wide = _wide_numbers(contents[name_end:next_at])
@@ -147,15 +148,15 @@ def _read_listed(contents: memoryview, at: int, list_end: int, path: str) -> tup
                 wide.pop(0) if number == _WIDE else number for number in (size, packed, begin)
             )
         except IndexError:
-            raise _refused(path, f"its entry {name!r} lacks its size") from None
+            raise Refused(f"its entry {name!r} lacks its size") from None
     if method != _STORED or packed != size:
         text = name.decode(errors="replace")
-        raise _refused(path, f"its entry {text!r} is compressed, from {size} bytes to {packed}")
+        raise Refused(f"its entry {text!r} is compressed, from {size} bytes to {packed}")
     if flags & ~(_SIZES_FOLLOW | _UTF_8) or comment_size or disk:
-        raise _refused(path, f"its entry {name!r} has the flags {flags:#x}")
+        raise Refused(f"its entry {name!r} has the flags {flags:#x}")
     if attributes & _DIRECTORY:
         # torch.load leaves the memory of its tensor as it finds it.
-        raise _refused(path, f"its entry {name!r} is marked as a directory")
+        raise Refused(f"its entry {name!r} is marked as a directory")
     return _Listed(name, flags, crc, size, begin), next_at
 
 
@@ -171,25 +172,18 @@ def _wide_numbers(extra: memoryview) -> list[int]:
     return []
 
 
-def _name_of(listed: _Listed, path: str) -> str:
-    try:
-        return listed.name.decode("utf-8")
-    except UnicodeDecodeError:
-        raise _refused(path, f"its entry {listed.name!r} has a name that is no text") from None
-
-
 def _read_local(
-    contents: memoryview, listed: _Listed, list_begin: int, name: str, path: str
+    contents: memoryview, listed: _Listed, list_begin: int, name: str
 ) -> tuple[Entry, int]:
     """Return where an entry's contents are, and where the next entry begins.
 
     Raises:
-        CheckpointCorruptError: what stands before the contents, or after them, is not what the list
+        Refused: what stands before the contents, or after them, is not what the list
             says.
     """
     contents = contents[:list_begin]
     if listed.begin + _LOCAL.size > list_begin:
-        raise _refused(path, f"its entry {name!r} begins at {listed.begin}, after the last one")
+        raise Refused(f"its entry {name!r} begins at {listed.begin}, after the last one")
     mark, _, flags, method, _, _, crc, packed, size, name_size, extra_size = _LOCAL.unpack_from(
         contents, listed.begin
     )
@@ -205,19 +199,12 @@ def _read_local(
         or (crc != listed.crc and not (follows and crc == 0))
         or after > list_begin
     ):
-        raise _refused(path, f"its entry {name!r} is described in two ways")
+        raise Refused(f"its entry {name!r} is described in two ways")
     if follows:
         for length, descriptor in _DESCRIPTORS.items():
             if after + length <= list_begin and descriptor.unpack_from(contents, after) == (
                 *(b"PK\x07\x08", listed.crc, listed.size, listed.size),
             ):
                 return Entry(offset, listed.size), after + length
-        raise _refused(path, f"its entry {name!r} has another size than it says")
+        raise Refused(f"its entry {name!r} has another size than it says")
     return Entry(offset, listed.size), after
-
-
-def _refused(path: str, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        f"{path!r} was refused: {what}. torch.save writes no such file: do not use it unless you "
-        "know who made it"
-    )

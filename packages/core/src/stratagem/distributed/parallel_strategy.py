@@ -43,7 +43,8 @@ class ParallelStrategy(Strategy):
             again, with weight 0, until no rank has more; hooks are called as for any batch,
             and values logged for the epoch leave it out. Otherwise ranks that do not have as many
             batches are refused: before training where lengths are known, else by an exchange of
-            one number before each step. Lite has `Lite.join`.
+            one number before each step. Lite has a
+            method of this name.
         **components: see `Strategy`.
 
     Raises:

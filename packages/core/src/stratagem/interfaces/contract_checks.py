@@ -95,26 +95,6 @@ def _as_called(expected: FunctionType) -> tuple[list[None], dict[str, None]]:
     return arguments, keywords
 
 
-def check_passed_on(kind: type, given: Mapping[str, Any], received: Mapping[str, Any]) -> None:
-    """Refuse a subclass's `__init__` that keeps for itself what was given for a base class.
-
-    Args:
-        kind: the subclass.
-        given: keyword arguments of the call.
-        received: those that the base class got, None where it got none.
-
-    Raises:
-        ConfigurationError: names the argument.
-    """
-    own = inspect.signature(kind.__init__).parameters if given else {}  # type: ignore[misc]
-    for name, value in given.items():
-        if name in received and name not in own and value is not None and received[name] is None:
-            raise ConfigurationError(
-                f"{kind.__name__}({name}={value!r}): its __init__ does not pass {name} on, so that "
-                "it would be lost: call super().__init__(**components) there"
-            )
-
-
 def unexpected_arguments(kind: type, given: Mapping[str, Any]) -> ConfigurationError:
     """Return the error for keyword arguments that no `__init__` of a class has taken."""
     known = {

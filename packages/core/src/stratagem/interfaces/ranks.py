@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, final
 
 import torch
@@ -138,26 +139,6 @@ class Ranks:
         reduced: list[int] = self.all_reduce(torch.tensor(numbers, dtype=torch.long), op).tolist()
         return reduced
 
-    @final
-    def reduce(self, tensor: Tensor, group: None = None, reduce_op: ReduceOp = "mean") -> Tensor:
-        """Return `all_reduce(tensor, reduce_op)`: users' spelling of it; `group` is all ranks."""
-        return self.all_reduce(tensor, reduce_op)
-
-    @final
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return what the ranks decide together, on every rank.
-
-        Args:
-            decision: of this rank.
-            all: True: all ranks have to agree; False: one is enough.
-
-        Example:
-            >>> from stratagem.strategies import Ranks
-            >>> Ranks().reduce_boolean_decision(True)
-            True
-        """
-        return bool(self.reduce_numbers([int(decision)], "min" if all else "max")[0])
-
     def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
         """Return every rank's tensor stacked along a new first dim: (world_size, *tensor.shape).
 
@@ -209,6 +190,22 @@ class Ranks:
 
     def barrier(self, name: str = "") -> None:
         """Wait until every rank is here; `name` stands in the error if one does not come."""
+
+    @final
+    @contextmanager
+    def rank_zero_first(self, *, local: bool = False) -> Iterator[None]:
+        """Let rank 0 run the block before the others do.
+
+        Args:
+            local: rank 0 of each node.
+        """
+        rank = self.local_rank if local else self.global_rank
+        if rank > 0:
+            self.barrier("rank_zero_first")
+        yield
+        if rank == 0:
+            self.barrier("rank_zero_first")
+        self.barrier("rank_zero_first")
 
     def store(self) -> Any:
         """Return a `torch.distributed` store of the ranks, over a connection of its own.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, final
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,29 +22,19 @@ from stratagem.interfaces.components import Components
 from stratagem.interfaces.contract_checks import (
     check_capabilities,
     check_overrides,
-    check_passed_on,
     unexpected_arguments,
 )
 from stratagem.interfaces.launcher import Launcher
 from stratagem.interfaces.precision import Precision
-from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
+from stratagem.interfaces.prepared_model import (
+    Optimizers,
+    ParameterReferences,
+    PreparedModel,
+    make_optimizers,
+)
 from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.stepping import Stepping
-from stratagem.state.parameters import ParameterReferences
 from stratagem.state.state_dict import load_named_state, load_weights, named_state
-
-_THERE = {
-    **dict.fromkeys(("components", "accelerator", "precision", "precision_plugin"), "after bind()"),
-    **dict.fromkeys(("checkpoint_io", "cluster_environment", "ranks"), "after bind()"),
-    "device": "once processes are launched",
-}
-_OF_RANKS = frozenset(
-    (
-        *("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero"),
-        *("broadcast", "all_reduce", "all_gather", "reduce", "reduce_boolean_decision"),
-    )
-)
-"""Names that Lightning's strategies have; a subclass may use them for something of its own."""
 
 
 class Strategy(Stepping, ABC):
@@ -101,10 +92,7 @@ class Strategy(Stepping, ABC):
             `bind`.
         ranks: the processes that train together; after `bind`, for communication after
             `setup_environment`.
-        device: this rank's `torch.device`; after `setup_environment`. `root_device` is the same,
-            and known after `bind`. `world_size`, `global_rank`, `local_rank`, `node_rank`,
-            `is_global_zero`, `broadcast`, `all_reduce`, `all_gather`, `reduce` and
-            `reduce_boolean_decision` are those of `ranks`.
+        device: this rank's `torch.device`; after `setup_environment`.
         requested: the components that were asked for in `__init__`, by name.
 
     Raises:
@@ -135,13 +123,7 @@ class Strategy(Stepping, ABC):
     components: Components
     ranks: Ranks
     device: torch.device
-    requested: Mapping[str, Any]
-
-    def __new__(cls, *arguments: Any, **given: Any) -> Any:
-        """Remember what is given, so that `__init__` can tell what a subclass has not passed on."""
-        strategy = super().__new__(cls)
-        strategy.__dict__["_given"] = given
-        return strategy
+    requested: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -162,40 +144,21 @@ class Strategy(Stepping, ABC):
         }
         if unexpected:
             raise unexpected_arguments(type(self), unexpected)
-        received = {**requested, "precision_plugin": precision_plugin}
-        check_passed_on(type(self), self.__dict__.pop("_given", {}), received)
         self.requested = {k: v for k, v in requested.items() if v is not None}
-
-    def __getattr__(self, name: str) -> Any:
-        """Say of what is not there yet when it will be; find what its ranks and device are."""
-        if name in _OF_RANKS:
-            return getattr(self.ranks, name)
-        if name == "root_device":
-            is_bound_only = "components" in self.__dict__ and "device" not in self.__dict__
-            return self._own_device() if is_bound_only else self.device
-        kind = type(self).__name__
-        if name == "requested":
-            raise ConfigurationError(
-                f"{kind}.__init__ does not call super().__init__(**components): call it first"
-            )
-        when = _THERE.get(name)
-        if when is not None:
-            raise AttributeError(f"{kind}.{name} is not there yet: it is there {when}")
-        own = getattr(type(self), name, None)
-        if isinstance(own, property):
-            own.__get__(self)  # a property that failed: with its own error, not with its name
-        cause = ""
-        if "requested" not in self.__dict__:
-            cause = ": its __init__ has not called super().__init__(**components) yet"
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}{cause}")
 
     def bind(self, components: Components) -> None:
         """Take the components of the plan; once before each launch.
 
         Raises:
             ConfigurationError: a method of it, or of a component, does not take what it is called
-                with, or the class contradicts its capabilities.
+                with; the class contradicts its capabilities; or its `__init__` does not call this
+                class's.
         """
+        if "requested" not in vars(self):
+            raise ConfigurationError(
+                f"{type(self).__name__}.__init__ does not call super().__init__(**components): "
+                "call it first"
+            )
         check_overrides(type(self), Strategy)
         check_capabilities(type(self), Strategy, self.capabilities)
         check_overrides(type(components.accelerator), Accelerator)
@@ -236,13 +199,11 @@ class Strategy(Stepping, ABC):
     def setup_environment(self) -> None:
         """Set up the device (and, in subclasses, communication)."""
         self.ranks = self.make_ranks()
-        self.device = self._own_device()
+        devices = self.components.devices
+        self.device = self.accelerator.device(devices[self.ranks.local_rank])
         self.ranks.device = self.device
         self.accelerator.setup()
         self.accelerator.setup_device(self.device)
-
-    def _own_device(self) -> torch.device:
-        return self.accelerator.device(self.components.devices[self.ranks.local_rank])
 
     # -- what a front end is going to do
 
@@ -257,11 +218,6 @@ class Strategy(Stepping, ABC):
     def makes_optimizers(self) -> bool:
         """Whether `prepare` makes the optimizer by the engine's config where it is given none."""
         return False
-
-    @final
-    def barrier(self, name: str = "") -> None:
-        """Wait until every rank is here; users' spelling of `ranks.barrier`."""
-        self.ranks.barrier(name)
 
     def setup(self, trainer: Any) -> None:
         """Do more before a Trainer prepares a model, at the start of each of its runs."""

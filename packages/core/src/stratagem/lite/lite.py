@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.compile.modules import own_module
 from stratagem.data import sharding
+from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.ranks import Ranks, ReduceOp
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.module import LiteModule
-from stratagem.lite.observed import Observed
 from stratagem.lite.state import STRATEGY_STATE, collect, restore
 from stratagem.plan.step_options import GradientClip, StepOptions
 from stratagem.rng import seed_everything
@@ -36,15 +39,15 @@ from stratagem.runtime.prepare import (
     prepared_of,
     warn_of_lost_epsilon,
 )
-from stratagem.runtime.request import Devices, Plugin
-from stratagem.runtime.runtime import Launched
+from stratagem.runtime.request import Devices, Plugin, as_list
+from stratagem.runtime.runtime import Runtime
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 
 PathLike = str | os.PathLike[str]
 
 
-class Lite(Launched, Observed):
+class Lite:
     """Gives a hand-written loop devices, processes, precision and checkpoints.
 
     Either subclass it, write the loop in `run` and call that; or make one, call `launch` and go on
@@ -58,10 +61,14 @@ class Lite(Launched, Observed):
         precision: a name ("32-true", "bf16-mixed", ...), 64, 32, 16, "bf16", or a Precision.
         plugins: CheckpointIO, ClusterEnvironment, Launcher or Precision objects, or names of them.
         callbacks: objects whose methods `call` finds.
-        loggers: where `log` writes.
+        loggers: where `log_dict` writes.
         async_save: write checkpoints while training goes on, in whatever format.
         step_options: what the strategy is to know of your steps, such as
             `StepOptions(sync_batchnorm=True)`; your own loop clips and accumulates.
+
+    Attributes:
+        plan: what was chosen, and why; `lite.plan.explain()` is its text.
+        strategy: its ranks and device are known once processes are launched.
 
     Raises:
         ConfigurationError: the request cannot be met; nothing has been started.
@@ -98,7 +105,7 @@ class Lite(Launched, Observed):
         async_save: bool = False,
         step_options: StepOptions | None = None,
     ) -> None:
-        super().__init__(
+        self._runtime = Runtime(
             accelerator=accelerator,
             strategy=strategy,
             devices=devices,
@@ -108,10 +115,125 @@ class Lite(Launched, Observed):
             async_save=async_save,
             step_options=step_options,
         )
+        self.plan = self._runtime.plan
+        self.strategy: Strategy = self._runtime.strategy
+        self._callbacks = as_list(callbacks)
+        self._loggers = as_list(loggers)
         self._prepared: list[PreparedModel] = []
         self._weight = 1.0
-        """What the present batch counts; see `join`."""
-        Observed.__init__(self, callbacks, loggers)
+        """Weight of the present batch's loss; see `join_uneven_inputs`."""
+        own_run: Callable[..., Any] | None = getattr(type(self), "run", None)
+        if own_run is not None:
+            # `self.run(...)` launches; `super().run(...)` within it is an ordinary call.
+            self.run = functools.partial(self.launch, own_run)
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Start the processes and set up their environment.
+
+        Args:
+            function: called as `function(lite, *args, **kwargs)` on every rank; None returns, and
+                the script goes on on every rank.
+
+        Returns:
+            The function's result on this rank.
+
+        Raises:
+            ConfigurationError: the launcher needs a function, and none was given.
+            RankFailedError: another rank failed; shows its traceback.
+        """
+        if function is None:
+            return self._runtime.launch()
+        return self._runtime.launch(function, self, *args, **kwargs)
+
+    # -- ranks and devices
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together; collectives work once they are launched."""
+        return self.strategy.ranks
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return self.ranks.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.ranks.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this process's node."""
+        return self.ranks.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.is_global_zero
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._runtime.launched_strategy().device
+
+    def to_device(self, data: Any) -> Any:
+        """Return a model, tensor or nested collection of tensors on this rank's device."""
+        return move_to_device(data, self.device)
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Return a context in which to build a model.
+
+        Its parameters are made on the device, in the right dtype and, under a sharding
+        strategy, sharded.
+
+        Args:
+            empty_init: accepted and ignored: parameters always get their constructor's values.
+        """
+        return self._runtime.init_module()
+
+    def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
+        """Return every rank's tensors: each of shape (world_size, *shape).
+
+        Args:
+            data: a tensor, number, or nested collection of them, of the same shape on every rank.
+            sync_grads: let gradients flow through it.
+        """
+        ranks = self.ranks
+        return map_tensors(
+            lambda tensor: ranks.all_gather(tensor, sync_grads=sync_grads), _tensors(data)
+        )
+
+    def all_reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
+        """Return the reduction of tensors over ranks.
+
+        Args:
+            data: a tensor, number, or nested collection of them, of the same shape on every rank.
+            reduce_op: "mean", "sum", "max" or "min".
+        """
+        ranks = self.ranks
+        return map_tensors(lambda tensor: ranks.all_reduce(tensor, reduce_op), _tensors(data))
+
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        """Return rank `src`'s data on every rank.
+
+        Args:
+            data: plain data: numbers, strings, tensors, and dicts, lists, tuples and sets of them.
+            src: the rank to broadcast from.
+
+        Raises:
+            TypeError: it is not plain data; says where.
+        """
+        return self.ranks.broadcast(data, src)
+
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank is here."""
+        self.ranks.barrier(name)
 
     # -- models, optimizers, data
 
@@ -139,7 +261,7 @@ class Lite(Launched, Observed):
             ConfigurationError: the model was set up before, or an optimizer has none of its
                 parameters.
         """
-        strategy = self._launched_strategy()
+        strategy = self._runtime.launched_strategy()
         module = own_module(module)
         if isinstance(module, LiteModule):
             raise ConfigurationError(
@@ -157,14 +279,6 @@ class Lite(Launched, Observed):
             return model
         wrapped = [wrap_optimizer(o, prepared, strategy) for o in prepared.optimizers]
         return (model, *wrapped)
-
-    def setup_module(
-        self, module: nn.Module, *, move_to_device: bool = True, compile: Compile = None
-    ) -> LiteModule:
-        """Prepare a model without optimizers; `setup_optimizers` follows."""
-        model = self.setup(module, move_to_device=move_to_device, compile=compile)
-        prepared: LiteModule = model[0] if isinstance(model, tuple) else model
-        return prepared
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Prepare optimizers made from the parameters of models that were set up.
@@ -204,7 +318,7 @@ class Lite(Launched, Observed):
         Returns:
             The loader, or a list of them.
         """
-        index, count = self._launched_strategy().ranks.data_shard
+        index, count = self._runtime.launched_strategy().ranks.data_shard
         rng_of = (self.strategy.accelerator, self.device)
         accelerator = self.strategy.accelerator
         moves = move_to_device and not accelerator.is_host
@@ -237,8 +351,8 @@ class Lite(Launched, Observed):
         """
         prepared = model.prepared if model is not None else self._only_prepared()
         check_backward(self.plan)
-        if self._raise_errors is not None:
-            self._raise_errors()
+        if self._runtime.raise_errors is not None:
+            self._runtime.raise_errors()
         if self._weight != 1.0:
             loss = loss * self._weight
         try:
@@ -311,7 +425,7 @@ class Lite(Launched, Observed):
             with held:
                 yield
 
-    def join(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def join_uneven_inputs(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield this rank's batches; once they end, the last one again while others have more.
 
         For ranks with different numbers of batches: all take as many steps. What is repeated counts
@@ -329,15 +443,15 @@ class Lite(Launched, Observed):
             >>> from stratagem import Lite
             >>> lite = Lite(accelerator="cpu")
             >>> lite.launch()
-            >>> [batch for batch in lite.join([1, 2, 3])]
+            >>> [batch for batch in lite.join_uneven_inputs([1, 2, 3])]
             [1, 2, 3]
         """
-        strategy = self._launched_strategy()
+        strategy = self._runtime.launched_strategy()
         if strategy.ranks.world_size == 1:
             yield from loader
             return
         uneven_inputs = UnevenInputs(
-            "the data loader handed to join()",
+            "the data loader handed to join_uneven_inputs()",
             strategy.ranks,
             strategy=type(strategy).__name__,
             joins=True,
@@ -400,8 +514,10 @@ class Lite(Launched, Observed):
                 "save() expects a path and a dict of state, received "
                 f"{type(path).__name__} and {type(state).__name__}"
             )
-        self._launched_strategy()
-        self.checkpoint_writer.save(collect(self.strategy, state), paths.parse_user_path(path))
+        self._runtime.launched_strategy()
+        self._runtime.checkpoint_writer.save(
+            collect(self.strategy, state), paths.parse_user_path(path)
+        )
 
     def load(
         self, path: PathLike, state: dict[str, Any] | None = None, *, strict: bool = True
@@ -423,14 +539,68 @@ class Lite(Launched, Observed):
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says what is
                 wrong with it.
         """
-        self._launched_strategy()
-        checkpoint = self.checkpoint_writer.load(paths.parse_user_path(path))
+        self._runtime.launched_strategy()
+        checkpoint = self._runtime.checkpoint_writer.load(paths.parse_user_path(path))
         if state is not None:
             restore(self.strategy, checkpoint, state, path=path, strict=strict)
         checkpoint.pop(STRATEGY_STATE, None)
         return read_whole(checkpoint)
 
+    # -- callbacks and loggers
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write values by their names to every logger, on rank 0.
+
+        Raises:
+            ConfigurationError: a value is no number, and no tensor of one element.
+        """
+        if self.is_global_zero:
+            for logger in self._loggers:
+                logger.log_metrics(numbers_of(metrics), step)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every callback that has it."""
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if not callable(method):
+                raise ConfigurationError(
+                    f"call({hook_name!r}): {type(callback).__name__}.{hook_name} is a "
+                    f"{type(method).__name__}; expected a method"
+                )
+            method(*args, **kwargs)
+
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool = True) -> int:
         """Seed Python, NumPy and torch alike on every rank; see `stratagem.seed_everything`."""
         return seed_everything(seed, workers=workers)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return values as floats.
+
+    Raises:
+        ConfigurationError: one is no number, and no tensor of one element; names it.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            shape = getattr(value, "shape", None)
+            received = repr(value) if shape is None else f"one of shape {tuple(shape)}"
+            raise ConfigurationError(
+                f"log_dict: {name!r}: expected a number or a tensor of one element, received "
+                f"{received}: log its mean, or each part by a name of its own"
+            ) from error
+    return numbers
+
+
+def _tensors(data: Any) -> Any:
+    return torch.tensor(data) if isinstance(data, (bool, int, float)) else data

@@ -27,8 +27,8 @@ class SingleDeviceStrategy(Strategy):
         >>> from stratagem import Trainer
         >>> from stratagem.strategies import SingleDeviceStrategy
         >>> trainer = Trainer(strategy=SingleDeviceStrategy("cpu"), logger=False)
-        >>> trainer.world_size, trainer.strategy.root_device
-        (1, device(type='cpu'))
+        >>> trainer.world_size, trainer.plan.accelerator.name
+        (1, 'cpu')
     """
 
     capabilities = SINGLE_DEVICE

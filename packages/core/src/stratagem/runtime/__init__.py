@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from stratagem.runtime.checkpoint_writer import CheckpointWriter as CheckpointWriter
     from stratagem.runtime.optimizer import LiteOptimizer as LiteOptimizer
-    from stratagem.runtime.ranked import Ranked as Ranked
     from stratagem.runtime.request import as_list as as_list
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
+            "CheckpointWriter": "stratagem.runtime.checkpoint_writer",
             "LiteOptimizer": "stratagem.runtime.optimizer",
-            "Ranked": "stratagem.runtime.ranked",
             "as_list": "stratagem.runtime.request",
         },
     )

@@ -144,7 +144,7 @@ def check_setup(plan: RunPlan, optimizers: Sequence[Optimizer]) -> None:
     if optimizers and not plan.capabilities.rebinds_optimizers:
         raise ConfigurationError(
             f"the strategy {plan.strategy.name!r} cannot take an optimizer that was made "
-            "before the model is sharded: call setup_module(model), make the optimizer from "
+            "before the model is sharded: call setup(model), make the optimizer from "
             "its parameters, then setup_optimizers(optimizer)"
         )
     if optimizers:
@@ -186,7 +186,7 @@ def prepared_of(optimizer: Optimizer, models: Sequence[PreparedModel]) -> Prepar
             return prepared
     raise ConfigurationError(
         "setup_optimizers() received an optimizer without any parameter of a model that was "
-        "set up: call setup_module(model) first, and make the optimizer from its parameters"
+        "set up: call setup(model) first, and make the optimizer from its parameters"
     )
 
 

@@ -1,14 +1,19 @@
-"""Steps on a local file system that several writers take: temporary names, removal, fsync."""
+"""Files on a local file system: durable writes, temporary names, removal."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
+import functools
 import os
 import secrets
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, cast
+from types import TracebackType
+from typing import Any, BinaryIO, cast
 
 from stratagem.errors import CheckpointCorruptError
 from stratagem.storage.owner import Owner, has_ended
@@ -117,3 +122,145 @@ def remove_leftovers(directory: Path) -> None:
 
 def _is_temporary(path: Path) -> bool:
     return path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)
+
+
+# The disk is given its work every so many bytes, so that little is left for fsync to wait for. Of
+# 403 MB, medians of 12 rounds on a cloud disk: 0.59 of a plain write's time; at every 64 MB 0.70,
+# and 0.80 without the alignment.
+_WRITEBACK = 16 << 20
+_ALIGNMENT = 1 << 20
+# Start to write what is in this range; do not wait (sync_file_range(2)).
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+class StreamedFile:
+    """Writes a new file from its beginning to its end.
+
+    Args:
+        descriptor: of the file, open for writing; this object closes it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        # Small pieces are collected; those that are longer than the buffer are written from where
+        # they are.
+        self._file = os.fdopen(descriptor, "wb", buffering=1 << 18)
+        self.size = 0
+        self._handed_over = 0
+
+    def write(self, data: memoryview) -> int:
+        """Write all of `data`."""
+        self._file.write(data)
+        self.size += len(data)
+        # What is being written to the disk is not touched again: the next write would wait for it.
+        end = self.size // _ALIGNMENT * _ALIGNMENT
+        if end - self._handed_over >= _WRITEBACK:
+            self._file.flush()
+            _start_writeback(self._file.fileno(), self._handed_over, end - self._handed_over)
+            self._handed_over = end
+        return len(data)
+
+    def sync(self) -> None:
+        """Return once all of it is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; what was not synced may be lost."""
+        self._file.close()
+
+
+def _start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Ask the kernel to begin writing a range to the disk; its answer changes nothing."""
+    if (function := _sync_file_range()) is not None:
+        function(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
+@functools.cache
+def _sync_file_range() -> Callable[..., Any] | None:
+    # Not in `os`. Without it fsync has more to wait for, and that is all.
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
+class DurableFile:
+    """Writes beside a path; `commit` puts what was written in its place.
+
+    The order that makes it safe: a temporary file in the same directory, fsync of the file, rename
+    over the path, fsync of the directory. A kill or a power cut at any moment leaves at the path
+    what was there before, or all of what was written.
+
+    The temporary file's name says whose it is, so that the next one to write in the directory
+    removes what a process that was killed has left. Where that cannot see the writer (in another
+    container), it sees that the writer holds a lock (flock), which the kernel drops with a process.
+
+    Leaving the `with` block without `commit` removes the temporary file.
+
+    Args:
+        path: where the file shall appear; its directory is made if there is none.
+
+    Raises:
+        OSError: the directory cannot be made or written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.renamed = False
+        make_directory(path.parent)
+        remove_leftovers(path.parent)
+        self._temporary, descriptor = _create_locked(path.parent)
+        self._file = StreamedFile(descriptor)
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if not self.renamed:
+                # Before closing, which lets go of the lock.
+                self._temporary.unlink(missing_ok=True)
+        finally:
+            try:
+                self._file.close()
+            except OSError:
+                # A full disk again, at what was still in the buffer: the first error says it.
+                if error is None:
+                    raise
+
+    def write(self, data: memoryview) -> int:
+        """Write all of `data`."""
+        return self._file.write(data)
+
+    def commit(self) -> None:
+        """Return once what was written is at the path, and on the disk.
+
+        Raises:
+            OSError: it is not; after a failed fsync of the directory `renamed` is True, and the
+                file is in its place, but a power cut may take it away again.
+        """
+        self._file.sync()
+        self._temporary.replace(self.path)
+        self.renamed = True
+        sync_directory(self.path.parent)
+
+
+def _create_locked(directory: Path) -> tuple[Path, int]:
+    while True:
+        path = temporary_path(directory)
+        # With the rights that the umask leaves, not those of a temporary file.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            return path, descriptor  # a file system without locks
+        if os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        # In the moment between the two, another writer took it for a leftover.
+        os.close(descriptor)

@@ -19,7 +19,7 @@ from typing import IO, BinaryIO, TypeGuard, cast
 
 from stratagem.errors import CheckpointSaveError, ConfigurationError
 from stratagem.storage import local
-from stratagem.storage.durable_file import DurableFile
+from stratagem.storage.local import DurableFile
 from stratagem.storage.remote import RemoteFile, fetch, file_system, is_object_store, protocols
 
 Location = Path | str

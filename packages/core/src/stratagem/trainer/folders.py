@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError
 from stratagem.plan.selection import can
-from stratagem.runtime.runtime import Launched
+from stratagem.runtime.runtime import Runtime
 from stratagem.storage import paths
 
 if TYPE_CHECKING:
     from stratagem.trainer.trainer import Trainer
 
 
-def check_before_launch(trainer: Trainer, launched: Launched, stage: str) -> None:
+def check_before_launch(trainer: Trainer, runtime: Runtime, stage: str) -> None:
     """Try the folders, if this process is going to start the ranks, all of them on its machine.
 
     Raises:
@@ -23,7 +23,7 @@ def check_before_launch(trainer: Trainer, launched: Launched, stage: str) -> Non
     """
     plan = trainer.plan
     is_elsewhere = plan.num_nodes > 1 or can(plan.launcher, "devices_elsewhere")
-    if launched.is_launched or is_elsewhere or not can(plan.launcher, "starts_ranks"):
+    if runtime.is_launched or is_elsewhere or not can(plan.launcher, "starts_ranks"):
         return
     if trainer.is_global_zero:
         _raise(_find_unwritable(trainer, stage))

@@ -46,7 +46,7 @@ from stratagem.trainer.step.schedulers import Schedulers
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.runtime.runtime import Launched
+    from stratagem.runtime.runtime import Runtime
     from stratagem.trainer.job import Job
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.metrics.metrics import LatestMetrics
@@ -66,7 +66,7 @@ class Run:
 
     Args:
         trainer: holds the options and the callbacks.
-        launched: the plan, whose strategy runs it.
+        runtime: its strategy runs the plan.
         job: the request.
         progress: how far training is; of the Trainer's last fit.
         latest: the latest values that were logged, since the Trainer's last fit began.
@@ -76,7 +76,7 @@ class Run:
     def __init__(
         self,
         trainer: Trainer,
-        launched: Launched,
+        runtime: Runtime,
         job: Job,
         *,
         progress: Progress,
@@ -84,12 +84,12 @@ class Run:
         before: Run | None,
     ) -> None:
         self.trainer = trainer
-        self.launched = launched
+        self.runtime = runtime
         self.job = job
         self.stage = job.stage
         self.module = job.model
         self.datamodule = job.datamodule
-        self.strategy = launched.strategy
+        self.strategy = runtime.strategy
         self.progress = progress
         self.latest = latest
         self.latest.bar.clear()
@@ -155,7 +155,7 @@ class Run:
             release_finished_engines(self)
             self.strategy.setup(trainer)
             self.hooks.call("setup", stage)
-            with self.launched.init_module():
+            with self.runtime.init_module():
                 module.configure_model()
             with fit_loop.anomaly_detection(trainer.options.detect_anomaly):
                 result = stages[stage]()
@@ -231,7 +231,7 @@ class Run:
         prepared = self._prepare_to_train()
         path = self.resume_point.path
         if path is not None:
-            self._restore(prepared, read_checkpoint(self.launched.checkpoint_writer, path), path)
+            self._restore(prepared, read_checkpoint(self.runtime.checkpoint_writer, path), path)
         joined = strategy.join_training(prepared, self.checkpoint)
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
@@ -268,7 +268,7 @@ class Run:
         optimizers, self.schedulers.configs = configure(self.module)
         if self.module.automatic_optimization and optimizers:
             options = self.trainer.options.step_options
-            check_closure(optimizers[0], self.strategy, self.launched.plan, options)
+            check_closure(optimizers[0], self.strategy, self.runtime.plan, options)
         checks.check_parameters(optimizers, self.module)
         return optimizers
 
@@ -294,7 +294,7 @@ class Run:
         if self.prepared is None:
             self.prepared = prepare(self.strategy, self.module)
         if path is not None:
-            checkpoint = read_checkpoint(self.launched.checkpoint_writer, path)
+            checkpoint = read_checkpoint(self.runtime.checkpoint_writer, path)
             restore_model(self, self.prepared, checkpoint, path)
         return self.prepared
 
@@ -372,7 +372,7 @@ class Run:
             self.deferred_saves.append(path)
             return
         checkpoint = collect_checkpoint(self, weights or self.weights(), weights_only=weights_only)
-        save = self.profiling.wrap("save_checkpoint", self.launched.checkpoint_writer.save)
+        save = self.profiling.wrap("save_checkpoint", self.runtime.checkpoint_writer.save)
         save(checkpoint, path)
         restarts = self.resume_point.restarts
         if restarts is not None and not weights_only:
@@ -390,7 +390,7 @@ class Run:
         if saver is None or saver.dirpath is None:
             return None
         path = saver.save_to_resume_from(self.trainer, "interrupted")
-        self.launched.checkpoint_writer.finish()
+        self.runtime.checkpoint_writer.finish()
         return path
 
     # -- what the training loop asks
@@ -531,7 +531,7 @@ _runs: WeakSet[Run] = WeakSet()
 def release_finished_engines(run: Run) -> None:
     """Free what strategies hold for other Trainers' runs: a process may train many models."""
     for other in list(_runs):
-        if other.launched is not run.launched and other.trainer.state.status != "running":
+        if other.runtime is not run.runtime and other.trainer.state.status != "running":
             _runs.discard(other)
             release(other.module)
     _runs.add(run)

@@ -26,7 +26,7 @@ from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import StepOptions, gradient_clip, seconds
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
 from stratagem.runtime.request import Devices, Plugin, as_list
-from stratagem.runtime.runtime import Launched
+from stratagem.runtime.runtime import Runtime
 from stratagem.storage import paths
 from stratagem.trainer import folders, remote_result
 from stratagem.trainer.checks import (
@@ -220,7 +220,7 @@ class Trainer:
         )
         quick = check_switch("fast_dev_run", fast_dev_run, unit="batches", on=1)
         self.options = options.for_quick_run(quick) if quick else options
-        self._launched = Launched(
+        self.runtime = Runtime(
             accelerator=accelerator,
             strategy=strategy,
             devices=devices,
@@ -287,17 +287,17 @@ class Trainer:
     @property
     def plan(self) -> RunPlan:
         """The resolved components and their reasons; `trainer.plan.explain()` is its text."""
-        return self._launched.plan
+        return self.runtime.plan
 
     @property
     def strategy(self) -> Strategy:
         """The strategy; it has a device once processes are launched."""
-        return self._launched.strategy
+        return self.runtime.strategy
 
     @property
     def ranks(self) -> Ranks:
         """The processes that train together; collectives work once they are launched."""
-        return self._launched.ranks
+        return self.runtime.ranks
 
     @property
     def global_rank(self) -> int:
@@ -328,7 +328,7 @@ class Trainer:
     @property
     def checkpoint_writer(self) -> CheckpointWriter:
         """The object that saves and loads checkpoints from all ranks together."""
-        return self._launched.checkpoint_writer
+        return self.runtime.checkpoint_writer
 
     # -- the four runs
 
@@ -457,11 +457,11 @@ class Trainer:
         check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
         self._state = RunState(job.stage, "running", job.stage)
         try:
-            folders.check_before_launch(self, self._launched, job.stage)
-            if self.plan.runs_elsewhere and not self._launched.is_launched:
+            folders.check_before_launch(self, self.runtime, job.stage)
+            if self.plan.runs_elsewhere and not self.runtime.is_launched:
                 result = self._execute_remotely(job)
             else:
-                result = self._launched.launch(self._run_on_rank, job)
+                result = self.runtime.launch(self._run_on_rank, job)
         except BaseException as error:
             self._state.status = "interrupted"
             if isinstance(error, KeyboardInterrupt):
@@ -472,7 +472,7 @@ class Trainer:
 
     def _execute_remotely(self, job: Job) -> Any:
         """Run in new processes, then load the state that rank 0 returns."""
-        outcome = self._launched.launch(self._run_and_report, job)
+        outcome = self.runtime.launch(self._run_and_report, job)
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
         result = remote_result.load(
@@ -481,11 +481,11 @@ class Trainer:
         self._remote_model = job.model
         return result
 
-    def _run_and_report(self, launched: Launched, job: Job) -> dict[str, Any]:
-        result = self._run_on_rank(launched, job)
+    def _run_and_report(self, job: Job) -> dict[str, Any]:
+        result = self._run_on_rank(job)
         return remote_result.collect(self.run, result)
 
-    def _run_on_rank(self, launched: Launched, job: Job) -> Any:
+    def _run_on_rank(self, job: Job) -> Any:
         job.attach(self)
         if self._run is None or self._run.module is not job.model:
             added = as_list(job.model.configure_callbacks())
@@ -506,7 +506,7 @@ class Trainer:
         from stratagem.trainer.run import Run
 
         return Run(
-            self, self._launched, job, progress=self._progress, latest=self._latest, before=before
+            self, self.runtime, job, progress=self._progress, latest=self._latest, before=before
         )
 
     def open_data(

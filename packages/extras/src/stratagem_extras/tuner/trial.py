@@ -101,8 +101,10 @@ class Snapshot(Callback):
         self._model = model
         self._strategy = trainer.strategy
         accelerator = self._strategy.accelerator
-        device = getattr(self._strategy, "device", None)  # once processes are launched
-        self._rng_of = (accelerator, device or accelerator.device(trainer.plan.devices[0]))
+        if trainer.runtime.is_launched:
+            self._rng_of = (accelerator, trainer.strategy.device)
+        else:
+            self._rng_of = (accelerator, accelerator.device(trainer.plan.devices[0]))
         self._random = rng_state(*self._rng_of)
         self._generators = [
             *(g for loader in _flat(loaders) for g in generators_of_loader(loader)),

@@ -177,7 +177,7 @@ def _check(run: Run, prepared: PreparedModel) -> None:
     elif loader is not None and loader.compares_ranks:
         problem = "ranks that may have different numbers of batches compare theirs before each step"
     elif takes_own_steps(type(run.strategy)):
-        problem = f"the strategy {run.trainer.plan.strategy.name!r} takes the step as a whole"
+        problem = f"the strategy {run.runtime.plan.strategy.name!r} takes the step as a whole"
     elif module.automatic_optimization and (own := step_hooks_of(module)):
         problem = f"it overrides {' and '.join(own)}"
     elif module.automatic_optimization and any(map(needs_closure, prepared.optimizers)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from stratagem.errors import ConfigurationError
@@ -42,6 +43,29 @@ class Fabric(Lite):
             for logger in self.loggers:
                 logger.log_metrics(metrics=numbers_of(metrics), step=step)
 
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Write a value to every logger, on rank 0."""
+        self.log_dict({name: value}, step)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return self._loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if not self._loggers:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no logger: expected one of the argument loggers, "
+                "received none; pass loggers=CSVLogger() or another one"
+            )
+        return self._loggers[0]
+
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it, with the arguments that it takes.
 
@@ -59,6 +83,22 @@ class Fabric(Lite):
                 f"{hook_name} is a {type(method).__name__}: it is left out",
                 stacklevel=2,
             )
+
+    @contextmanager
+    def init_tensor(self) -> Iterator[None]:
+        """Create tensors on the device, in the precision's dtype."""
+        with self.device, self.strategy.precision.init_context():
+            yield
+
+    def rank_zero_first(self, *, local: bool = False) -> AbstractContextManager[None]:
+        """Let rank 0 run the block before the others do; see `Ranks.rank_zero_first`."""
+        return self.ranks.rank_zero_first(local=local)
+
+    def setup_module(self, module: Any, **options: Any) -> LiteModule:
+        """Prepare a model without optimizers; `setup_optimizers` follows."""
+        model = self.setup(module, **options)
+        prepared: LiteModule = model[0] if isinstance(model, tuple) else model
+        return prepared
 
     def setup(self, module: Any, *optimizers: Any, **options: Any) -> Any:
         """Prepare a model and its optimizers; as `Lite.setup`.

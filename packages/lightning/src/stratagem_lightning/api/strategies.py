@@ -22,6 +22,41 @@ from stratagem_lightning.api.instance_check import InstanceCheck, of_class
 
 PathLike = str | os.PathLike[str]
 
+
+_OF_RANKS = frozenset(
+    (
+        *("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero"),
+        *("broadcast", "all_reduce", "all_gather", "barrier"),
+    )
+)
+
+
+def _find_lightning_name(strategy: Any, name: str) -> Any:
+    """Return what Lightning's users ask any strategy for: its ranks' names, and its device."""
+    if name in _OF_RANKS:
+        return getattr(strategy.ranks, name)
+    if name == "root_device":
+        if "components" not in vars(strategy) or "device" in vars(strategy):
+            return strategy.device
+        # Before the launch: the device that this process will have.
+        return strategy.accelerator.device(strategy.components.devices[strategy.ranks.local_rank])
+    if name == "reduce":
+        return lambda tensor, group=None, reduce_op="mean": strategy.ranks.all_reduce(
+            tensor, reduce_op
+        )
+    if name == "reduce_boolean_decision":
+        return lambda decision, all=True: bool(
+            strategy.ranks.reduce_numbers([int(decision)], "min" if all else "max")[0]
+        )
+    own = getattr(type(strategy), name, None)
+    if isinstance(own, property):
+        own.__get__(strategy)  # raises the error that the property failed with
+    raise AttributeError(f"{type(strategy).__name__!r} object has no attribute {name!r}")
+
+
+# For the strategies of every distribution, once Lightning's names are in use.
+strategies.Strategy.__getattr__ = _find_lightning_name  # type: ignore[attr-defined]
+
 _ALONE = {"ranks": Ranks, "checkpoint_io": SingleFileCheckpointIO, "precision": TruePrecision}
 """What is there before a Fabric brings its own, unless something else was asked for."""
 
@@ -71,7 +106,7 @@ class SingleDeviceStrategy(strategies.SingleDeviceStrategy, metaclass=InstanceCh
             if name in _ALONE and not isinstance(asked := self.requested.get(name), str):
                 own[name] = _ALONE[name]() if asked is None else asked
                 return own[name]
-        return super().__getattr__(name)
+        return _find_lightning_name(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set it; a component that is set before a Fabric has taken this one is asked for."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+import stratagem_lightning.api.strategies  # noqa: F401 - adds Lightning's names to strategies
 from stratagem import callbacks as own, storage, trainer
 from stratagem.accelerators import Accelerator
 from stratagem.checkpoint import find_all
@@ -238,11 +239,11 @@ class Trainer(trainer.Trainer):
             return dataloader_iter.IterFeed(dataloader_iter.DataLoaderIter(batches, count))
         return super().make_batch_feed(step, batches, count, takes)
 
-    def _run_on_rank(self, launched: Any, job: Any) -> Any:
+    def _run_on_rank(self, job: Any) -> Any:
         """Run, and forget before another run what was logged in the one before."""
         if job.stage != "fit":
             self._latest = type(self._latest)()
-        return super()._run_on_rank(launched, job)
+        return super()._run_on_rank(job)
 
     def _logged(self, results: list[dict[str, float]]) -> list[dict[str, float]]:
         """Return of the values of each loader those that loggers are given, as Lightning does."""

@@ -224,8 +224,10 @@ def _mistakes_of_strategy(spec: StrategySpec, made: Strategy) -> Iterator[str]:
     parallel = load_target(_PARALLEL, what="the base of strategies of several processes")
     if isinstance(made, parallel) and own.one_process and own.many_devices:
         yield one_process_of(kind.__name__)
+    if "requested" not in vars(made):
+        init = f"{kind.__name__}.__init__"
+        yield f"{init} does not call super().__init__(**components): call it first"
     try:
-        made.requested  # noqa: B018 - which __init__ sets, or says that it was not called
         check_capabilities(kind, Strategy, own)
     except ConfigurationError as error:
         yield str(error)

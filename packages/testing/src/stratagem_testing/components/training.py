@@ -52,7 +52,7 @@ def losses_of(lite: Any, make: Callable[[], Any] = dense, steps: int = 6) -> lis
 
 def set_up(lite: Any, net: nn.Module) -> tuple[Any, Any]:
     """Set up a model with an optimizer of the parameters that it has then."""
-    model = lite.setup_module(net)
+    model = lite.setup(net)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, lite.setup_optimizers(torch.optim.SGD(trained, lr=0.05, momentum=0.9))
 

@@ -16,6 +16,7 @@ from stratagem import Lite
 from stratagem.checkpoint import CheckpointIO, Shards
 from stratagem.discovery import ComponentSpec, get_registry
 from stratagem.errors import CheckpointError
+from stratagem.runtime import CheckpointWriter
 from stratagem_testing.child import Report
 from stratagem_testing.durability.faults import Break
 from stratagem_testing.places import find, is_place
@@ -146,7 +147,8 @@ def save_on_two_ranks(subject: Subject, folder: Path, report: Report) -> None:
 
 
 def _save_on_rank(lite: Lite, subject: Subject, folder: Path, report: Report) -> None:
-    writer, io = lite.checkpoint_writer, lite.strategy.checkpoint_io
+    io = lite.strategy.checkpoint_io
+    writer = CheckpointWriter(lite.ranks, io)
     report(rank=lite.global_rank, pid=os.getpid())
     _save_for_ever(
         Model(subject.megabytes, lite.global_rank, lite.world_size),

@@ -1,4 +1,4 @@
-"""The archive of `torch.save`, written with a manifest and a checksum, and loaded weights-only."""
+"""Checkpoints of both formats, opened after verification; and archives of `torch.save`, written."""
 
 from __future__ import annotations
 
@@ -6,17 +6,37 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from stratagem import __version__
-from stratagem.checkpoint.archive import ArchiveWriter, Manifest, Sink, names_of, not_whole
-from stratagem.errors import CheckpointCorruptError
+from stratagem.checkpoint import catalog
+from stratagem.checkpoint.archive import (
+    ArchiveWriter,
+    Manifest,
+    Sink,
+    names_of,
+    not_whole,
+    read_archive,
+    verify_checksum,
+)
+from stratagem.checkpoint.directory import (
+    LAYOUT,
+    STATE,
+    open_member,
+    read_directory,
+    verify_files,
+)
+from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
+from stratagem.interfaces.ranks import Ranks
 from stratagem.state.plain_data import find_oversized
 from stratagem.state.reading.archive import load_archive
+from stratagem.storage import paths
 
 # A manifest has to fit in the archive's comment.
 _LONGEST_TEXT = 200
@@ -132,3 +152,198 @@ def _without_crc32() -> Iterator[None]:
             _saving -= 1
             if _saving == 0:
                 set_crc32_options(_crc32_before)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, verify: bool = True, ranks: Ranks | None = None
+) -> dict[str, Any]:
+    """Return a checkpoint of either format, without executing anything.
+
+    A file is loaded, its tensors mapped into memory. Of a directory each sharded tensor is a
+    `LazyTensor`, and the ranks share the verification; every one of them makes the call.
+
+    Args:
+        path: a file, a directory, or the URL of a file.
+        verify: compare with the checksums before anything is loaded.
+        ranks: those that make the call; None: this process alone.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
+    """
+    return CheckpointReader(verify=verify).open(path, ranks=ranks)
+
+
+class CheckpointReader:
+    """Opens checkpoints, and remembers the file that it has verified last.
+
+    So `open` right after `verify` reads it once, and returns what was verified even if another file
+    has got its name.
+
+    Args:
+        verify: compare with the checksums before anything is loaded.
+    """
+
+    def __init__(self, *, verify: bool = True) -> None:
+        self._verify = verify
+        self._verified: dict[str, Any] | None = None
+        self._identity: tuple[int, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # To another process goes nothing that was read.
+        return _make_reader, (self._verify,)
+
+    def verify(self, path: str | os.PathLike[str]) -> None:
+        """Return if `open` would open it: what is whole loads.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
+            OSError: it cannot be read.
+        """
+        self.forget()
+        path = paths.to_location(path)
+        if isinstance(path, Path) and path.is_dir():
+            _open_directory(path, verify=True, ranks=None, check_parts=True)
+            return
+        _check_exists(path)
+        with paths.open_local(path) as file:
+            identity = _identity(os.fstat(file.fileno()))
+            contents = _open_file(file, str(path), verify=True)
+        if isinstance(path, Path):
+            self._verified, self._identity = contents, identity
+
+    def open(self, path: str | os.PathLike[str], *, ranks: Ranks | None = None) -> dict[str, Any]:
+        """Return a checkpoint; see `open_checkpoint`."""
+        path = paths.to_location(path)
+        if isinstance(path, Path) and path.is_dir():
+            self.forget()
+            return _open_directory(path, verify=self._verify, ranks=ranks)
+        _check_exists(path)
+        verified = self._take_verified(path)
+        if verified is not None:
+            return verified
+        with paths.open_local(path) as file:
+            return _open_file(file, str(path), verify=self._verify)
+
+    def forget(self) -> None:
+        """Let go of the file that was verified last."""
+        self._verified, self._identity = None, ()
+
+    def _take_verified(self, path: paths.Location) -> dict[str, Any] | None:
+        """Return what was verified last, if it is at `path` and has not changed since."""
+        verified, identity = self._verified, self._identity
+        self.forget()
+        try:
+            at_path = Path(path).stat()
+        except (OSError, ValueError):
+            return None  # a URL
+        return verified if _identity(at_path) == identity else None
+
+
+def _make_reader(verify: bool) -> CheckpointReader:
+    return CheckpointReader(verify=verify)
+
+
+def _identity(state: os.stat_result) -> tuple[int, ...]:
+    """Return what changes where a file is replaced or written to."""
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+def _check_exists(path: paths.Location) -> None:
+    if paths.exists(path):
+        return
+    folder = paths.parent(path)
+    found = [entry.path for entry in catalog.find_all([folder])]
+    there = sorted(paths.name_of(each) for each in found if paths.exists(each))
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint at {str(path)!r}; in {str(folder)!r} there are: "
+        f"{', '.join(there) or 'none'}"
+    )
+
+
+# -- one file
+
+
+def _open_file(file: BinaryIO, path: str, *, verify: bool) -> dict[str, Any]:
+    archive = read_archive(file, path)
+    if verify:
+        verify_checksum(file, archive, path)
+    loaded = MappedFile(file, path).load(path, comment=archive.comment)
+    if not isinstance(loaded, dict):
+        raise CheckpointCorruptError(
+            f"{path!r} holds a {type(loaded).__name__}; expected a dict of state"
+        )
+    return loaded
+
+
+# -- a directory
+
+
+def _open_directory(
+    path: Path, *, verify: bool, ranks: Ranks | None, check_parts: bool = False
+) -> dict[str, Any]:
+    # Here for its cost: torch.distributed.checkpoint takes 0.5 s to import, and most checkpoints
+    # are files.
+    from stratagem.native.checkpoint.sharded.shard_reader import ShardReader
+
+    directory = read_directory(path)
+    if verify:
+        names = sorted(directory.files)
+        own = names if ranks is None else names[ranks.global_rank :: ranks.world_size]
+        found = ""
+        try:
+            verify_files(directory, own)
+        except CheckpointCorruptError as error:
+            found = str(error)
+        for damage in [found] if ranks is None else ranks.gather_plain(found):
+            if damage:
+                raise CheckpointCorruptError(damage)
+    with open_member(path, LAYOUT) as file:
+        reader = ShardReader(path, file.read())
+    checkpoint: dict[str, Any] = {}
+    if directory.manifest is not None:
+        if unnamed := sorted(reader.files - directory.files.keys()):
+            raise CheckpointCorruptError(
+                f"{str(path)!r} was refused: its layout names {unnamed[0]!r}, which its manifest "
+                "does not"
+            )
+        # Verified with the other files.
+        with open_member(path, STATE) as file:
+            checkpoint = _open_file(file, str(path / STATE), verify=False)
+    elif reader.objects:
+        raise CheckpointCorruptError(
+            f"{str(path)!r} was saved by torch.distributed.checkpoint with objects that are no "
+            f"tensors: {', '.join(reader.objects[:5])}; loading them would execute code. Save the "
+            "tensors alone"
+        )
+    if check_parts:
+        reader.check_parts()
+    for name, tensor in reader.tensors.items():
+        _insert(checkpoint, reader.paths[name], tensor, path)
+    return checkpoint
+
+
+def _insert(checkpoint: dict[str, Any], place: tuple[Any, ...], value: Any, path: Path) -> None:
+    """Put a tensor where it was when the checkpoint was saved.
+
+    Args:
+        checkpoint: changed in place.
+        place: keys and indices that lead to the tensor.
+        value: the tensor.
+        path: of the checkpoint, for errors.
+    """
+    at: Any = checkpoint
+    try:
+        for key, after in pairwise(place):
+            if isinstance(at, dict):
+                at = at.setdefault(key, [] if isinstance(after, int) else {})
+            else:
+                at = at[key]
+        if isinstance(at, list) and place[-1] == len(at):
+            at.append(value)
+        else:
+            at[place[-1]] = value
+    except (LookupError, TypeError, IndexError) as error:
+        raise CheckpointCorruptError(
+            f"{str(path)!r} is damaged: its layout has a tensor at {place!r}, where "
+            f"{STATE} has no place for one"
+        ) from error

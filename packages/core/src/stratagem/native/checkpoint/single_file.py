@@ -7,12 +7,11 @@ from typing import Any
 
 from stratagem.errors import CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.native.checkpoint.archive_io import manifest_of, write_archive
-from stratagem.native.checkpoint.reader import CheckpointReader
+from stratagem.native.checkpoint.archive_io import CheckpointReader, manifest_of, write_archive
 from stratagem.state.plain_data import check_contents
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
-from stratagem.storage.durable_file import DurableFile
+from stratagem.storage.local import DurableFile
 from stratagem.storage.remote import RemoteFile
 
 

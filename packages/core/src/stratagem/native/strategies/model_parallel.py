@@ -14,7 +14,7 @@ from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.ranks import DataShard
 from stratagem.interfaces.step_module import StepModule
-from stratagem.interfaces.train_step import TrainStep
+from stratagem.interfaces.stepping import TrainStep
 from stratagem.native.plugin import MODEL_PARALLEL
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.replicated import find_replicated

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from stratagem.checkpoint.archive import not_whole
-from stratagem.checkpoint.entries import Entry, read_entries
+from stratagem.checkpoint.archive import not_whole, refused
+from stratagem.checkpoint.entries import Entry, Refused, read_entries
 from stratagem.errors import CheckpointCorruptError
 from stratagem.state.reading.rebuild import ArchiveUnpickler, Stored
-from stratagem.state.reading.unpickler import Refused
 
 
 def load_archive(
@@ -35,7 +34,10 @@ def load_archive(
     octets = (ctypes.c_uint8 * size).from_address(memory.data_ptr() + start)
     octets.owner = memory  # type: ignore[attr-defined]
     contents = memoryview(octets).cast("B")
-    entries = read_entries(contents, path, comment=comment)
+    try:
+        entries = read_entries(contents, comment=comment)
+    except Refused as error:
+        raise refused(path, error) from error
     if "data.pkl" not in entries:
         raise not_whole(path, size, "it has no entry 'data.pkl'")
     data, order = (
@@ -70,10 +72,7 @@ def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
             f"refused: {error}. Only load checkpoints of plain data"
         ) from error
     except Refused as error:
-        raise CheckpointCorruptError(
-            f"{path!r} was refused: {error}. torch.save writes no such file: do not use it unless "
-            "you know who made it"
-        ) from error
+        raise refused(path, error) from error
     except MemoryError as error:
         raise CheckpointCorruptError(
             f"{path!r} was refused: loading its {size} bytes would take more memory than there is"

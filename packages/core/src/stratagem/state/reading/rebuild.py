@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.checkpoint.entries import Refused
 from stratagem.errors import shown
-from stratagem.state.reading.unpickler import PlainUnpickler, Refused, check_dims
+from stratagem.state.reading.unpickler import PlainUnpickler, check_dims
 
 ReadStorage = Callable[[str, int, torch.dtype], torch.UntypedStorage]
 """Returns the storage of a key and a size in bytes, of elements of a dtype."""

@@ -19,16 +19,14 @@ from typing import Any
 
 import torch
 
+from stratagem.checkpoint.entries import Refused
+
 # A call takes three bytes at least, and what it returns one more where it is remembered.
 _CALL = 4
 # Keys may share their parts: so many more values may be looked at than the pickle has bytes.
 _FREE_KEYS = 100_000
 _MOST_DIMS = 64
 _SIZED = (list, tuple, torch.Size, dict, OrderedDict, Counter, set, str, bytes, bytearray)
-
-
-class Refused(ValueError):
-    """What is read is nothing that is saved, or would take more memory than its size allows."""
 
 
 def check_dims(size: Sequence[Any]) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError, PluginError, UserCodeError
-from stratagem.interfaces.stepping import Stepping
-from stratagem.interfaces.train_step import TrainStep
+from stratagem.interfaces.stepping import Stepping, TrainStep
 from stratagem.trainer.hooks import is_users
 from stratagem.trainer.step.batch_feed import refuse_dataloader_iter
 from stratagem.trainer.step.contract_check import takes_own_steps

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
 from stratagem.interfaces.step_module import StepModule
-from stratagem.interfaces.train_step import TrainStep
+from stratagem.interfaces.stepping import TrainStep
 from stratagem.trainer.hooks import positional_parameters
 from stratagem.trainer.step.batch_transfer import batch_converter
 from stratagem.trainer.step.contract_check import StrategyCheck

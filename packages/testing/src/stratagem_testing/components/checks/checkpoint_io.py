@@ -185,9 +185,9 @@ def _lite(bench: Bench) -> None:
     lite = bench.lite(plugins=[bench.component.given])
     lite.launch()
     net = torch.nn.Linear(2, 1)
-    model = lite.setup_module(net)
+    model = lite.setup(net)
     lite.save(NAME, {"model": model, "epoch": 3})
-    lite.checkpoint_writer.finish()
+    lite.strategy.checkpoint_io.wait()
     expected = net.weight.detach().clone()
     torch.nn.init.zeros_(net.weight)
     state = {"model": model, "epoch": 0}

@@ -27,7 +27,7 @@ def _set_up(lite: Any, net: nn.Module, *, afterwards: bool = False) -> tuple[Any
     if lite.plan.capabilities.rebinds_optimizers and not afterwards:
         model, optimizer = lite.setup(net, make(_parameters(net)))
         return model, optimizer
-    model = lite.setup_module(net)
+    model = lite.setup(net)
     return model, lite.setup_optimizers(make(_parameters(model)))
 
 

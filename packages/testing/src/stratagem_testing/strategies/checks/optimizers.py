@@ -95,7 +95,7 @@ def _told(probe: Probe, lite: Any, net: nn.Module, losses: list[float]) -> dict[
 def _set_up(lite: Any, *makers: Any) -> tuple[nn.Module, Any, list[Any]]:
     """Set up the model and an optimizer for each maker, made afterwards: all take that."""
     net = build("dense")
-    model = lite.setup_module(net)
+    model = lite.setup(net)
     made = [make(list(model.parameters())) for make in makers]
     optimizers = lite.setup_optimizers(*made)
     return net, model, list(optimizers) if len(made) > 1 else [optimizers]

@@ -26,8 +26,7 @@ from stratagem.checkpoint.directory import (
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.ranks import Ranks
-from stratagem.native.checkpoint.archive_io import manifest_of, write_archive
-from stratagem.native.checkpoint.reader import CheckpointReader
+from stratagem.native.checkpoint.archive_io import CheckpointReader, manifest_of, write_archive
 from stratagem.native.checkpoint.sharded.exchange import Exchange, StoreExchange
 from stratagem.native.checkpoint.sharded.layout import encode_layout
 from stratagem.native.checkpoint.sharded.save_plan import Held, SavePlan, make_plan
@@ -37,7 +36,7 @@ from stratagem.state.plain_data import why_refused
 from stratagem.state.shards import Shards, has_shards, read_whole
 from stratagem.storage import paths
 from stratagem.storage.durable_directory import DurableDirectory
-from stratagem.storage.streamed_file import StreamedFile
+from stratagem.storage.local import StreamedFile
 
 Record = dict[str, Any]
 """What a rank tells of its part of a save, or rank 0 of all of it; "error" says why it failed."""

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from stratagem.checkpoint.entries import Refused
 from stratagem.errors import CheckpointCorruptError, shown
-from stratagem.state.reading.unpickler import PlainUnpickler, Refused, check_dims
+from stratagem.state.reading.unpickler import PlainUnpickler, check_dims
 
 # Where a tensor stands in a checkpoint: so many keys lead to it.
 _DEEPEST = 256

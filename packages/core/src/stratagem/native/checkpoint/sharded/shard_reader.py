@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from stratagem.checkpoint.directory import open_member, size_of_member
+from stratagem.checkpoint.entries import Refused
 from stratagem.errors import CheckpointCorruptError
 from stratagem.native.checkpoint.archive_io import MappedFile
 from stratagem.native.checkpoint.sharded.layout_reader import check_places, read_layout
-from stratagem.state.reading.unpickler import Refused
 from stratagem.state.shards import LazyTensor, Shards
 from stratagem.storage.paths import is_name
 
