@@ -359,9 +359,9 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
         return to_onnx(self, file_path, self._example(input_sample), options)
 
-    def _example(self, given: Any) -> Any:
+    def _example(self, inputs: Any) -> Any:
         """Return inputs of `forward` on the model's device; None: there are none."""
-        inputs = self.example_input_array if given is None else given
+        inputs = self.example_input_array if inputs is None else inputs
         return map_tensors(lambda tensor: tensor.to(self.device), inputs)
 
     # -- manual optimization

@@ -199,9 +199,7 @@ def give_hints(strategy: Strategy) -> None:
     if not strategy.ranks.is_global_zero:
         return
     for hint in strategy.accelerator.hints(strategy.device, strategy.precision.dtype):
-        if hint not in _hints_given:
-            _hints_given.add(hint)
-            print(f"stratagem: {hint}", file=sys.stderr, flush=True)
+        _print_once(hint)
 
 
 def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
@@ -215,16 +213,19 @@ def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
     if not trainer.loggers or trainer.options.fast_dev_run or not trainer.is_global_zero:
         return
     if every > batches > 0:
-        hint = (
+        _print_once(
             f"loggers are given the values of every {every}th step (log_every_n_steps), and an "
             f"epoch has {batches:.0f} training batches: pass a smaller number to see more of them"
         )
-        if hint not in _hints_given:
-            _hints_given.add(hint)
-            print(f"stratagem: {hint}", file=sys.stderr, flush=True)
 
 
-_hints_given: set[str] = set()
+def _print_once(hint: str) -> None:
+    if hint not in _printed_hints:
+        _printed_hints.add(hint)
+        print(f"stratagem: {hint}", file=sys.stderr, flush=True)
+
+
+_printed_hints: set[str] = set()
 
 
 def check_manual_optimization(
