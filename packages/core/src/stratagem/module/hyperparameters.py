@@ -46,11 +46,6 @@ class HyperParametersMixin:
         return kept
 
     @property
-    def hyper_parameters(self) -> dict[str, Any]:
-        """The arguments that `save_hyperparameters` kept, by name."""
-        return self.hparams
-
-    @property
     def hparams_initial(self) -> HyperParameters:
         """What they were when they were kept, which loggers are given."""
         kept: HyperParameters = self.__dict__.setdefault("_hparams_initial", HyperParameters())

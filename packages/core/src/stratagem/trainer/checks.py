@@ -161,7 +161,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _warn_of_unsavable(holder: HyperParametersMixin) -> None:
     """Say which hyperparameters checkpoints leave out, before anything is trained."""
-    _, reasons = savable(holder.hyper_parameters)
+    _, reasons = savable(holder.hparams)
     if reasons:
         name, reason = next(iter(reasons.items()))
         warnings.warn(
@@ -238,33 +238,33 @@ def check_manual_optimization(
     """
     if module.automatic_optimization:
         return
-    kind, name = type(module).__name__, plan.strategy.name
+    name, problem = plan.strategy.name, ""
     if not plan.capabilities.manual_backward:
-        raise ConfigurationError(
-            f"the strategy {name!r} runs backward itself, so it cannot train a "
-            "Module with automatic_optimization = False"
+        problem = f"and the strategy {name!r} runs backward itself, so it cannot train the model"
+    elif not plan.capabilities.backward_in_forward:
+        problem = (
+            f"and under {name!r} a backward within training_step has no effect: gradients are "
+            "reduced after the model's forward. Use automatic optimization, strategy='ddp', or a "
+            "loop of your own with Lite"
         )
-    if not plan.capabilities.backward_in_forward:
-        raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, and under {name!r} a backward within "
-            "training_step has no effect: gradients are reduced after the model's forward. Use "
-            "automatic optimization, strategy='ddp', or a loop of your own with Lite"
+    elif options.clip is not None or options.accumulation.get(0) != 1:
+        problem = (
+            "so gradient_clip_val and accumulate_grad_batches do nothing: clip and accumulate in "
+            "training_step"
         )
-    if options.clip is not None or options.accumulation.get(0) != 1:
-        raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, so gradient_clip_val and "
-            "accumulate_grad_batches do nothing: clip and accumulate in training_step"
+    elif options.compilation is not None and options.compilation.whole_step:
+        problem = (
+            f"so there is no step that {options.compilation} could take into one graph: pass "
+            "compile=True, which compiles the model"
         )
-    if options.compilation is not None and options.compilation.whole_step:
-        raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, so there is no step that "
-            f"{options.compilation} could take into one graph: pass compile=True, which compiles "
-            "the model"
+    elif strategy.join_uneven_inputs:
+        problem = (
+            "so the Trainer cannot weight its gradients as join_uneven_inputs=True needs: give "
+            "every rank as many batches"
         )
-    if strategy.join_uneven_inputs:
+    if problem:
         raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, so the Trainer cannot weight its "
-            "gradients as join_uneven_inputs=True needs: give every rank as many batches"
+            f"{type(module).__name__} has automatic_optimization = False, {problem}"
         )
 
 

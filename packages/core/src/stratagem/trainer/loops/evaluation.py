@@ -114,9 +114,7 @@ def run_training_data_without_grad(run: Run) -> None:
         for batch in source.turns() if itself else source:
             try:
                 with context:
-                    prepared.module(
-                        "training_step", *((source,) if itself else batch[:takes])
-                    )
+                    prepared.module("training_step", *((source,) if itself else batch[:takes]))
             except StopIteration:
                 if not itself:
                     raise
