@@ -36,8 +36,8 @@ from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.environments import PlainEnvironment
 from stratagem.launch.open_files import allow_connections
 from stratagem.module.module import LogOptions
-from stratagem.trainer.metrics.log_buffer import Rows
-from stratagem.trainer.metrics.metrics import LatestValues, Metrics
+from stratagem.trainer.metrics.log_buffer import LogBuffer
+from stratagem.trainer.metrics.metrics import LatestMetrics, Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -235,7 +235,7 @@ def epoch_values(world_size: int) -> float:
     with fake_ranks(world_size) as ranks:
         on_cpu = CPUAccelerator()
         strategy: Any = SimpleNamespace(ranks=ranks, accelerator=on_cpu)
-        metrics = Metrics(strategy, Rows([], on_cpu), LatestValues())
+        metrics = Metrics(strategy, LogBuffer([], on_cpu), LatestMetrics())
         options = LogOptions(False, False, False, True, "mean", None, True)
 
         def epoch() -> None:

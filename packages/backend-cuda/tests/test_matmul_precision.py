@@ -26,7 +26,7 @@ HINT = (
 def _played_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100")
-    monkeypatch.setattr(checks, "_hints_given", set())
+    monkeypatch.setattr(checks, "_printed_hints", set())
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "none"
     yield

@@ -283,8 +283,8 @@ def test_manual_optimization_clips_and_accumulates_by_itself() -> None:
             """The engine's affair."""
 
     assert configuration(lambda: trainer(strategy=Engine()).fit(Manual(), loader())) == (
-        "the strategy 'Engine' runs backward itself, so it cannot train a Module with "
-        "automatic_optimization = False"
+        "Manual has automatic_optimization = False, and the strategy 'Engine' runs backward "
+        "itself, so it cannot train the model"
     )
 
     class Sharding(SingleDeviceStrategy):

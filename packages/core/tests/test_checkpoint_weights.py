@@ -238,7 +238,7 @@ def test_the_mean_of_a_runs_checkpoints_is_a_model(trained: list[Path], tmp_path
     assert told == f"{target}: the mean of 3 checkpoints, 7 tensors"
     states = [SingleFileCheckpointIO().load_checkpoint(path)["state_dict"] for path in trained]
     model = Net.load_from_checkpoint(target)
-    assert model.hyper_parameters == {"width": 2}
+    assert model.hparams == {"width": 2}
     for name, tensor in model.state_dict().items():
         mean = torch.stack([state[name].double() for state in states]).mean(0)
         if name.endswith("num_batches_tracked"):

@@ -40,12 +40,12 @@ def test_durations_stay_after_a_run_and_each_report_is_of_its_own(
     one = trainer("simple")
     one.fit(Net(), loader())
     one.validate(Net(), loader(), verbose=False)
-    action, profiler = "[_TrainingEpochLoop].train_dataloader_next", one.profiler
+    action, profiler = "train_dataloader_next", one.profiler
     assert isinstance(profiler, SimpleProfiler)
     assert len(profiler.recorded_durations[action]) == 6
-    assert len(profiler.recorded_durations["[_EvaluationLoop].val_next"]) == 6
+    assert len(profiler.recorded_durations["val_next"]) == 6
     one.predict(Forwards(), loader())
-    assert len(profiler.recorded_durations["[_PredictionLoop].predict_next"]) == 6
+    assert len(profiler.recorded_durations["predict_next"]) == 6
     fit, _, validate = capsys.readouterr().out.partition("VALIDATE Profiler Report")
     assert action in fit
     assert action not in validate
@@ -66,8 +66,8 @@ def test_actions_have_the_names_that_users_know(capsys: pytest.CaptureFixture[st
         f"{of_strategy}.backward": 6,
         f"{of_strategy}.optimizer_step": 3,
         f"{of_strategy}.validation_step": 6,
-        "[_TrainingEpochLoop].train_dataloader_next": 6,
-        "[_EvaluationLoop].val_next": 6,
+        "train_dataloader_next": 6,
+        "val_next": 6,
         "[Module]Net.on_train_start": 1,
         "[Callback]LambdaCallback.on_train_epoch_end": 1,
         "my own": 6,

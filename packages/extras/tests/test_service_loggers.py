@@ -21,7 +21,7 @@ from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.discovery import require_package
 from stratagem.errors import ConfigurationError, MissingPackageError
-from stratagem.loggers import CSVLogger, Logger
+from stratagem.loggers import Logger
 from stratagem_extras.loggers.sdk_logger import DummyExperiment, SDKLogger
 from stratagem_extras.loggers.tensorboard_logger import TensorBoardLogger
 from stratagem_extras.loggers.uploads import Upload, Uploads
@@ -175,14 +175,6 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
 def test_tensorboard_refuses_a_url() -> None:
     with pytest.raises(ConfigurationError, match=r"TensorBoardLogger\(save_dir='gs://b/logs'\)"):
         TensorBoardLogger("gs://b/logs")
-
-
-@pytest.mark.usefixtures("tensorboard")
-def test_the_folder_has_two_names(tmp_path: Path) -> None:
-    assert TensorBoardLogger(root_dir=tmp_path).save_dir == tmp_path
-    assert CSVLogger(root_dir=tmp_path).save_dir == tmp_path
-    with pytest.raises(ConfigurationError, match=r"TensorBoardLogger\(save_dir='a', root_dir='b'"):
-        TensorBoardLogger("a", root_dir="b")
 
 
 @pytest.mark.usefixtures("tensorboard")

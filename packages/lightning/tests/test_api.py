@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
+from stratagem import loggers
 from stratagem.callbacks import Callback, ModelCheckpoint
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, MissingPackageError
-from stratagem.loggers.parameters import write_hyperparameters
 from stratagem.strategies import SingleDeviceStrategy
+from stratagem_extras.loggers.values import write_hyperparameters
 from stratagem_lightning.api.accelerators import Accelerator, AcceleratorRegistry, CPUAccelerator
 from stratagem_lightning.api.cloud_io import get_filesystem
 from stratagem_lightning.api.data import has_len
@@ -952,8 +953,8 @@ def test_numbers_of_a_file_of_hyperparameters_are_read_as_numbers(tmp_path: Path
     given = {**given, "text": "1e-05 Infinity", "part": 2.5e-3, "nested": {"small": [-3e-9]}}
     write_hyperparameters(tmp_path / "hparams.yaml", given)
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == given
-    write_hyperparameters(tmp_path / "hparams.json", given)
-    assert json.loads((tmp_path / "hparams.json").read_text()) == given
+    loggers.CSVLogger(tmp_path, version="own", name="").log_hyperparams(given)
+    assert json.loads((tmp_path / "own" / "hparams.json").read_text()) == given
 
 
 def test_early_stopping_shows_its_best_value_as_a_tensor() -> None:

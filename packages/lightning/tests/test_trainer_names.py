@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import Module, callbacks
 from stratagem.errors import ConfigurationError
+from stratagem_lightning.api import loggers
 from stratagem_lightning.api.fabric import Fabric
 from stratagem_lightning.api.trainer import Trainer
 
@@ -183,3 +185,13 @@ def test_a_shorthand_and_what_it_is_short_for_are_refused(also: dict[str, Any]) 
         "gpus=2 is short for accelerator='gpu' and devices=2; received accelerator='cpu' and "
         "devices='auto' as well: give one or the other"
     )
+
+
+def test_the_folder_of_logs_has_two_names(tmp_path: Path) -> None:
+    assert loggers.CSVLogger(root_dir=tmp_path).save_dir == tmp_path
+    with pytest.raises(ConfigurationError, match="expected one of the two, which mean the same"):
+        loggers.CSVLogger(tmp_path, root_dir=tmp_path)
+    pytest.importorskip("tensorboard")
+    assert loggers.TensorBoardLogger(root_dir=tmp_path).save_dir == tmp_path
+    with pytest.raises(ConfigurationError, match=r"TensorBoardLogger\(save_dir='a', root_dir='b'"):
+        loggers.TensorBoardLogger("a", root_dir="b")

@@ -11,15 +11,11 @@ if TYPE_CHECKING:
     from stratagem.loggers.csv_logger import CSVLogger as CSVLogger
     from stratagem.loggers.parameters import (
         as_mapping as as_mapping,
-        as_numbers as as_numbers,
         as_plain as as_plain,
-        flattened as flattened,
-        write_hyperparameters as write_hyperparameters,
     )
     from stratagem.loggers.version_folder import (
         VersionFolder as VersionFolder,
         local_folder as local_folder,
-        one_folder as one_folder,
     )
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
@@ -32,11 +28,7 @@ else:
             "Logger": "stratagem.loggers.logger",
             "VersionFolder": "stratagem.loggers.version_folder",
             "as_mapping": "stratagem.loggers.parameters",
-            "as_numbers": "stratagem.loggers.parameters",
             "as_plain": "stratagem.loggers.parameters",
-            "flattened": "stratagem.loggers.parameters",
             "local_folder": "stratagem.loggers.version_folder",
-            "one_folder": "stratagem.loggers.version_folder",
-            "write_hyperparameters": "stratagem.loggers.parameters",
         },
     )

@@ -66,29 +66,29 @@ class AdaptedLogger(Logger):
         self.adapted.log_metrics(metrics, step)
 
 
-def make_loggers(given: Loggers, root: paths.Location) -> list[Logger]:
+def make_loggers(requested: Loggers, root: paths.Location) -> list[Logger]:
     """Return the loggers of a Trainer.
 
     Args:
-        given: the argument `logger`.
+        requested: the argument `logger`.
         root: the folder for logs; the current one if it is a URL.
 
     Raises:
         ConfigurationError: an object has no `log_metrics`.
         UnknownNameError: no installed distribution provides a logger of this name.
     """
-    if given is False:
+    if requested is False:
         return []
     folder = Path.cwd() if paths.is_url(root) else Path(root)
-    if given is None or given is True:
-        given = "csv"
-    return [_make_logger(logger, folder) for logger in as_list(given)]
+    if requested is None or requested is True:
+        requested = "csv"
+    return [_make_logger(logger, folder) for logger in as_list(requested)]
 
 
-def _make_logger(given: Any, folder: Path) -> Logger:
-    made = given
-    if isinstance(given, str):
-        spec = get_registry().find("logger", given).spec
+def _make_logger(requested: Any, folder: Path) -> Logger:
+    made = requested
+    if isinstance(requested, str):
+        spec = get_registry().find("logger", requested).spec
         takes_folder = "save_dir" in inspect.signature(spec.load()).parameters
         made = spec.build(**({"save_dir": folder} if takes_folder else {}))
     if isinstance(made, Logger):

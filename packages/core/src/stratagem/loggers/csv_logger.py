@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, ClassVar, Literal
+from typing import IO, Any, BinaryIO, Literal
 
 from torch import Tensor
 
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
-from stratagem.loggers.parameters import write_hyperparameters
-from stratagem.loggers.version_folder import VersionFolder, local_folder, one_folder
+from stratagem.loggers.parameters import as_mapping, as_plain
+from stratagem.loggers.version_folder import VersionFolder, local_folder
 
 _PIECE = 2**20
 """Bytes of a file that are read at once."""
@@ -38,11 +39,9 @@ class CSVLogger(Logger):
             a fit resumes, or the next that is free.
         prefix: goes before each name, with a "-".
         flush_logs_every_n_steps: hold so many rows of `log_metrics` back before they are written.
-        root_dir: another name for `save_dir`.
 
     Raises:
-        ConfigurationError: no rows are to be held back, `save_dir` and `root_dir` are given, or one
-            of them is a URL.
+        ConfigurationError: `flush_logs_every_n_steps` is 0, or `save_dir` is a URL.
 
     Example:
         >>> import tempfile
@@ -54,9 +53,6 @@ class CSVLogger(Logger):
         ['step,loss', '0,0.5']
     """
 
-    hparams_file: ClassVar[str] = "hparams.json"
-    """The file of the hyperparameters."""
-
     def __init__(
         self,
         save_dir: str | Path | None = None,
@@ -65,7 +61,6 @@ class CSVLogger(Logger):
         *,
         prefix: str = "",
         flush_logs_every_n_steps: int = 1,
-        root_dir: str | Path | None = None,
     ) -> None:
         if flush_logs_every_n_steps < 1:
             raise ConfigurationError(
@@ -73,7 +68,7 @@ class CSVLogger(Logger):
                 "number of at least 1"
             )
         owner = type(self).__name__
-        self.save_dir = local_folder(owner, one_folder(owner, save_dir, root_dir) or ".")
+        self.save_dir = local_folder(owner, save_dir or ".")
         self.name = name or ""
         self._folder = VersionFolder(owner, self.save_dir / self.name, version)
         self._prefix = prefix
@@ -147,12 +142,13 @@ class CSVLogger(Logger):
         }
 
     def log_hyperparams(self, params: Any) -> None:
-        """Write `hparams_file`.
+        """Write `hparams.json`.
 
         Args:
             params: a mapping, an argparse.Namespace or a dataclass.
         """
-        write_hyperparameters(self._folder.make() / self.hparams_file, params)
+        text = json.dumps(as_plain(as_mapping(params)), indent=2)
+        (self._folder.make() / "hparams.json").write_text(text + "\n")
 
     def save(self) -> None:
         """Write the rows that are held back."""

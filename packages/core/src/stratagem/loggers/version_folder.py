@@ -35,26 +35,6 @@ def local_folder(owner: str, folder: str | Path) -> Path:
     )
 
 
-def one_folder(
-    owner: str, save_dir: str | Path | None, root_dir: str | Path | None
-) -> str | Path | None:
-    """Return the folder that was given under either name; None: neither.
-
-    Raises:
-        ConfigurationError: both were given.
-
-    Example:
-        >>> one_folder("CSVLogger", None, "logs")
-        'logs'
-    """
-    if save_dir is not None and root_dir is not None:
-        raise ConfigurationError(
-            f"{owner}(save_dir={str(save_dir)!r}, root_dir={str(root_dir)!r}): expected one of "
-            "the two, which mean the same"
-        )
-    return root_dir if save_dir is None else save_dir
-
-
 class VersionFolder:
     """Chooses the folder of a run, and finds it again when the run is resumed.
 

@@ -46,11 +46,6 @@ class HyperParametersMixin:
         return kept
 
     @property
-    def hyper_parameters(self) -> dict[str, Any]:
-        """The arguments that `save_hyperparameters` kept, by name."""
-        return self.hparams
-
-    @property
     def hparams_initial(self) -> HyperParameters:
         """What they were when they were kept, which loggers are given."""
         kept: HyperParameters = self.__dict__.setdefault("_hparams_initial", HyperParameters())
@@ -109,7 +104,7 @@ class HyperParametersMixin:
 
 
 def arguments_from(
-    cls: Callable[..., Any], saved: Mapping[str, Any], holder: str, given: Mapping[str, Any]
+    cls: Callable[..., Any], saved: Mapping[str, Any], holder: str, passed: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments to make an object with, from those that a checkpoint holds.
 
@@ -117,15 +112,15 @@ def arguments_from(
         cls: the class.
         saved: what the checkpoint holds, by name.
         holder: the argument that takes them all as one dict; "": each is an argument.
-        given: arguments that go before them.
+        passed: the user's arguments, which take precedence.
 
     Raises:
-        CheckpointMismatchError: one that the class needs is neither saved nor given.
+        CheckpointMismatchError: one that the class needs is neither saved nor passed.
     """
     accepted = inspect.signature(cls).parameters
-    within = holder if holder in accepted and holder not in given else ""
-    of_holder = {within: HyperParameters({**saved, **given})} if within else {}
-    arguments = accepted_by(cls, of_holder or {**saved, **given})
+    within = holder if holder in accepted and holder not in passed else ""
+    of_holder = {within: HyperParameters({**saved, **passed})} if within else {}
+    arguments = accepted_by(cls, of_holder or {**saved, **passed})
     missing = [
         name
         for name, p in accepted.items()

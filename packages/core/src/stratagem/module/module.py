@@ -195,26 +195,22 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
     @property
     def current_epoch(self) -> int:
         """The epoch, counted from 0; 0 without a Trainer."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
-        return 0 if trainer is None else trainer.current_epoch
+        return int(getattr(self.__dict__.get("_trainer"), "current_epoch", 0))
 
     @property
     def global_step(self) -> int:
         """The number of optimizer steps taken; 0 without a Trainer."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
-        return 0 if trainer is None else trainer.global_step
+        return int(getattr(self.__dict__.get("_trainer"), "global_step", 0))
 
     @property
     def global_rank(self) -> int:
         """This process's rank among all; 0 without a Trainer."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
-        return 0 if trainer is None else trainer.global_rank
+        return int(getattr(self.__dict__.get("_trainer"), "global_rank", 0))
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node; 0 without a Trainer."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
-        return 0 if trainer is None else trainer.local_rank
+        return int(getattr(self.__dict__.get("_trainer"), "local_rank", 0))
 
     @property
     def logger(self) -> Any:
@@ -359,9 +355,9 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
         return to_onnx(self, file_path, self._example(input_sample), options)
 
-    def _example(self, given: Any) -> Any:
+    def _example(self, inputs: Any) -> Any:
         """Return inputs of `forward` on the model's device; None: there are none."""
-        inputs = self.example_input_array if given is None else given
+        inputs = self.example_input_array if inputs is None else inputs
         return map_tensors(lambda tensor: tensor.to(self.device), inputs)
 
     # -- manual optimization

@@ -22,8 +22,8 @@ class Profiler(ABC):
 
     Actions are named `run_training_epoch`, `run_training_batch`, `[Strategy]CLASS.training_step`,
     `.backward`, `.optimizer_step`, `.batch_to_device` and `.validation_step` (`test_step`,
-    `predict_step`), `[_TrainingEpochLoop].train_dataloader_next`, `[_EvaluationLoop].val_next`
-    (`test_next`), `[_PredictionLoop].predict_next`, `save_checkpoint`, and for each hook that is
+    `predict_step`), `train_dataloader_next`, `val_next`, `test_next`, `predict_next`,
+    `save_checkpoint`, and for each hook that is
     overridden `[Callback]CLASS.HOOK`, `[Module]CLASS.HOOK`. Time on a device is seen where
     something waits for it.
 
@@ -162,25 +162,25 @@ class PassThroughProfiler(Profiler):
         """Do nothing."""
 
 
-def make_profiler(given: str | Profiler | None) -> Profiler | None:
+def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
     """Return the profiler of a Trainer, or None.
 
     Raises:
-        ConfigurationError: `given` is no Profiler.
+        ConfigurationError: an object is no Profiler.
         UnknownNameError: no installed distribution provides a profiler of this name.
 
     Example:
         >>> make_profiler(PassThroughProfiler()) is None
         True
     """
-    if isinstance(given, str):
-        profiler: Profiler = get_registry().find("profiler", given).spec.build()
-        return profiler
-    if isinstance(given, PassThroughProfiler):
+    if isinstance(profiler, str):
+        built: Profiler = get_registry().find("profiler", profiler).spec.build()
+        return built
+    if isinstance(profiler, PassThroughProfiler):
         return None
-    if given is None or isinstance(given, Profiler):
-        return given
+    if profiler is None or isinstance(profiler, Profiler):
+        return profiler
     raise ConfigurationError(
-        f"profiler={given!r}: expected the name of a profiler, a stratagem.profilers.Profiler, or "
-        "None"
+        f"profiler={profiler!r}: expected the name of a profiler, a stratagem.profilers.Profiler, "
+        "or None"
     )

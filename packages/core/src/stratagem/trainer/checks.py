@@ -161,7 +161,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _warn_of_unsavable(holder: HyperParametersMixin) -> None:
     """Say which hyperparameters checkpoints leave out, before anything is trained."""
-    _, reasons = savable(holder.hyper_parameters)
+    _, reasons = savable(holder.hparams)
     if reasons:
         name, reason = next(iter(reasons.items()))
         warnings.warn(
@@ -199,9 +199,7 @@ def give_hints(strategy: Strategy) -> None:
     if not strategy.ranks.is_global_zero:
         return
     for hint in strategy.accelerator.hints(strategy.device, strategy.precision.dtype):
-        if hint not in _hints_given:
-            _hints_given.add(hint)
-            print(f"stratagem: {hint}", file=sys.stderr, flush=True)
+        _print_once(hint)
 
 
 def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
@@ -215,16 +213,19 @@ def hint_at_log_interval(trainer: Trainer, batches: float) -> None:
     if not trainer.loggers or trainer.options.fast_dev_run or not trainer.is_global_zero:
         return
     if every > batches > 0:
-        hint = (
+        _print_once(
             f"loggers are given the values of every {every}th step (log_every_n_steps), and an "
             f"epoch has {batches:.0f} training batches: pass a smaller number to see more of them"
         )
-        if hint not in _hints_given:
-            _hints_given.add(hint)
-            print(f"stratagem: {hint}", file=sys.stderr, flush=True)
 
 
-_hints_given: set[str] = set()
+def _print_once(hint: str) -> None:
+    if hint not in _printed_hints:
+        _printed_hints.add(hint)
+        print(f"stratagem: {hint}", file=sys.stderr, flush=True)
+
+
+_printed_hints: set[str] = set()
 
 
 def check_manual_optimization(
@@ -237,33 +238,33 @@ def check_manual_optimization(
     """
     if module.automatic_optimization:
         return
-    kind, name = type(module).__name__, plan.strategy.name
+    name, problem = plan.strategy.name, ""
     if not plan.capabilities.manual_backward:
-        raise ConfigurationError(
-            f"the strategy {name!r} runs backward itself, so it cannot train a "
-            "Module with automatic_optimization = False"
+        problem = f"and the strategy {name!r} runs backward itself, so it cannot train the model"
+    elif not plan.capabilities.backward_in_forward:
+        problem = (
+            f"and under {name!r} a backward within training_step has no effect: gradients are "
+            "reduced after the model's forward. Use automatic optimization, strategy='ddp', or a "
+            "loop of your own with Lite"
         )
-    if not plan.capabilities.backward_in_forward:
-        raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, and under {name!r} a backward within "
-            "training_step has no effect: gradients are reduced after the model's forward. Use "
-            "automatic optimization, strategy='ddp', or a loop of your own with Lite"
+    elif options.clip is not None or options.accumulation.get(0) != 1:
+        problem = (
+            "so gradient_clip_val and accumulate_grad_batches do nothing: clip and accumulate in "
+            "training_step"
         )
-    if options.clip is not None or options.accumulation.get(0) != 1:
-        raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, so gradient_clip_val and "
-            "accumulate_grad_batches do nothing: clip and accumulate in training_step"
+    elif options.compilation is not None and options.compilation.whole_step:
+        problem = (
+            f"so there is no step that {options.compilation} could take into one graph: pass "
+            "compile=True, which compiles the model"
         )
-    if options.compilation is not None and options.compilation.whole_step:
-        raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, so there is no step that "
-            f"{options.compilation} could take into one graph: pass compile=True, which compiles "
-            "the model"
+    elif strategy.join_uneven_inputs:
+        problem = (
+            "so the Trainer cannot weight its gradients as join_uneven_inputs=True needs: give "
+            "every rank as many batches"
         )
-    if strategy.join_uneven_inputs:
+    if problem:
         raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, so the Trainer cannot weight its "
-            "gradients as join_uneven_inputs=True needs: give every rank as many batches"
+            f"{type(module).__name__} has automatic_optimization = False, {problem}"
         )
 
 

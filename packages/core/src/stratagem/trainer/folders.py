@@ -46,11 +46,11 @@ def _raise(problem: str) -> None:
 
 def _find_unwritable(trainer: Trainer, stage: str) -> str:
     """Return which folder cannot be written to, why, and what to do; "": all can."""
-    for folder, given in _folders(trainer, stage):
+    for folder, argument in _folders(trainer, stage):
         if paths.is_url(folder):
             continue  # its server is asked by the first save
         is_root = paths.to_location(folder) == paths.to_location(trainer.options.default_root_dir)
-        what = "default_root_dir" if is_root else given
+        what = "default_root_dir" if is_root else argument
         try:
             paths.try_folder(folder)
         except OSError as error:

@@ -144,12 +144,12 @@ def none_means_default(function: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        given = {
+        passed = {
             name: value
             for name, value in kwargs.items()
             if value is not None or name == "check_val_every_n_epoch"
         }
-        function(*args, **given)  # type: ignore[arg-type]
+        function(*args, **passed)  # type: ignore[arg-type]
 
     return call
 
@@ -178,27 +178,27 @@ def check_limit(name: str, limit: int | float | None) -> int | float:
     )
 
 
-def check_interval(given: Interval) -> Limit | timedelta:
+def check_interval(interval: Interval) -> Limit | timedelta:
     """Return the interval between validations: batches, a fraction of them, or a time.
 
     Args:
-        given: a number as `check_limit` takes it, a timedelta, "DD:HH:MM:SS" or a dict of
+        interval: a number as `check_limit` takes it, a timedelta, "DD:HH:MM:SS" or a dict of
             timedelta's arguments.
 
     Raises:
         ConfigurationError: it is something else, or 0.
     """
-    if isinstance(given, (str, timedelta, Mapping)):
-        time = seconds(given, "val_check_interval") or 0.0
+    if isinstance(interval, (str, timedelta, Mapping)):
+        time = seconds(interval, "val_check_interval") or 0.0
         if time > 0:
             return timedelta(seconds=time)
-        raise ConfigurationError(f"val_check_interval={given!r}: expected a time above 0")
-    interval = check_limit("val_check_interval", given)
-    if interval == 0:
+        raise ConfigurationError(f"val_check_interval={interval!r}: expected a time above 0")
+    batches = check_limit("val_check_interval", interval)
+    if batches == 0:
         raise ConfigurationError(
             "val_check_interval=0: expected at least one batch (int) or a fraction above 0"
         )
-    return interval
+    return batches
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
@@ -241,10 +241,10 @@ def check_accumulation(
     return schedule
 
 
-def root_folder(given: str | Path | None) -> paths.Location:
+def root_folder(folder: str | Path | None) -> paths.Location:
     """Return the folder for logs and checkpoints; by default the current one."""
-    if given is not None:
-        return paths.parse_user_path(given)
+    if folder is not None:
+        return paths.parse_user_path(folder)
     try:
         return Path.cwd()
     except OSError as error:

@@ -180,7 +180,7 @@ class Trainer:
         profiler: Profiler | str | None = None,
         default_root_dir: str | Path | None = None,
     ) -> None:
-        given_callbacks = find_callbacks(callbacks)
+        own_callbacks = find_callbacks(callbacks)
         overfit = check_limit("overfit_batches", overfit_batches)
         max_seconds = seconds(max_time)
         if max_epochs is None:
@@ -201,7 +201,7 @@ class Trainer:
             log_every_n_steps=log_every_n_steps,
             step_options=StepOptions(
                 clip=gradient_clip(gradient_clip_val, gradient_clip_algorithm),
-                accumulation=check_accumulation(accumulate_grad_batches, given_callbacks),
+                accumulation=check_accumulation(accumulate_grad_batches, own_callbacks),
                 sync_batchnorm=sync_batchnorm,
                 compilation=Compilation.parse(compile),
             ),
@@ -238,7 +238,7 @@ class Trainer:
 
             self._profiler = make_profiler(profiler)
         self.callbacks: list[Callback] = make_callbacks(
-            given_callbacks,
+            own_callbacks,
             checkpointing=enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,

@@ -10,7 +10,7 @@ from stratagem.errors import ConfigurationError
 
 
 class RichProgressBar(ProgressBar):
-    """`ProgressBar`, with the arguments of Lightning's bar.
+    """`ProgressBar`, with Lightning's arguments.
 
     The bar is refreshed by time, whatever a batch takes, so `refresh_rate` only says whether it is
     shown.

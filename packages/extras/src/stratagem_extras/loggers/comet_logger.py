@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.loggers import as_numbers, flattened, local_folder
+from stratagem.loggers import local_folder
 from stratagem_extras.loggers.sdk_logger import SDKLogger
+from stratagem_extras.loggers.values import as_numbers, flattened
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.discovery import require_package
-from stratagem.loggers import as_numbers, flattened, local_folder
+from stratagem.loggers import local_folder
 from stratagem_extras.loggers.sdk_logger import SDKLogger
 from stratagem_extras.loggers.uploads import Upload, Uploads
+from stratagem_extras.loggers.values import as_numbers, flattened
 
 if TYPE_CHECKING:
     from stratagem.callbacks import ModelCheckpoint

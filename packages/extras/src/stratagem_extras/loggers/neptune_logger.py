@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.loggers import as_numbers, flattened
 from stratagem_extras.loggers.sdk_logger import SDKLogger
 from stratagem_extras.loggers.uploads import Upload, Uploads
+from stratagem_extras.loggers.values import as_numbers, flattened
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 from stratagem.loggers import (
     VersionFolder,
     as_mapping,
-    as_numbers,
-    flattened,
     local_folder,
-    one_folder,
-    write_hyperparameters,
 )
 from stratagem_extras.loggers.sdk_logger import SDKLogger
+from stratagem_extras.loggers.values import as_numbers, flattened, write_hyperparameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,13 +67,11 @@ class TensorBoardLogger(SDKLogger):
         default_hp_metric: bool = True,
         prefix: str = "",
         sub_dir: str | Path | None = None,
-        root_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(prefix)
         owner = type(self).__name__
-        given = one_folder(owner, save_dir, root_dir) or "."
-        self.save_dir = local_folder(owner, os.path.expandvars(given))
+        self.save_dir = local_folder(owner, os.path.expandvars(save_dir or "."))
         self.name = name or ""
         self.sub_dir = "" if sub_dir is None else os.path.expandvars(str(sub_dir))
         self._folder = VersionFolder(owner, self.save_dir / self.name, version)

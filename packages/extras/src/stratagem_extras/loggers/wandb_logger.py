@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratagem.errors import ConfigurationError
-from stratagem.loggers import as_mapping, as_numbers, as_plain, local_folder
+from stratagem.loggers import as_mapping, as_plain, local_folder
 from stratagem_extras.loggers.sdk_logger import SDKLogger
 from stratagem_extras.loggers.uploads import Upload, Uploads
+from stratagem_extras.loggers.values import as_numbers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,12 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from stratagem import loggers
+from stratagem.errors import ConfigurationError
 from stratagem.launch import rank_zero_only
-from stratagem.loggers import write_hyperparameters
 from stratagem_extras.loggers import comet_logger, mlflow_logger, tensorboard_logger, wandb_logger
 from stratagem_extras.loggers.sdk_logger import DummyExperiment
+from stratagem_extras.loggers.values import write_hyperparameters
 
 _NAME = "lightning_logs"
+
+
+def _one_folder(
+    owner: str, save_dir: str | Path | None, root_dir: str | Path | None
+) -> str | Path | None:
+    """Return the folder that was given under either name; None: neither.
+
+    Raises:
+        ConfigurationError: both were given.
+
+    Example:
+        >>> _one_folder("CSVLogger", None, "logs")
+        'logs'
+    """
+    if save_dir is not None and root_dir is not None:
+        raise ConfigurationError(
+            f"{owner}(save_dir={str(save_dir)!r}, root_dir={str(root_dir)!r}): expected one of "
+            "the two, which mean the same"
+        )
+    return root_dir if save_dir is None else save_dir
 
 
 class CSVLogger(loggers.CSVLogger):
@@ -21,6 +42,7 @@ class CSVLogger(loggers.CSVLogger):
 
     Args:
         save_dir, name, version, **options: of `stratagem.loggers.CSVLogger`.
+        root_dir: another name for `save_dir`, as Fabric has it.
     """
 
     def __init__(
@@ -28,9 +50,12 @@ class CSVLogger(loggers.CSVLogger):
         save_dir: str | Path | None = None,
         name: str | None = _NAME,
         version: int | str | None = None,
+        *,
+        root_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(save_dir, name, version, **options)
+        folder = _one_folder(type(self).__name__, save_dir, root_dir)
+        super().__init__(folder, name, version, **options)
         self._next_step = 0
 
     hparams_file = "hparams.yaml"
@@ -53,8 +78,8 @@ class CSVLogger(loggers.CSVLogger):
         _write_none(self._folder.make() / self.hparams_file)
 
     def log_hyperparams(self, params: Any = None) -> None:
-        """Write them, as JSON, which is YAML too; None: there are none."""
-        super().log_hyperparams(params)
+        """Write them as YAML; None: there are none."""
+        write_hyperparameters(self._folder.make() / self.hparams_file, params)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -79,6 +104,7 @@ class TensorBoardLogger(tensorboard_logger.TensorBoardLogger):
 
     Args:
         save_dir, name, version, **options: of `stratagem.loggers.TensorBoardLogger`.
+        root_dir: another name for `save_dir`, as Fabric has it.
     """
 
     def __init__(
@@ -86,9 +112,12 @@ class TensorBoardLogger(tensorboard_logger.TensorBoardLogger):
         save_dir: str | Path | None = None,
         name: str | None = _NAME,
         version: int | str | None = None,
+        *,
+        root_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(save_dir, name, version, **options)
+        folder = _one_folder(type(self).__name__, save_dir, root_dir)
+        super().__init__(folder, name, version, **options)
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Choose the folder, and write a file of no hyperparameters until there are some."""

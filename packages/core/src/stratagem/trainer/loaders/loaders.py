@@ -164,20 +164,20 @@ def train_source(source: Any) -> Any:
     return CombinedLoader(source, "max_size_cycle") if several else source
 
 
-def source_of(method: str, job: Job, given: Any, *, needed: bool) -> Any:
+def source_of(method: str, job: Job, argument: Any, *, needed: bool) -> Any:
     """Return the user's loader for one purpose: the argument, the DataModule's or the Module's.
 
     Args:
         method: that makes it, in the DataModule or the Module.
         job: has both.
-        given: the argument; None: there was none.
+        argument: the user's argument, or None.
         needed: whether there must be one; otherwise None is returned where there is none.
 
     Raises:
         UserCodeError: there is none and one is needed.
     """
-    if given is not None:
-        return given
+    if argument is not None:
+        return argument
     for owner in (job.datamodule, job.model):
         make: Callable[[], Any] | None = getattr(owner, method, None)
         made = make() if make is not None else None

@@ -146,7 +146,7 @@ class TrainLoader:
     def begin_epoch(self, epoch: int, done: int) -> None:
         """Begin an epoch after its first `done` batches."""
         batches, passed_over = self._data.begin(epoch, done, self.batches)
-        self._epoch = self._reads("[_TrainingEpochLoop].train_dataloader_next", batches)
+        self._epoch = self._reads("train_dataloader_next", batches)
         self._done = done
         self.end = min(self.batches, done + self._data.left)
         if self._uneven is not None:

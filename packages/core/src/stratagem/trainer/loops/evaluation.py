@@ -166,9 +166,7 @@ def _read(
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield each batch as a step gets it, its number, and its loader's."""
     reading = f"{method.removesuffix('_step').replace('validation', 'val')}_next"
-    loop = "_PredictionLoop" if method == "predict_step" else "_EvaluationLoop"
-    action = f"[{loop}].{reading}"
-    reads = partial(run.profiling.reads, action)
+    reads = partial(run.profiling.reads, reading)
     for loader_idx, loader in enumerate(loaders):
         convert = batch_converter(run.strategy, run.module, run.datamodule, loader_idx)
         if convert is not None:
@@ -204,7 +202,7 @@ def _with_index(hooks: Sequence[Hook], arguments: int) -> list[Hook]:
     """Return hooks that take so many arguments, of which the last is the loader's index."""
 
     def without_index(hook: Hook) -> Hook:
-        return lambda *given: hook(*given[:-1])
+        return lambda *arguments: hook(*arguments[:-1])
 
     return [
         hook if positional_parameters(hook).most >= arguments else without_index(hook)

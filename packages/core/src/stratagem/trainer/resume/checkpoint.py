@@ -132,7 +132,7 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
 
 def _hyper_parameters(holder: HyperParametersMixin, prefix: str) -> dict[str, Any]:
     """Return a checkpoint's entries for hyperparameters; a model's are always there."""
-    kept = savable(holder.hyper_parameters)[0]
+    kept = savable(holder.hparams)[0]
     entries: dict[str, Any] = {f"{prefix}hyper_parameters": kept} if kept or not prefix else {}
     if kept and holder.hparams_name:
         entries[f"{prefix}hparams_name"] = holder.hparams_name

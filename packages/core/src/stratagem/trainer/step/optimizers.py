@@ -127,10 +127,10 @@ def _from_mappings(items: Sequence[Mapping[str, Any]], who: str) -> tuple[list[A
     for item in items:
         scheduler = item.get("lr_scheduler")
         if scheduler is not None:
-            given = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+            fields = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
             if "monitor" in item:
-                given.setdefault("monitor", item["monitor"])
-            schedulers.append(given)
+                fields.setdefault("monitor", item["monitor"])
+            schedulers.append(fields)
     return optimizers, schedulers
 
 
@@ -145,8 +145,8 @@ def _check_optimizer(scheduler: Any, optimizers: Sequence[Optimizer], who: str) 
         )
 
 
-def _scheduler_config(given: Any, who: str, *, automatic: bool) -> SchedulerConfig:
-    fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+def _scheduler_config(returned: Any, who: str, *, automatic: bool) -> SchedulerConfig:
+    fields = dict(returned) if isinstance(returned, Mapping) else {"scheduler": returned}
     if unknown := set(fields) - {field.name for field in dataclasses.fields(SchedulerConfig)}:
         raise UserCodeError(
             f"{who} returned a scheduler with {sorted(unknown)}; expected 'scheduler', 'interval', "
