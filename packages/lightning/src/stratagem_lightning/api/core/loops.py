@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from stratagem import trainer
 from stratagem_extras.callbacks.prediction_writer import BasePredictionWriter
-from stratagem_lightning.api import fit_loop as fit_loop_view
+from stratagem_lightning.api.core import fit_loop as fit_loop_view
 
 
 class Counts(NamedTuple):
