@@ -43,7 +43,7 @@ _OF_RANKS = frozenset(
         *("broadcast", "all_reduce", "all_gather", "reduce", "reduce_boolean_decision"),
     )
 )
-"""Names that Lightning's strategies have; a subclass may use them for something of its own."""
+"""What users of the 2.x line ask a strategy for; a subclass may call something of its own so."""
 
 
 class Strategy(Stepping, ABC):

@@ -55,8 +55,8 @@ class Job:
     ) -> Job:
         """Return a Job; each argument goes where its type belongs.
 
-        A DataModule may have been passed in place of loaders, and a checkpoint in place of the
-        datamodule: in Lightning it is the third argument of `validate`.
+        A DataModule may have been passed in the place of loaders, and a checkpoint in that of the
+        datamodule: in the library that our users come from it is the third argument of `validate`.
 
         Raises:
             ConfigurationError: there are loaders and a datamodule, or something else in its place.

@@ -23,8 +23,8 @@ def open_fit_data(run: Run) -> TrainLoader:
     """
     rng_of = (run.strategy.accelerator, run.strategy.device)
     # In the order in which they are read first, and training draws the same random numbers with a
-    # sanity check and without it: so do methods that draw some, as in Lightning. A fit that is
-    # resumed keeps to it, though it checks nothing.
+    # sanity check and without it: so do methods that draw some, as in the library that our users
+    # come from. A fit that is resumed keeps to it, though it checks nothing.
     if run.progress.epoch == 0 and run.trainer.num_sanity_val_steps != 0:
         random = rng_state(*rng_of)
         _open_validation(run)
