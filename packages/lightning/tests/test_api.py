@@ -22,23 +22,34 @@ from stratagem.data.pytree import map_tensors
 from stratagem.errors import CheckpointMismatchError, ConfigurationError, MissingPackageError
 from stratagem.strategies import SingleDeviceStrategy
 from stratagem_extras.loggers.values import write_hyperparameters
-from stratagem_lightning.api.accelerators import Accelerator, AcceleratorRegistry, CPUAccelerator
-from stratagem_lightning.api.cloud_io import get_filesystem
-from stratagem_lightning.api.data import has_len
-from stratagem_lightning.api.datamodule import LightningDataModule
+from stratagem_lightning.api.accelerators.accelerator import (
+    Accelerator,
+    AcceleratorRegistry,
+    CPUAccelerator,
+)
+from stratagem_lightning.api.core.datamodule import LightningDataModule
+from stratagem_lightning.api.core.module import LightningModule
+from stratagem_lightning.api.core.saving import (
+    load_hparams_from_yaml,
+    of_file,
+    save_hparams_to_yaml,
+)
+from stratagem_lightning.api.core.states import (
+    RunningStage,
+    TrainerFn,
+    TrainerState,
+    TrainerStatus,
+)
 from stratagem_lightning.api.demos.boring_classes import BoringModel, ManualOptimBoringModel
-from stratagem_lightning.api.environments import (
+from stratagem_lightning.api.fabric import Fabric
+from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
+from stratagem_lightning.api.plugins.environments import (
     KubeflowEnvironment,
     LightningEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from stratagem_lightning.api.fabric import Fabric
-from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
-from stratagem_lightning.api.models import from_compiled, grad_norm
-from stratagem_lightning.api.module import LightningModule
-from stratagem_lightning.api.parsing import lightning_setattr
-from stratagem_lightning.api.precision import (
+from stratagem_lightning.api.plugins.precision import (
     DeepSpeedPrecision,
     DoublePrecision,
     FSDPPrecision,
@@ -46,10 +57,15 @@ from stratagem_lightning.api.precision import (
     MixedPrecision,
     Precision,
 )
-from stratagem_lightning.api.samplers import DistributedSamplerWrapper, UnrepeatedDistributedSampler
-from stratagem_lightning.api.saving import load_hparams_from_yaml, of_file, save_hparams_to_yaml
-from stratagem_lightning.api.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from stratagem_lightning.api.trainer import Trainer
+from stratagem_lightning.api.utilities.data import has_len
+from stratagem_lightning.api.utilities.loading import get_filesystem
+from stratagem_lightning.api.utilities.models import from_compiled, grad_norm
+from stratagem_lightning.api.utilities.parsing import lightning_setattr
+from stratagem_lightning.api.utilities.samplers import (
+    DistributedSamplerWrapper,
+    UnrepeatedDistributedSampler,
+)
 
 
 def loader(samples: int) -> DataLoader[Any]:
@@ -626,7 +642,7 @@ def test_a_command_line_reads_the_arguments_that_the_trainer_hands_on() -> None:
 
 
 def test_a_file_of_torch_save_is_mapped_and_executes_nothing(tmp_path: Path) -> None:
-    from stratagem_lightning.api.loading import lazy_load
+    from stratagem_lightning.api.utilities.loading import lazy_load
 
     torch.save({"weight": torch.arange(4.0)}, tmp_path / "model.pth")
     assert torch.equal(lazy_load(tmp_path / "model.pth")["weight"], torch.arange(4.0))
@@ -638,7 +654,7 @@ def test_a_file_of_torch_save_is_mapped_and_executes_nothing(tmp_path: Path) -> 
 
 
 def test_layers_on_the_meta_device_get_memory_and_first_values() -> None:
-    from stratagem_lightning.api.loading import materialize_meta_tensors
+    from stratagem_lightning.api.utilities.loading import materialize_meta_tensors
 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -836,8 +852,8 @@ def test_a_model_that_a_library_has_taken_its_trainer_from_goes_on() -> None:
 
 def test_names_that_libraries_on_the_index_use() -> None:
     """pytorch-forecasting's types and get_init_args; GluonTS asks whether a fit validates."""
-    from stratagem_lightning.api import types
-    from stratagem_lightning.api.parsing import get_init_args
+    from stratagem_lightning.api.utilities import types
+    from stratagem_lightning.api.utilities.parsing import get_init_args
 
     assert (str in get_args(types.PATH), torch.device in get_args(types.DEVICE)) == (True, True)
     told = []
@@ -958,7 +974,7 @@ def test_numbers_of_a_file_of_hyperparameters_are_read_as_numbers(tmp_path: Path
 
 
 def test_early_stopping_shows_its_best_value_as_a_tensor() -> None:
-    from stratagem_lightning.api.callbacks import EarlyStopping
+    from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
 
     stopping = EarlyStopping("loss")
     stopping.load_state_dict({**stopping.state_dict(), "best_score": 0.1})

@@ -148,7 +148,7 @@ def test_a_bar_ends_where_max_steps_end_the_epoch(pl: Any, tmp_path: Path) -> No
 def test_a_theme_formats_the_values_that_are_shown(
     pl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stratagem_lightning.api.callbacks import RichProgressBarTheme
+    from stratagem_lightning.api.callbacks.rich_bar import RichProgressBarTheme
 
     theme = RichProgressBarTheme(metrics_format=".1e")
     fit(pl, tmp_path, pl.callbacks.RichProgressBar(theme=theme), logger=True)

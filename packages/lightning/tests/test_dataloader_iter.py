@@ -15,7 +15,7 @@ from stratagem import Module
 from stratagem.callbacks import StochasticWeightAveraging
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.trainer import TrainLoader
-from stratagem_lightning.api import dataloader_iter
+from stratagem_lightning.api.core import dataloader_iter
 from stratagem_lightning.api.trainer import Trainer
 
 

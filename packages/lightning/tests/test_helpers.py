@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from stratagem import rng
-from stratagem_lightning.api import data, parsing, seed
 from stratagem_lightning.api.loggers import CSVLogger
-from stratagem_lightning.api.warnings import PossibleUserWarning
+from stratagem_lightning.api.utilities import data, parsing, seed
+from stratagem_lightning.api.utilities.warnings import PossibleUserWarning
 
 _VARIABLES = (
     *(rng.SEED_VARIABLE, rng.WORKERS_VARIABLE),

@@ -19,14 +19,14 @@ from stratagem.strategies import (
     FSDPStrategy as OwnFSDP,
     SingleDeviceStrategy as OwnSingleDevice,
 )
-from stratagem_lightning.api import precision as precisions
-from stratagem_lightning.api.accelerators import CPUAccelerator
-from stratagem_lightning.api.checkpoint_io import AsyncCheckpointIO
-from stratagem_lightning.api.cuda import CUDAAccelerator
+from stratagem_lightning.api.accelerators.accelerator import CPUAccelerator
+from stratagem_lightning.api.accelerators.cuda import CUDAAccelerator
 from stratagem_lightning.api.fabric import Fabric
-from stratagem_lightning.api.fsdp import FSDPStrategy
-from stratagem_lightning.api.precision import DoublePrecision
-from stratagem_lightning.api.strategies import SingleDeviceStrategy
+from stratagem_lightning.api.plugins import precision as precisions
+from stratagem_lightning.api.plugins.checkpoint_io import AsyncCheckpointIO
+from stratagem_lightning.api.plugins.precision import DoublePrecision
+from stratagem_lightning.api.strategies.fsdp import FSDPStrategy
+from stratagem_lightning.api.strategies.single_device import SingleDeviceStrategy
 
 # -- the device of one
 

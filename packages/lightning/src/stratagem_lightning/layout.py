@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _API = "stratagem_lightning.api"
+_HELPERS = f"{_API}.utilities"
 
 
 def _names(homes: Mapping[str, str]) -> dict[str, str]:
@@ -28,10 +29,11 @@ _CALLBACKS = _names(
         "LambdaCallback LearningRateMonitor ModelPruning ModelSummary "
         "OnExceptionCheckpoint RichModelSummary=ModelSummary "
         "StochasticWeightAveraging ThroughputMonitor Timer WeightAveraging",
-        f"{_API}.progress": "ProgressBar",
-        f"{_API}.tqdm_bar": "TQDMProgressBar",
-        f"{_API}.callbacks": "EarlyStopping EarlyStoppingReason RichProgressBar",
-        f"{_API}.model_checkpoint": "ModelCheckpoint",
+        f"{_API}.callbacks.progress": "ProgressBar",
+        f"{_API}.callbacks.tqdm_bar": "TQDMProgressBar",
+        f"{_API}.callbacks.early_stopping": "EarlyStopping EarlyStoppingReason",
+        f"{_API}.callbacks.rich_bar": "RichProgressBar",
+        f"{_API}.callbacks.model_checkpoint": "ModelCheckpoint",
         "stratagem_extras.tuner": "BatchSizeFinder LearningRateFinder",
     }
 )
@@ -63,9 +65,9 @@ _CLI = _names(
 )
 _PROGRESS = _names(
     {
-        f"{_API}.progress": "ProgressBar get_standard_metrics",
-        f"{_API}.tqdm_bar": "TQDMProgressBar Tqdm",
-        f"{_API}.callbacks": "RichProgressBar RichProgressBarTheme",
+        f"{_API}.callbacks.progress": "ProgressBar get_standard_metrics",
+        f"{_API}.callbacks.tqdm_bar": "TQDMProgressBar Tqdm",
+        f"{_API}.callbacks.rich_bar": "RichProgressBar RichProgressBarTheme",
     }
 )
 _PROFILERS = _names(
@@ -80,22 +82,25 @@ _STRATEGIES = _names(
         "ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy=SingleXLAStrategy Strategy "
         "XLAFSDPStrategy XLAStrategy StrategyRegistry STRATEGY_REGISTRY=StrategyRegistry "
         "DataParallelStrategy",
-        f"{_API}.fsdp": "FSDPStrategy",
+        f"{_API}.strategies.fsdp": "FSDPStrategy",
     }
 )
-_FABRIC_STRATEGIES = {**_STRATEGIES, **_names({f"{_API}.strategies": "SingleDeviceStrategy"})}
+_FABRIC_STRATEGIES = {
+    **_STRATEGIES,
+    **_names({f"{_API}.strategies.single_device": "SingleDeviceStrategy"}),
+}
 _ACCELERATORS = _names(
     {
         "stratagem.accelerators": "XLAAccelerator",
-        f"{_API}.cuda": "CUDAAccelerator",
-        f"{_API}.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator "
+        f"{_API}.accelerators.cuda": "CUDAAccelerator",
+        f"{_API}.accelerators.accelerator": "Accelerator AcceleratorRegistry CPUAccelerator "
         "find_usable_cuda_devices",
     }
 )
 _PRECISION = _names(
     {
         "stratagem.precision": "BitsandbytesPrecision TransformerEnginePrecision",
-        f"{_API}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
+        f"{_API}.plugins.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin "
         "DoublePrecision DoublePrecisionPlugin FSDPPrecision "
         "FSDPPrecisionPlugin HalfPrecision HalfPrecisionPlugin "
         "FSDPMixedPrecisionPlugin MixedPrecision MixedPrecisionPlugin Precision PrecisionPlugin",
@@ -104,65 +109,73 @@ _PRECISION = _names(
 _ENVIRONMENTS = _names(
     {
         "stratagem.environments": "ClusterEnvironment",
-        f"{_API}.environments": "KubeflowEnvironment LSFEnvironment LightningEnvironment "
+        f"{_API}.plugins.environments": "KubeflowEnvironment LSFEnvironment LightningEnvironment "
         "MPIEnvironment SLURMEnvironment TorchElasticEnvironment",
     }
 )
 _IO = _names(
     {
         "stratagem.checkpoint": "CheckpointIO TorchCheckpointIO=SingleFileCheckpointIO",
-        f"{_API}.checkpoint_io": "AsyncCheckpointIO",
+        f"{_API}.plugins.checkpoint_io": "AsyncCheckpointIO",
     }
 )
 _RANK_ZERO = _names(
     {
         "stratagem.launch": "rank_zero_debug rank_zero_info rank_zero_only rank_zero_warn",
-        f"{_API}.warnings": "LightningDeprecationWarning rank_zero_deprecation WarningCache "
+        f"{_HELPERS}.warnings": "LightningDeprecationWarning rank_zero_deprecation WarningCache "
         "rank_prefixed_message",
     }
 )
-_SEED = _names({f"{_API}.seed": "isolate_rng pl_worker_init_function reset_seed seed_everything"})
-_EXCEPTIONS = _names({f"{_API}.exceptions": "MisconfigurationException SIGTERMException"})
-_WARNINGS = _names({f"{_API}.warnings": "PossibleUserWarning disable_possible_user_warnings"})
+_SEED = _names(
+    {f"{_HELPERS}.seed": "isolate_rng pl_worker_init_function reset_seed seed_everything"}
+)
+_EXCEPTIONS = _names({f"{_HELPERS}.exceptions": "MisconfigurationException SIGTERMException"})
+_WARNINGS = _names({f"{_HELPERS}.warnings": "PossibleUserWarning disable_possible_user_warnings"})
 _DATA = _names(
     {
-        f"{_API}.data": "AttributeDict extract_batch_size has_iterable_dataset has_len "
+        f"{_HELPERS}.data": "AttributeDict extract_batch_size has_iterable_dataset has_len "
         "has_len_all_ranks sized_len suggested_max_num_workers"
     }
 )
 _MOVING = _names(
-    {f"{_API}.data": "convert_tensors_to_scalars convert_to_tensors move_data_to_device"}
+    {f"{_HELPERS}.data": "convert_tensors_to_scalars convert_to_tensors move_data_to_device"}
 )
 _MODELS = _names(
     {
-        f"{_API}.models": "find_shared_parameters from_compiled get_torchvision_model grad_norm "
-        "is_overridden set_shared_parameters to_uncompiled"
+        f"{_HELPERS}.models": "find_shared_parameters from_compiled get_torchvision_model "
+        "grad_norm is_overridden set_shared_parameters to_uncompiled"
     }
 )
 _MEMORY = _names(
     {
-        f"{_API}.memory": "garbage_collection_cuda is_cuda_out_of_memory is_cudnn_snafu "
+        f"{_HELPERS}.memory": "garbage_collection_cuda is_cuda_out_of_memory is_cudnn_snafu "
         "is_oom_error is_out_of_cpu_memory recursive_detach"
     }
 )
 _PARSING = _names(
     {
-        f"{_API}.data": "AttributeDict",
-        f"{_API}.parsing": "clean_namespace get_init_args is_picklable lightning_getattr "
+        f"{_HELPERS}.data": "AttributeDict",
+        f"{_HELPERS}.parsing": "clean_namespace get_init_args is_picklable lightning_getattr "
         "lightning_hasattr lightning_setattr parse_class_init_keys",
     }
 )
-_ENUMS = _names({f"{_API}.states": "GradClipAlgorithmType LightningEnum"})
+_ENUMS = _names({f"{_API}.core.states": "GradClipAlgorithmType LightningEnum"})
 _THROUGHPUT = _names(
     {
         "stratagem_extras.callbacks.throughput": "Throughput",
-        f"{_API}.throughput": "ThroughputMonitor measure_flops",
+        f"{_API}.callbacks.throughput": "ThroughputMonitor measure_flops",
+    }
+)
+_SUMMARY = _names(
+    {
+        f"{_API}.callbacks.summary": "LEFTOVER_PARAMS_NAME ModelSummary NOT_APPLICABLE "
+        "UNKNOWN_SIZE summarize"
     }
 )
 _COMBINED = _names({"stratagem.data": "CombinedLoader"})
 _TYPES = _names(
     {
-        f"{_API}.types": "EVAL_DATALOADERS LRSchedulerConfig LRSchedulerConfigType "
+        f"{_HELPERS}.types": "EVAL_DATALOADERS LRSchedulerConfig LRSchedulerConfigType "
         "LRSchedulerPLType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerConfig "
         "OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS "
         "_EVALUATE_OUTPUT=EVALUATE_OUTPUT _PREDICT_OUTPUT=PREDICT_OUTPUT"
@@ -178,7 +191,7 @@ _BORING = _names(
 _TRANSFORMER = _names({f"{_API}.demos.transformer": "LightningTransformer Transformer WikiText2"})
 _LSTM = _names({f"{_API}.demos.lstm": "LightningLSTM SequenceSampler SimpleLSTM"})
 _MODULES = _names(
-    {f"{_API}.module": "LightningModule", f"{_API}.datamodule": "LightningDataModule"}
+    {f"{_API}.core.module": "LightningModule", f"{_API}.core.datamodule": "LightningDataModule"}
 )
 _MIXINS = _names({"stratagem.module": "HyperparametersMixin=HyperParametersMixin"})
 _TRAINER = _names({f"{_API}.trainer": "Trainer"})
@@ -186,7 +199,7 @@ _TUNER = _names({"stratagem_extras.tuner": "Tuner"})
 _FABRIC = _names({f"{_API}.fabric": "Fabric is_wrapped"})
 _CALLBACK = {"Callback": _CALLBACKS["Callback"]}
 _SEED_EVERYTHING = {"seed_everything": _SEED["seed_everything"]}
-_VERSION = {"__version__": f"{_API}.version:LIGHTNING_VERSION"}
+_VERSION = {"__version__": f"{_HELPERS}.version:LIGHTNING_VERSION"}
 _UTILITIES = {**_DATA, **_MOVING, **_RANK_ZERO, **_WARNINGS, **_ENUMS, **_THROUGHPUT}
 
 
@@ -253,7 +266,7 @@ _PYTORCH: _Layout = {
         **_CALLBACK,
         **_SEED_EVERYTHING,
         **_VERSION,
-        **_names({f"{_API}.version": "cli_lightning_logo"}),
+        **_names({f"{_HELPERS}.version": "cli_lightning_logo"}),
     },
     **_package(
         "pytorch.callbacks",
@@ -320,8 +333,8 @@ _PYTORCH: _Layout = {
     "pytorch.core.optimizer": _names({"stratagem.runtime": "LightningOptimizer=LiteOptimizer"}),
     "pytorch.core.saving": _names(
         {
-            f"{_API}.cloud_io": "get_filesystem",
-            f"{_API}.saving": "load_hparams_from_yaml save_hparams_to_yaml",
+            f"{_HELPERS}.loading": "get_filesystem",
+            f"{_API}.core.saving": "load_hparams_from_yaml save_hparams_to_yaml",
         }
     ),
     "pytorch.core.hooks": _names({"stratagem.module": "DataHooks ModelHooks=ModuleHooks"}),
@@ -329,10 +342,10 @@ _PYTORCH: _Layout = {
     # Private, and in a library that many use.
     "pytorch.trainer.connectors": {},
     "pytorch.trainer.connectors.accelerator_connector": _names(
-        {f"{_API}.connector": "_AcceleratorConnector=AcceleratorConnector"}
+        {f"{_API}.accelerators.connector": "_AcceleratorConnector=AcceleratorConnector"}
     ),
     "pytorch.trainer.states": _names(
-        {f"{_API}.states": "RunningStage TrainerFn TrainerState TrainerStatus"}
+        {f"{_API}.core.states": "RunningStage TrainerFn TrainerState TrainerStatus"}
     ),
     **_package("pytorch.tuner", _TUNER, {"tuning": "Tuner"}),
     "pytorch.utilities": {
@@ -351,27 +364,28 @@ _PYTORCH: _Layout = {
     "pytorch.utilities.memory": _MEMORY,
     "pytorch.utilities.imports": _names(
         # Private, and in Lightning's own examples.
-        {f"{_API}.models": "_OMEGACONF_AVAILABLE _RICH_AVAILABLE _TORCHVISION_AVAILABLE"}
+        {f"{_HELPERS}.models": "_OMEGACONF_AVAILABLE _RICH_AVAILABLE _TORCHVISION_AVAILABLE"}
     ),
     "pytorch.utilities.model_helpers": _some(_MODELS, "get_torchvision_model is_overridden"),
-    "pytorch.utilities.model_summary": _names({f"{_API}.summary": "ModelSummary summarize"}),
-    "pytorch.utilities.model_summary.model_summary": _names(
-        {
-            f"{_API}.summary": "LEFTOVER_PARAMS_NAME ModelSummary NOT_APPLICABLE UNKNOWN_SIZE "
-            "summarize"
-        }
+    "pytorch.utilities.model_summary": _names(
+        {f"{_API}.callbacks.summary": "ModelSummary summarize"}
     ),
+    "pytorch.utilities.model_summary.model_summary": _SUMMARY,
     "pytorch.utilities.parameter_tying": _some(
         _MODELS, "find_shared_parameters set_shared_parameters"
     ),
     "pytorch.utilities.parsing": _PARSING,
     "pytorch.utilities.rank_zero": _RANK_ZERO,
-    "pytorch.utilities.signature_utils": _names({f"{_API}.parsing": "is_param_in_hook_signature"}),
+    "pytorch.utilities.signature_utils": _names(
+        {f"{_HELPERS}.parsing": "is_param_in_hook_signature"}
+    ),
     "pytorch.utilities.seed": {"isolate_rng": _SEED["isolate_rng"]},
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": _WARNINGS,
     "pytorch.overrides": {},
-    "pytorch.overrides.distributed": _names({f"{_API}.samplers": "UnrepeatedDistributedSampler"}),
+    "pytorch.overrides.distributed": _names(
+        {f"{_HELPERS}.samplers": "UnrepeatedDistributedSampler"}
+    ),
     "pytorch.demos": {**_BORING, **_TRANSFORMER, **_LSTM},
     "pytorch.demos.boring_classes": _BORING,
     "pytorch.demos.lstm": _LSTM,
@@ -394,17 +408,17 @@ _FABRIC_SIDE: _Layout = {
     ),
     "fabric.utilities": _UTILITIES,
     "fabric.utilities.apply_func": _MOVING,
-    "fabric.utilities.cloud_io": _names({f"{_API}.cloud_io": "get_filesystem"}),
+    "fabric.utilities.cloud_io": _names({f"{_HELPERS}.loading": "get_filesystem"}),
     "fabric.utilities.data": _DATA,
-    "fabric.utilities.distributed": _names({f"{_API}.samplers": "DistributedSamplerWrapper"}),
+    "fabric.utilities.distributed": _names({f"{_HELPERS}.samplers": "DistributedSamplerWrapper"}),
     "fabric.utilities.enums": {"LightningEnum": _ENUMS["LightningEnum"]},
     "fabric.utilities.exceptions": _EXCEPTIONS,
     # Private, and in libraries that many use.
     "fabric.utilities.init": _names(
-        {f"{_API}.loading": "_materialize_meta_tensors=materialize_meta_tensors"}
+        {f"{_HELPERS}.loading": "_materialize_meta_tensors=materialize_meta_tensors"}
     ),
     "fabric.utilities.load": _names(
-        {f"{_API}.loading": "_NotYetLoadedTensor=NotYetLoadedTensor _lazy_load=lazy_load"}
+        {f"{_HELPERS}.loading": "_NotYetLoadedTensor=NotYetLoadedTensor _lazy_load=lazy_load"}
     ),
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,
@@ -412,8 +426,8 @@ _FABRIC_SIDE: _Layout = {
     # Private, and in annotations of libraries that many use.
     "fabric.utilities.types": _names(
         {
-            f"{_API}.types": "LRScheduler Optimizable=Optimizer ReduceLROnPlateau _DEVICE=DEVICE "
-            "_MAP_LOCATION_TYPE=MAP_LOCATION _PATH=PATH"
+            f"{_HELPERS}.types": "LRScheduler Optimizable=Optimizer ReduceLROnPlateau "
+            "_DEVICE=DEVICE _MAP_LOCATION_TYPE=MAP_LOCATION _PATH=PATH"
         }
     ),
     "fabric.utilities.warnings": _WARNINGS,

@@ -11,11 +11,11 @@ from typing import Any
 from stratagem.errors import ConfigurationError
 from stratagem.lite import Lite, LiteDataLoader, LiteModule, PathLike, numbers_of
 from stratagem.runtime import LiteOptimizer
-from stratagem_lightning.api.data import first_of_one
-from stratagem_lightning.api.filtering import Filter, filtered
-from stratagem_lightning.api.module import LightningModule
-from stratagem_lightning.api.shorthands import expand_shorthands
-from stratagem_lightning.api.strategies import SingleDeviceStrategy
+from stratagem_lightning.api.core.module import LightningModule
+from stratagem_lightning.api.core.shorthands import expand_shorthands
+from stratagem_lightning.api.strategies.filtering import Filter, filtered
+from stratagem_lightning.api.strategies.single_device import SingleDeviceStrategy
+from stratagem_lightning.api.utilities.data import first_of_one
 
 
 def is_wrapped(obj: object) -> bool:

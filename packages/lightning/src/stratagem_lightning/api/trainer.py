@@ -20,13 +20,13 @@ from stratagem.launch import rank_zero_info, rank_zero_warn
 from stratagem.loggers import Logger
 from stratagem.profilers import Profiler
 from stratagem.strategies import StepOptions
-from stratagem_lightning.api import dataloader_iter
-from stratagem_lightning.api.callbacks import RichProgressBar
+from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
+from stratagem_lightning.api.callbacks.rich_bar import RichProgressBar
+from stratagem_lightning.api.core import dataloader_iter
+from stratagem_lightning.api.core.loops import EvaluationLoop, FitLoop, PredictionLoop
+from stratagem_lightning.api.core.shorthands import expand_shorthands
+from stratagem_lightning.api.core.states import TrainerState
 from stratagem_lightning.api.loggers import CSVLogger, DummyLogger, TensorBoardLogger
-from stratagem_lightning.api.loops import EvaluationLoop, FitLoop, PredictionLoop
-from stratagem_lightning.api.model_checkpoint import ModelCheckpoint
-from stratagem_lightning.api.shorthands import expand_shorthands
-from stratagem_lightning.api.states import TrainerState
 
 if TYPE_CHECKING:
     from stratagem.strategies import PreparedModel

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from stratagem.data import CombinedLoader
-from stratagem_lightning.api.datamodule import LightningDataModule
-from stratagem_lightning.api.module import LightningModule
+from stratagem_lightning.api.core.datamodule import LightningDataModule
+from stratagem_lightning.api.core.module import LightningModule
 
 _FEATURES = 32
 _SAMPLES = 64

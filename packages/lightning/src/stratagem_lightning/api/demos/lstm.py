@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler
 
+from stratagem_lightning.api.core.module import LightningModule
 from stratagem_lightning.api.demos.transformer import WikiText2
-from stratagem_lightning.api.module import LightningModule
 
 
 class SimpleLSTM(nn.Module):

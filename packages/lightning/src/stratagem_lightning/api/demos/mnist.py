@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, random_split
 
 from stratagem.errors import ConfigurationError
-from stratagem_lightning.api.datamodule import LightningDataModule
+from stratagem_lightning.api.core.datamodule import LightningDataModule
 
 
 def MNIST(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.errors import ConfigurationError
-from stratagem_lightning.api.module import LightningModule
+from stratagem_lightning.api.core.module import LightningModule
 
 
 class Transformer(nn.Module):

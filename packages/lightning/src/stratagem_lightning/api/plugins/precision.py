@@ -14,7 +14,7 @@ from stratagem import precision as own
 from stratagem.errors import ConfigurationError
 from stratagem.precision import default_dtype
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
-from stratagem_lightning.api.warnings import rank_zero_deprecation
+from stratagem_lightning.api.utilities.warnings import rank_zero_deprecation
 
 
 class Precision(own.Precision, metaclass=InstanceCheck):
@@ -146,7 +146,7 @@ class MixedPrecision(Precision, own.MixedPrecision):
         """Return one that scales the loss for "16-mixed"."""
         if cls is not MixedPrecision or precision != "16-mixed":
             return super().__new__(cls)
-        from stratagem_lightning.api.float16 import Float16MixedPrecision
+        from stratagem_lightning.api.plugins.float16 import Float16MixedPrecision
 
         return Float16MixedPrecision.__new__(Float16MixedPrecision)
 

@@ -17,8 +17,8 @@ from stratagem.errors import ConfigurationError
 from stratagem.lite import LiteModule, collect, restore
 from stratagem.precision import TruePrecision
 from stratagem.strategies import Ranks
-from stratagem_lightning.api.filtering import Filter, filtered
 from stratagem_lightning.api.instance_check import InstanceCheck, of_class
+from stratagem_lightning.api.strategies.filtering import Filter, filtered
 
 PathLike = str | os.PathLike[str]
 

@@ -1,19 +1,36 @@
-"""What much used libraries take from Lightning's private modules: lazy files, meta tensors."""
+"""Files and tensors to load: file systems, lazy files, tensors on the meta device."""
 
 from __future__ import annotations
 
-from os import PathLike
+import os
 from typing import Any
 
 import torch
 from torch import nn
 
 
+def get_filesystem(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Return fsspec's file system of a path or a URL.
+
+    Args:
+        path: a local path, or a URL such as "s3://bucket/run".
+        **kwargs: of the file system.
+
+    Example:
+        >>> from stratagem_lightning.api.utilities.loading import get_filesystem
+        >>> get_filesystem("run/last.ckpt").protocol
+        ('file', 'local')
+    """
+    from fsspec.core import url_to_fs
+
+    return url_to_fs(os.fspath(path), **kwargs)[0]
+
+
 class NotYetLoadedTensor:
     """What a tensor is there before it is read. Here a file is mapped, so nothing is one."""
 
 
-def lazy_load(filename: str | PathLike[str]) -> Any:
+def lazy_load(filename: str | os.PathLike[str]) -> Any:
     """Return what a file of `torch.save` holds; tensors are read when they are used.
 
     Nothing in it is executed.

@@ -1,77 +1,17 @@
-"""Callbacks with what Lightning's have beside Stratagem's: a reason, a theme."""
+"""RichProgressBar: with a theme, as Lightning has it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from stratagem import callbacks
 from stratagem_extras.callbacks import progress_bar_names
-from stratagem_lightning.api.progress import ProgressBar
+from stratagem_lightning.api.callbacks.progress import ProgressBar
 
 if TYPE_CHECKING:
     from stratagem.module import Module
     from stratagem.trainer import Trainer
-
-
-class EarlyStoppingReason(IntEnum):
-    """What has ended training."""
-
-    NOT_STOPPED = 0
-    STOPPING_THRESHOLD = 1
-    DIVERGENCE_THRESHOLD = 2
-    PATIENCE_EXHAUSTED = 3
-    NON_FINITE_METRIC = 4
-
-
-class EarlyStopping(callbacks.EarlyStopping):
-    """Stratagem's, with its reason as an `EarlyStoppingReason`.
-
-    Args:
-        *args, **options: of `stratagem.callbacks.EarlyStopping`.
-        log_rank_zero_only: only rank 0 says anything, also with False.
-
-    Example:
-        >>> from stratagem_lightning.api.callbacks import EarlyStopping
-        >>> EarlyStopping("val_loss").stopping_reason.name
-        'NOT_STOPPED'
-    """
-
-    def __init__(self, *args: Any, log_rank_zero_only: bool = False, **options: Any) -> None:
-        super().__init__(*args, **options)
-
-    @property
-    def best_score(self) -> Any:
-        """The best value so far, of shape ()."""
-        return torch.tensor(self._best_score, dtype=torch.float64)
-
-    @best_score.setter
-    def best_score(self, score: Any) -> None:
-        self._best_score = float(score)
-
-    @property
-    def stopping_reason(self) -> EarlyStoppingReason:
-        """What has ended training; `stopping_reason_message` says it in words."""
-        return EarlyStoppingReason[(self.stopped_by or "not_stopped").upper()]
-
-    @stopping_reason.setter
-    def stopping_reason(self, reason: EarlyStoppingReason) -> None:
-        self.stopped_by = "" if not reason else reason.name.lower()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the reason too."""
-        reason = {"stopped_by": self.stopped_by, "message": self.stopping_reason_message}
-        return {**super().state_dict(), "best_score": self._best_score, "reason": reason}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back."""
-        super().load_state_dict(state)
-        reason = state.get("reason", {})
-        self.stopped_by = reason.get("stopped_by", "")
-        self.stopping_reason_message = reason.get("message")
 
 
 @dataclass
@@ -113,8 +53,9 @@ class RichProgressBar(progress_bar_names.RichProgressBar, ProgressBar):
         console_kwargs: arguments of the `rich.console.Console` that it is shown on.
 
     Example:
-        >>> from stratagem_lightning.api.callbacks import RichProgressBar, RichProgressBarTheme
-        >>> RichProgressBar(theme=RichProgressBarTheme(metrics_format=".2e")).is_enabled
+        >>> from stratagem_lightning.pytorch.callbacks.progress import rich_progress
+        >>> theme = rich_progress.RichProgressBarTheme(metrics_format=".2e")
+        >>> rich_progress.RichProgressBar(theme=theme).is_enabled
         True
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem import precision
-from stratagem_lightning.api.precision import MixedPrecision
+from stratagem_lightning.api.plugins.precision import MixedPrecision
 
 # Served by the backend that provides it; an error names the one to install.
 _Float16Mixed: Any = precision.Float16Mixed  # type: ignore[attr-defined]

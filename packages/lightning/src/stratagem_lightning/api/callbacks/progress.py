@@ -26,7 +26,7 @@ class ProgressBar(callbacks.ProgressBar):
     r"""A bar of your own: it shows nothing, and has what one is made of.
 
     Example:
-        >>> from stratagem_lightning.api.progress import ProgressBar
+        >>> from stratagem_lightning.api.callbacks.progress import ProgressBar
         >>> class Percent(ProgressBar):
         ...     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         ...         print(f"{batch_idx / self.total_train_batches:.0%}", end="\\r")

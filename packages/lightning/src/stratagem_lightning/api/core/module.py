@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from stratagem.errors import CheckpointMismatchError
 from stratagem.launch import rank_zero_warn
 from stratagem.module import Module
-from stratagem_lightning.api.data import first_of_one
-from stratagem_lightning.api.exceptions import StateDictError
-from stratagem_lightning.api.saving import of_file
+from stratagem_lightning.api.core.saving import of_file
+from stratagem_lightning.api.utilities.data import first_of_one
+from stratagem_lightning.api.utilities.exceptions import StateDictError
 
 if TYPE_CHECKING:
     import stratagem

@@ -16,7 +16,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
         *args, **kwargs: those of `torch.utils.data.DistributedSampler`.
 
     Example:
-        >>> from stratagem_lightning.api.samplers import UnrepeatedDistributedSampler
+        >>> from stratagem_lightning.api.utilities.samplers import UnrepeatedDistributedSampler
         >>> one = UnrepeatedDistributedSampler(range(5), rank=0, num_replicas=2, shuffle=False)
         >>> other = UnrepeatedDistributedSampler(range(5), rank=1, num_replicas=2, shuffle=False)
         >>> list(one), list(other)
@@ -38,7 +38,7 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
 
     Example:
         >>> from torch.utils.data import SequentialSampler
-        >>> from stratagem_lightning.api.samplers import DistributedSamplerWrapper
+        >>> from stratagem_lightning.api.utilities.samplers import DistributedSamplerWrapper
         >>> sampler = SequentialSampler("abcd")
         >>> list(DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False))
         [1, 3]

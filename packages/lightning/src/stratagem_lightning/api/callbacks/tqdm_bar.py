@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import ConfigurationError
-from stratagem_lightning.api.progress import ProgressBar
+from stratagem_lightning.api.callbacks.progress import ProgressBar
 
 if importlib.util.find_spec("ipywidgets") is None:
     from tqdm import tqdm as _tqdm  # type: ignore[import-untyped]
@@ -71,7 +71,7 @@ class TQDMProgressBar(ProgressBar):
         leave: keep the bar of each epoch.
 
     Example:
-        >>> from stratagem_lightning.api.tqdm_bar import TQDMProgressBar
+        >>> from stratagem_lightning.api.callbacks.tqdm_bar import TQDMProgressBar
         >>> class Named(TQDMProgressBar):
         ...     def init_validation_tqdm(self):
         ...         bar = super().init_validation_tqdm()

@@ -31,7 +31,7 @@ class ModelSummary:
 
     Example:
         >>> from torch import nn
-        >>> from stratagem_lightning.api.summary import ModelSummary
+        >>> from stratagem_lightning.api.callbacks.summary import ModelSummary
         >>> summary = ModelSummary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
         >>> summary.layer_types, summary.param_nums, summary.total_parameters
         (['Linear', 'ReLU'], [9, 0], 9)

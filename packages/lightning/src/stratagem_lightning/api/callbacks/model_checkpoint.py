@@ -49,7 +49,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         ConfigurationError: a value out of range; when a fit begins, another `FILE_EXTENSION`.
 
     Example:
-        >>> from stratagem_lightning.api.model_checkpoint import ModelCheckpoint
+        >>> from stratagem_lightning.api.callbacks.model_checkpoint import ModelCheckpoint
         >>> saver = ModelCheckpoint(filename="{epoch}-{val_loss:.2f}", monitor="val_loss")
         >>> saver.format_checkpoint_name({"epoch": 2, "val_loss": 0.123456})
         'epoch=2-val_loss=0.12.ckpt'

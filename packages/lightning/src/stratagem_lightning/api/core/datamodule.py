@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stratagem.module import DataModule
-from stratagem_lightning.api.saving import of_file
+from stratagem_lightning.api.core.saving import of_file
 
 DataModuleType = TypeVar("DataModuleType", bound="LightningDataModule")
 

@@ -1,0 +1,1 @@
+"""Accelerators with methods of Lightning's."""

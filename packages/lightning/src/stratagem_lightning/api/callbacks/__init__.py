@@ -1,0 +1,1 @@
+"""Callbacks with names or defaults of Lightning's."""

@@ -1,0 +1,67 @@
+"""EarlyStopping: with its reason as an enumeration, as Lightning has it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from stratagem import callbacks
+
+
+class EarlyStoppingReason(IntEnum):
+    """What has ended training."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+class EarlyStopping(callbacks.EarlyStopping):
+    """Stratagem's, with its reason as an `EarlyStoppingReason`.
+
+    Args:
+        *args, **options: of `stratagem.callbacks.EarlyStopping`.
+        log_rank_zero_only: only rank 0 says anything, also with False.
+
+    Example:
+        >>> from stratagem_lightning.api.callbacks.early_stopping import EarlyStopping
+        >>> EarlyStopping("val_loss").stopping_reason.name
+        'NOT_STOPPED'
+    """
+
+    def __init__(self, *args: Any, log_rank_zero_only: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+    @property
+    def best_score(self) -> Any:
+        """The best value so far, of shape ()."""
+        return torch.tensor(self._best_score, dtype=torch.float64)
+
+    @best_score.setter
+    def best_score(self, score: Any) -> None:
+        self._best_score = float(score)
+
+    @property
+    def stopping_reason(self) -> EarlyStoppingReason:
+        """What has ended training; `stopping_reason_message` says it in words."""
+        return EarlyStoppingReason[(self.stopped_by or "not_stopped").upper()]
+
+    @stopping_reason.setter
+    def stopping_reason(self, reason: EarlyStoppingReason) -> None:
+        self.stopped_by = "" if not reason else reason.name.lower()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the reason too."""
+        reason = {"stopped_by": self.stopped_by, "message": self.stopping_reason_message}
+        return {**super().state_dict(), "best_score": self._best_score, "reason": reason}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back."""
+        super().load_state_dict(state)
+        reason = state.get("reason", {})
+        self.stopped_by = reason.get("stopped_by", "")
+        self.stopping_reason_message = reason.get("message")

@@ -1,0 +1,1 @@
+"""LightningModule, LightningDataModule, and what a Trainer shows of its loops and states."""

@@ -1,0 +1,1 @@
+"""Precisions, cluster environments and checkpoint formats with names of Lightning's."""
