@@ -457,7 +457,8 @@ TIME = "expected a timedelta, 'DD:HH:MM:SS', a dict of its arguments, or seconds
         ),
         (
             {"callbacks": [1]},
-            "callbacks has 1; expected instances of stratagem.Callback, or names of installed callbacks",
+            "callbacks has 1; expected instances of stratagem.Callback, or names of installed "
+            "callbacks",
         ),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from stratagem import __version__
 from stratagem.discovery.registry import get_registry
-from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, shown
+from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, format_value
 from stratagem.storage import paths
 
 FORMAT_VERSION = 2
@@ -72,6 +72,6 @@ def _check_kind(
     if not isinstance(value, kinds) or (isinstance(value, int) and value < 0):
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise CheckpointCorruptError(
-            f"{str(path)!r} is damaged: its {name} is {shown(value)}, expected "
+            f"{str(path)!r} is damaged: its {name} is {format_value(value)}, expected "
             + ("a number from 0 on" if kinds == (int,) else f"a {expected}")
         )
