@@ -28,19 +28,27 @@ GUIDE = ROOT / "docs/plugin-api.md"
 PUBLIC = {
     "stratagem.discovery": "PLUGIN_API_VERSION hookimpl Capabilities ComponentSpec StrategySpec "
     "AcceleratorSpec PrecisionSpec CheckpointIOSpec ClusterEnvironmentSpec LauncherSpec "
-    "Availability Check Command",
+    "LoggerSpec CallbackSpec ProfilerSpec NameSpec Availability Check Command TorchBuild torch_build "
+    "version_of read_text require_package",
     "stratagem.strategies": "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep "
-    "PreparedModel Ranks ProcessGroupRanks Components StepOptions GradientClip Compilation "
-    "StepModule make_optimizers apply_activation_checkpointing",
-    "stratagem.accelerators": "Accelerator DeviceAccelerator DeviceMemory",
-    "stratagem.precision": "Precision EnginePrecision",
-    "stratagem.checkpoint": "CheckpointIO Shards LazyTensor",
+    "PreparedModel Optimizers Ranks ProcessGroupRanks Components StepOptions GradientClip "
+    "Compilation StepModule make_optimizers ActivationCheckpointing "
+    "apply_activation_checkpointing check_activation_checkpointing use_huge_pages "
+    "return_freed_memory",
+    "stratagem.accelerators": "Accelerator CPUAccelerator DeviceAccelerator DeviceMemory",
+    "stratagem.precision": "Precision EnginePrecision TruePrecision MixedPrecision default_dtype",
+    "stratagem.checkpoint": "CheckpointIO Shards LazyTensor SingleFileCheckpointIO "
+    "DirectoryCheckpointIO read_whole",
     "stratagem.environments": "ClusterEnvironment",
     "stratagem.launch": "Launcher RunPlan RunRequest Selection rank_environment free_port pack "
     "run_packed pack_result unpack_result rank_failure run_as_rank",
     "stratagem.data": "map_tensors",
+    "stratagem.state": "named_state load_named_state matching_groups check_weights",
+    "stratagem.storage": "check_is_new",
+    "stratagem.rng": "seed_devices_by",
     "stratagem.loggers": "Logger",
     "stratagem.callbacks": "Callback",
+    "stratagem.profilers": "Profiler",
     "stratagem.errors": "*",
 }
 """What the plugin API holds, by the module that authors import it from."""
@@ -80,6 +88,16 @@ def functions() -> dict[str, FunctionType]:
         for name in sorted(vars(hooks))
         if name.startswith("stratagem_")
     }
+
+
+def promised() -> set[str]:
+    """Return the public paths of all that it holds."""
+    return set(_objects())
+
+
+def aliases() -> list[str]:
+    """Return the public paths of its type aliases and constants."""
+    return [path for path, each in _objects().items() if not isinstance(each, (type, FunctionType))]
 
 
 @functools.cache
@@ -256,6 +274,7 @@ def snapshot() -> str:
         lines += sorted(f"    {member.text}" for member in found if member.kind != "field")
     lines.append("")
     lines += [f"{_of_function(path)}{signature_of(each)}" for path, each in functions().items()]
+    lines += [f"alias {path}" for path in aliases()]
     return "\n".join(lines) + "\n"
 
 
@@ -284,7 +303,7 @@ def _by_member(text: str) -> dict[str, str]:
     for line in text.splitlines():
         words = re.match(
             r"(?: {4})?(?:abstract |final )?(?:(?:class |static )?method|class|property|attribute|"
-            r"field|function|hook|plugin) ([\w.]+)",
+            r"field|function|hook|plugin|alias) ([\w.]+)",
             line,
         )
         if words is None:
@@ -310,6 +329,7 @@ INTERFACES = (
     "ClusterEnvironment",
     "Launcher",
     "Logger",
+    "Profiler",
 )
 """The classes that authors subclass or are handed, in the order of the guide."""
 
@@ -325,7 +345,16 @@ def tables() -> str:
         if calls := call_sequence(kind):
             parts.append(f"{_said_before_calls(head)}\n\n{calls}\n")
         parts.append(_about_members(kind))
-    return "\n".join(parts)
+    return "\n".join([*parts, _about_functions()])
+
+
+def _about_functions() -> str:
+    rows = [
+        (f"`{path}{signature_of(each).partition(' -> ')[0]}`", first_sentence(each.__doc__))
+        for path, each in functions().items()
+        if not path.startswith("hook ")
+    ]
+    return "### Functions\n\n" + _table(("function", "what it does"), rows)
 
 
 def call_sequence(kind: type) -> str:
@@ -366,7 +395,9 @@ def _about_members(kind: type) -> str:
 
 def _about_specs(of_name: Mapping[str, tuple[str, type]]) -> str:
     rows = []
-    for name in PUBLIC["stratagem.discovery"].split()[2:]:
+    for name in PUBLIC["stratagem.discovery"].split():
+        if name not in of_name:
+            continue
         _, kind = of_name[name]
         for member in members(kind):
             if member.kind == "field":

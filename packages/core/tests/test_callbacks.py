@@ -63,7 +63,8 @@ def test_a_callback_of_a_plugin_is_chosen_by_its_name() -> None:
     registry.add(CallbackSpec(name="counts", target=Counts, api_version=1))
     options: dict[str, Any] = {"logger": False, "accelerator": "cpu"}
     try:
-        for given in ("counts", ["counts"], ["COUNTS", ModelCheckpoint()]):
+        choices: tuple[Any, ...] = ("counts", ["counts"], ["COUNTS", ModelCheckpoint()])
+        for given in choices:
             made = Trainer(callbacks=given, **options).callbacks
             assert sum(type(callback) is Counts for callback in made) == 1
         with pytest.raises(UnknownNameError, match=r"callback 'count'\. Did you mean 'counts'"):

@@ -424,10 +424,10 @@ def test_huge_pages_are_asked_for_unless_the_user_has_decided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(allocator.HUGE_PAGES_VARIABLE, raising=False)
-    allocator.ask_for_huge_pages()
+    allocator.use_huge_pages()
     assert os.environ[allocator.HUGE_PAGES_VARIABLE] == "1"
     monkeypatch.setenv(allocator.HUGE_PAGES_VARIABLE, "0")
-    allocator.ask_for_huge_pages()
+    allocator.use_huge_pages()
     assert os.environ[allocator.HUGE_PAGES_VARIABLE] == "0"
 
 

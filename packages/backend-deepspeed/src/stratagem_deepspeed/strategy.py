@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategies import (
-    CheckpointChoice,
+    ActivationCheckpointing,
     Components,
     GradientClip,
     Optimizers,
     ParallelStrategy,
     PreparedModel,
     apply_activation_checkpointing,
-    ask_for_huge_pages,
-    check_choice,
+    check_activation_checkpointing,
     make_optimizers,
     return_freed_memory,
+    use_huge_pages,
 )
 from stratagem_deepspeed.config import (
     Facts,
@@ -154,7 +154,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         loss_scale_window: int | None = None,
         hysteresis: int | None = None,
         min_loss_scale: float | None = None,
-        activation_checkpointing: CheckpointChoice = None,
+        activation_checkpointing: ActivationCheckpointing = None,
         partition_activations: bool | None = None,
         cpu_checkpointing: bool | None = None,
         contiguous_memory_optimization: bool | None = None,
@@ -168,7 +168,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             components["checkpoint_io"] = "single_file"
         super().__init__(**components)
         installed_version()
-        self.activation_checkpointing = check_choice(activation_checkpointing)
+        self.activation_checkpointing = check_activation_checkpointing(activation_checkpointing)
         self.user_config = read_config(config)
         self.options = without_needless_offload(Options.among(arguments), self.user_config)
         self.facts = Facts()
@@ -208,7 +208,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         )
         config = self._config()
         if kind == "cpu":
-            ask_for_huge_pages()
+            use_huge_pages()
         check_float16(config, kind, components.precision.name)
         build_ops(config, kind)
 

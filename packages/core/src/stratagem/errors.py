@@ -47,6 +47,7 @@ __all__ = [
     "StratagemError",
     "UnknownNameError",
     "UserCodeError",
+    "format_value",
 ]
 
 
@@ -187,15 +188,15 @@ _SHOWN = 200
 """Characters of a value in a message: a path, with some room."""
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return how a message shows a value that a file holds: a number or a text, else its type.
 
     What a file holds may share its parts, so that a few hundred bytes have a repr that fills the
     memory.
 
     Example:
-        >>> from stratagem.errors import shown
-        >>> shown("epoch=1.ckpt"), shown([["a"]])
+        >>> from stratagem.errors import format_value
+        >>> format_value("epoch=1.ckpt"), format_value([["a"]])
         ("'epoch=1.ckpt'", 'a list')
     """
     if isinstance(value, (str, bytes)):

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from stratagem.discovery.capabilities import Capabilities as Capabilities
     from stratagem.discovery.strategy_registry import StrategyRegistry as StrategyRegistry
     from stratagem.distributed.activation_checkpointing import (
-        CheckpointChoice as CheckpointChoice,
+        ActivationCheckpointing as ActivationCheckpointing,
         apply_activation_checkpointing as apply_activation_checkpointing,
-        check_choice as check_choice,
+        check_activation_checkpointing as check_activation_checkpointing,
     )
     from stratagem.distributed.allocator import (
-        ask_for_huge_pages as ask_for_huge_pages,
         return_freed_memory as return_freed_memory,
+        use_huge_pages as use_huge_pages,
     )
     from stratagem.distributed.parallel_strategy import ParallelStrategy as ParallelStrategy
     from stratagem.distributed.process_group import ProcessGroupRanks as ProcessGroupRanks
@@ -64,7 +64,7 @@ else:
         "strategy",
         {
             "Capabilities": "stratagem.discovery.capabilities",
-            "CheckpointChoice": "stratagem.distributed.activation_checkpointing",
+            "ActivationCheckpointing": "stratagem.distributed.activation_checkpointing",
             "CheckpointIO": "stratagem.interfaces.checkpoint_io",
             "CommHook": "stratagem.native.strategies.communication_hooks",
             "CommWrapper": "stratagem.native.strategies.communication_hooks",
@@ -87,9 +87,9 @@ else:
             "apply_activation_checkpointing": "stratagem.distributed.activation_checkpointing",
             "make_optimizers": "stratagem.interfaces.prepared_model",
             "adopt_compiled": "stratagem.compile.modules",
-            "ask_for_huge_pages": "stratagem.distributed.allocator",
+            "use_huge_pages": "stratagem.distributed.allocator",
             "check_capabilities": "stratagem.interfaces.contract_checks",
-            "check_choice": "stratagem.distributed.activation_checkpointing",
+            "check_activation_checkpointing": "stratagem.distributed.activation_checkpointing",
             "check_overrides": "stratagem.interfaces.contract_checks",
             "own_module": "stratagem.compile.modules",
             "return_freed_memory": "stratagem.distributed.allocator",

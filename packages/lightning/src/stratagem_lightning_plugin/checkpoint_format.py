@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stratagem import __version__
-from stratagem.errors import CheckpointCorruptError, shown
+from stratagem.errors import CheckpointCorruptError, format_value
 
 MARK = "pytorch-lightning_version"
 """The entry that each of its checkpoints has."""
@@ -60,9 +60,9 @@ def from_lightning(checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
         is_last = bool(fit["epoch_loop.batch_progress"]["is_last_batch"])
     except (KeyError, TypeError) as error:
         raise CheckpointCorruptError(
-            f"{path!r} says that Lightning {shown(checkpoint[MARK])} has saved it, and its entry "
-            f"'loops' is not that of a version 2.x ({type(error).__name__}: {error}): load its "
-            "weights with load_from_checkpoint, or upgrade it by Lightning's own program"
+            f"{path!r} says that Lightning {format_value(checkpoint[MARK])} has saved it, and its "
+            f"entry 'loops' is not that of a version 2.x ({type(error).__name__}: {error}): load "
+            "its weights with load_from_checkpoint, or upgrade it by Lightning's own program"
         ) from error
     is_done = is_last or epochs["completed"] >= epochs["ready"]
     # In the hooks at a batch's end it is processed and not completed.

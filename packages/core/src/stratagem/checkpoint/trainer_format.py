@@ -7,7 +7,12 @@ from typing import Any
 from stratagem import __version__
 from stratagem.discovery.entry_points import DISABLE_VARIABLE
 from stratagem.discovery.registry import get_registry
-from stratagem.errors import CheckpointCorruptError, CheckpointMismatchError, PluginError, shown
+from stratagem.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    PluginError,
+    format_value,
+)
 from stratagem.storage import paths
 
 _LIGHTNING = "pytorch-lightning_version"
@@ -84,7 +89,7 @@ def _converted(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
             )
     if version := checkpoint.get(_LIGHTNING):
         raise CheckpointMismatchError(
-            f"{path!r} is a checkpoint of Lightning {shown(version)}, which needs a plugin to be "
+            f"{path!r} is a checkpoint of Lightning {format_value(version)}, which needs a plugin to be "
             f"read. {' '.join(registry.possible_providers('lightning'))}"
         )
     return checkpoint
@@ -96,6 +101,6 @@ def _check_kind(
     if not isinstance(value, kinds) or (isinstance(value, int) and value < 0):
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise CheckpointCorruptError(
-            f"{str(path)!r} is damaged: its {name} is {shown(value)}, expected "
+            f"{str(path)!r} is damaged: its {name} is {format_value(value)}, expected "
             + ("a number from 0 on" if kinds == (int,) else f"a {expected}")
         )

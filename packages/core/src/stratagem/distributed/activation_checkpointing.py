@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stratagem.errors import ConfigurationError
 
-CheckpointChoice = (
+ActivationCheckpointing = (
     bool | type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool] | None
 )
 """True for the layers of the model, classes of modules, or a function of a module."""
@@ -21,7 +21,7 @@ CheckpointChoice = (
 _MARK = "_stratagem_checkpointed"
 
 
-def check_choice(choice: CheckpointChoice) -> CheckpointChoice:
+def check_activation_checkpointing(choice: ActivationCheckpointing) -> ActivationCheckpointing:
     """Return the choice.
 
     Raises:
@@ -38,7 +38,7 @@ def check_choice(choice: CheckpointChoice) -> CheckpointChoice:
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, choice: CheckpointChoice, layers: Iterable[nn.Module] = ()
+    model: nn.Module, choice: ActivationCheckpointing, layers: Iterable[nn.Module] = ()
 ) -> list[nn.Module]:
     """Checkpoint modules of a model in place; their names and state stay.
 

@@ -39,7 +39,7 @@ HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 """torch reads it once, at a process's first tensor."""
 
 
-def ask_for_huge_pages() -> None:
+def use_huge_pages() -> None:
     """Let torch use huge pages, in this process if it has no tensor yet, and in those it starts.
 
     Nothing changes where the system has none, or where the user has set the variable.

@@ -1,4 +1,4 @@
-"""Profiler: what is told when the actions of a run begin and end, and reports on them."""
+"""Profiler: measures the actions of a run and reports on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Profiler(ABC):
-    """Is told when the actions of a run begin and end.
+    """Measures the actions of a run.
 
     Actions are named `run_training_epoch`, `run_training_batch`, `[Strategy]CLASS.training_step`,
     `.backward`, `.optimizer_step`, `.batch_to_device` and `.validation_step` (`test_step`,
@@ -30,7 +30,11 @@ class Profiler(ABC):
     Call sequence, on every rank:
         1. `setup` at the start of a run.
         2. `start` and `stop` for each action; one may lie within another.
-        3. `describe` at its end, also after an error, then `teardown`.
+        3. `describe` at its end, also after an error: it writes what `summary` returns to the file
+           that `path_of` names, or prints it. Then `teardown`.
+
+    The Trainer calls `profile_iterable` and `wrap` for loaders and functions; user code may call
+    them too, and `profile`, at any time between `setup` and `teardown`.
 
     Args:
         dirpath: folder of the report's file; None: that of each run's logs.

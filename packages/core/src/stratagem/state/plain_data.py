@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.errors import CheckpointContentError, ConfigurationError, shown
+from stratagem.errors import CheckpointContentError, ConfigurationError, format_value
 from stratagem.state.reading.archive import load_archive
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
@@ -133,7 +133,7 @@ class _Extent:
             try:
                 more_values, more_size = self.of(value, levels - 1)
             except _Oversized as error:
-                error.place.append(f"[{shown(key)}]" if levels > _DEEPEST - 8 else "")
+                error.place.append(f"[{format_value(key)}]" if levels > _DEEPEST - 8 else "")
                 raise
             values += more_values
             size += more_size

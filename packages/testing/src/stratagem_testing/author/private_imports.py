@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import pkgutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import stratagem
 from stratagem.discovery import find_module
 
-PUBLIC_MODULES = (
-    *("stratagem", "stratagem.accelerators", "stratagem.callbacks", "stratagem.checkpoint"),
-    *("stratagem.data", "stratagem.discovery", "stratagem.environments", "stratagem.errors"),
-    *("stratagem.launch", "stratagem.loggers", "stratagem.precision", "stratagem.profilers"),
-    *("stratagem.strategies", "stratagem_testing"),
-)
-"""The modules that users and authors of plugins import from."""
+
+@functools.cache
+def public_modules() -> tuple[str, ...]:
+    """Return the modules that users and authors of plugins import from.
+
+    They are `stratagem`, its rooms (`stratagem.ROOM`) that list public names, and
+    `stratagem_testing`. A name is public if its module lists it.
+
+    Example:
+        >>> "stratagem.strategies" in public_modules(), "stratagem.native" in public_modules()
+        (True, False)
+    """
+    rooms = [room.name for room in pkgutil.iter_modules(stratagem.__path__) if room.name[0] != "_"]
+    listing = [room for room in rooms if names_of(f"stratagem.{room}")]
+    return ("stratagem", *(f"stratagem.{room}" for room in listing), "stratagem_testing")
+
+
+@functools.cache
+def names_of(module: str) -> frozenset[str]:
+    """Return the names that a module lists, in `__all__` or in a `__dir__` of its own."""
+    found = importlib.import_module(module)
+    # Not by getattr: a list that is made when it is asked for imports whatever is installed.
+    listed: list[str] | None = vars(found).get("__all__")
+    if listed is None:
+        listed = dir(found) if "__dir__" in vars(found) else []
+    return frozenset(listed)
 
 
 def private_imports(named: Iterable[str]) -> list[str]:
@@ -68,27 +90,14 @@ def _imported(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def _is_public(module: str, name: str) -> bool:
-    if name and f"{module}.{name}" in PUBLIC_MODULES:
+    if name and f"{module}.{name}" in public_modules():
         return True
-    if module not in PUBLIC_MODULES or name.startswith("_"):
-        return False
-    return name in ("", "*") or name in _names_of(module) or not _names_of(module)
-
-
-def _names_of(module: str) -> list[str]:
-    """Return the public names of a public module; none of one that lacks what it needs."""
-    try:
-        found = importlib.import_module(module)
-    except ImportError:  # stratagem_testing without pytest
-        return []
-    # Not by getattr: a list that is made when it is asked for imports whatever is installed.
-    listed: list[str] | None = vars(found).get("__all__")
-    return dir(found) if listed is None else listed
+    return module in public_modules() and (name in ("", "*") or name in names_of(module))
 
 
 def _instead_of(name: str) -> str:
     """Return where a name can be imported from instead, or ""."""
-    for module in PUBLIC_MODULES if name and not name.startswith("_") else ():
-        if name in _names_of(module):
+    for module in public_modules() if name and not name.startswith("_") else ():
+        if name in names_of(module):
             return f": import {name} from {module}"
     return ""

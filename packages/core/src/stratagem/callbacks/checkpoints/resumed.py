@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 
 from stratagem.checkpoint.catalog import run_of
-from stratagem.errors import shown
+from stratagem.errors import format_value
 from stratagem.storage import paths
 
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")
@@ -68,7 +68,7 @@ class ResumedCheckpoints:
         """Return where a checkpoint of this run is; None: it is gone, or not this run's."""
         path = in_folder(self._folder, name)
         if path is None:
-            self.refused.append(shown(name))
+            self.refused.append(format_value(name))
             return None
         saver = run_of(path)
         # A format that is not core's does not say whose it is.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Literal
 
-from stratagem.errors import CheckpointCorruptError, shown
+from stratagem.errors import CheckpointCorruptError, format_value
 from stratagem.storage import paths
 
 
@@ -133,8 +133,8 @@ class RetentionPolicy:
         ):
             raise CheckpointCorruptError(
                 "the checkpoint's state of ModelCheckpoint is damaged: expected best_k_models, "
-                f"numbers by name, and latest, a list of names; received {shown(models)} and "
-                f"{shown(latest)}"
+                f"numbers by name, and latest, a list of names; received "
+                f"{format_value(models)} and {format_value(latest)}"
             )
         best = [(locate(name), value) for name, value in models.items()]
         self.best = {path: value for path, value in best if path is not None}

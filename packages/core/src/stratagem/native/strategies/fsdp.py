@@ -21,9 +21,9 @@ from torch.distributed.fsdp import (
 )
 
 from stratagem.distributed.activation_checkpointing import (
-    CheckpointChoice,
+    ActivationCheckpointing,
     apply_activation_checkpointing,
-    check_choice,
+    check_activation_checkpointing,
 )
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
@@ -118,7 +118,7 @@ class FSDPStrategy(ShardedStrategy):
         device_mesh: tuple[int, int] | None = None,
         cpu_offload: bool | OffloadPolicy | CPUOffload | None = None,
         mixed_precision: torch.dtype | MixedPrecisionPolicy | MixedPrecision | None = None,
-        activation_checkpointing: CheckpointChoice = None,
+        activation_checkpointing: ActivationCheckpointing = None,
         auto_wrap_policy: WrapPolicy | None = None,
         reshard_after_forward: bool | int | None = None,
         backward_prefetch: str | None = "BACKWARD_PRE",
@@ -134,7 +134,7 @@ class FSDPStrategy(ShardedStrategy):
             cpu_offload.offload_params if isinstance(cpu_offload, CPUOffload) else cpu_offload
         )
         self.mixed_precision = as_policy(mixed_precision)
-        self.activation_checkpointing = check_choice(activation_checkpointing)
+        self.activation_checkpointing = check_activation_checkpointing(activation_checkpointing)
         check_policy(auto_wrap_policy)
         self.auto_wrap_policy = auto_wrap_policy
         self.reshard_after_forward = _checked_reshard(reshard_after_forward, self.sharding_strategy)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stratagem.distributed.allocator import ask_for_huge_pages, return_freed_memory
+from stratagem.distributed.allocator import return_freed_memory, use_huge_pages
 from stratagem.distributed.parallel_strategy import ParallelStrategy
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.components import Components
@@ -119,7 +119,7 @@ class ShardedStrategy(ParallelStrategy):
         super().bind(components)
         self.mesh_shape()
         if components.accelerator.is_host:
-            ask_for_huge_pages()
+            use_huge_pages()
 
     def setup_environment(self) -> None:
         """Join the process group, then arrange the ranks."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stratagem.checkpoint.entries import Refused
-from stratagem.errors import shown
+from stratagem.errors import format_value
 from stratagem.state.reading.unpickler import PlainUnpickler, check_dims
 
 ReadStorage = Callable[[str, int, torch.dtype], torch.UntypedStorage]
@@ -61,7 +61,7 @@ class ArchiveUnpickler(PlainUnpickler):
         """Return a storage."""
         what, dtype, key, _, count = pid
         if what not in ("storage", b"storage") or not isinstance(dtype, torch.dtype):
-            raise Refused(f"its pickle asks for {shown(what)}, expected storages")
+            raise Refused(f"its pickle asks for {format_value(what)}, expected storages")
         if type(key) is not str or type(count) is not int or count < 0:
             raise Refused("its pickle names a storage by something else than a text and a size")
         size = count * dtype.itemsize
@@ -102,7 +102,7 @@ def _check_range(
     check_dims(stride)
     numbers = (offset, *size, *stride)
     if type(stored) is not Stored or any(type(n) is not int or n < 0 for n in numbers):
-        listed = ", ".join(map(shown, numbers))
+        listed = ", ".join(map(format_value, numbers))
         raise Refused(f"a tensor has the offset, size and stride {listed}")
     if len(size) != len(stride):
         raise Refused(f"a tensor has the size {tuple(size)} and the stride {tuple(stride)}")
@@ -260,7 +260,7 @@ def _set(reader: ArchiveUnpickler, members: Any = ()) -> set[Any]:
 
 def _encode(text: Any, encoding: Any = None) -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise Refused(f"bytes are made of a {type(text).__name__} by {shown(encoding)}")
+        raise Refused(f"bytes are made of a {type(text).__name__} by {format_value(encoding)}")
     return text.encode("latin-1")
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from stratagem.checkpoint.entries import Refused
-from stratagem.errors import CheckpointCorruptError, shown
+from stratagem.errors import CheckpointCorruptError, format_value
 from stratagem.state.reading.unpickler import PlainUnpickler, check_dims
 
 # Where a tensor stands in a checkpoint: so many keys lead to it.
@@ -97,9 +97,10 @@ def _check_kinds(metadata: Any) -> None:
         if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
             raise TypeError(f"it has a {type(index).__name__} and a {type(info).__name__}")
         if type(index.fqn) is not str or type(info.offset) is not int:
-            raise TypeError(f"it has a place of {shown(index.fqn)} at {shown(info.offset)}")
+            place, offset = format_value(index.fqn), format_value(info.offset)
+            raise TypeError(f"it has a place of {place} at {offset}")
         if type(info.length) is not int or type(info.relative_path) is not str:
-            file, length = shown(info.relative_path), shown(info.length)
+            file, length = format_value(info.relative_path), format_value(info.length)
             raise TypeError(f"it has a place in {file} of {length} bytes")
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str or not isinstance(
@@ -111,21 +112,21 @@ def _check_kinds(metadata: Any) -> None:
     paths = metadata.planner_data
     for place in paths.values() if isinstance(paths, dict) else ():
         if type(place) is not tuple or not 0 < len(place) <= _DEEPEST:
-            raise TypeError(f"it has a tensor at {shown(place)}")
+            raise TypeError(f"it has a tensor at {format_value(place)}")
         if not all(type(part) in (str, int) for part in place):
             raise TypeError("it has a tensor under a key that is neither a text nor a number")
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
     if not isinstance(entry.properties.dtype, torch.dtype) or type(entry.chunks) is not list:
-        raise TypeError(f"{name!r} is a tensor of {shown(entry.properties.dtype)}")
+        raise TypeError(f"{name!r} is a tensor of {format_value(entry.properties.dtype)}")
     check_dims(entry.size)
     for chunk in entry.chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
             raise TypeError(f"{name!r} has a chunk that is a {type(chunk).__name__}")
     for numbers in (entry.size, *(n for c in entry.chunks for n in (c.offsets, c.sizes))):
         if not isinstance(numbers, torch.Size) or len(numbers) != len(entry.size):
-            size = repr(numbers) if isinstance(numbers, torch.Size) else shown(numbers)
+            size = repr(numbers) if isinstance(numbers, torch.Size) else format_value(numbers)
             raise TypeError(f"{name!r} has the size {size}")
         if min(numbers, default=0) < 0:
             raise ValueError(f"{name!r} has the size {tuple(numbers)}")
