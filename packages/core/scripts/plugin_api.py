@@ -28,8 +28,8 @@ GUIDE = ROOT / "docs/plugin-api.md"
 PUBLIC = {
     "stratagem.discovery": "PLUGIN_API_VERSION hookimpl Capabilities ComponentSpec StrategySpec "
     "AcceleratorSpec PrecisionSpec CheckpointIOSpec ClusterEnvironmentSpec LauncherSpec "
-    "LoggerSpec CallbackSpec ProfilerSpec NameSpec Availability Check Command TorchBuild torch_build "
-    "version_of read_text require_package",
+    "LoggerSpec CallbackSpec ProfilerSpec NameSpec Availability Check Command TorchBuild "
+    "torch_build version_of read_text require_package",
     "stratagem.strategies": "Strategy ParallelStrategy SingleDeviceStrategy DDPStrategy TrainStep "
     "PreparedModel Optimizers Ranks ProcessGroupRanks Components StepOptions GradientClip "
     "Compilation StepModule make_optimizers ActivationCheckpointing "

@@ -89,8 +89,8 @@ def _converted(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
             )
     if version := checkpoint.get(_LIGHTNING):
         raise CheckpointMismatchError(
-            f"{path!r} is a checkpoint of Lightning {format_value(version)}, which needs a plugin to be "
-            f"read. {' '.join(registry.possible_providers('lightning'))}"
+            f"{path!r} is a checkpoint of Lightning {format_value(version)}, which needs a plugin "
+            f"to be read. {' '.join(registry.possible_providers('lightning'))}"
         )
     return checkpoint
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.run import Run
     from stratagem.trainer.trainer import Trainer
 
-# Methods of the library that our users come from, which are not called here, and what to do.
+# Methods of Lightning that are not called here, and what to do.
 _UNCALLED = {
     "configure_sharded_model": "rename it to configure_model",
     "test_epoch_end": "rename it to on_test_epoch_end, and keep outputs in an attribute",
@@ -176,7 +176,7 @@ def _warn_of_unsavable(holder: HyperParametersMixin) -> None:
 def warn_on_refit(before: Run | None, job: Job) -> None:
     """Say on rank 0 that a second fit of a model begins anew, unless a checkpoint was named.
 
-    In the library that our users come from it goes on where the first one ended, at its limit.
+    In Lightning, it goes on where the first one ended, at its limit.
 
     Args:
         before: the run before.

@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         return 2
     # By name: the program does without torch, and this command cannot.
-    known = load_target("stratagem.testing.durability.harness:formats", what="the harness")()
+    known = load_target("stratagem_testing.durability.harness:formats", what="the harness")()
     names = options.formats or list(known)
     if unknown := sorted(set(names) - set(known)):
         print(
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         return 2
     seed = random.randrange(10**6) if seed is None else seed
-    harness = load_target("stratagem.testing.durability.harness:run", what="the harness")
+    harness = load_target("stratagem_testing.durability.harness:run", what="the harness")
     try:
         outcome = harness(
             directory,
