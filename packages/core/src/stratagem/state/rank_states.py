@@ -46,7 +46,8 @@ def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
     """
     if ranks.world_size == 1:
         return [state]
-    plain_data.encode(state)  # what is no plain data is refused before any rank waits for another
+    # What cannot be encoded is refused before any rank waits for another.
+    plain_data.encode(state)
     first: State = ranks.broadcast(state)
     changes = plain_data.encode(_changes(state, first))
     encoded = ranks.gather_bytes(plain_data.bytes_of(changes))
