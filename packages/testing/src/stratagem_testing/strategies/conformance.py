@@ -18,10 +18,9 @@ load_checks()
 class StrategyConformance(Conformance):
     """Tests of one strategy, in processes that its own launcher starts.
 
-    In a module with `pytest_plugins = ["stratagem_testing.plugin"]`, a subclass whose name begins
-    with `Test` and which names the strategy is the whole adoption. Ranks are started once for all
-    checks of a class; with `-k`, for those that are selected. What the capabilities say that the
-    strategy cannot do is tried as well, and has to be refused with the reason.
+    Write a subclass whose name begins with `Test` and which names the strategy; nothing else is
+    needed. Ranks are started once for all checks of a class, or for those that `-k` selects. What
+    the capabilities exclude is tried as well, and has to be refused with the reason.
 
     Attributes:
         strategy: a discovered name; or a class, or a function without arguments that makes one, at
