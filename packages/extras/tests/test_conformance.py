@@ -1,6 +1,6 @@
-"""The conformance kit on loggers that write through other libraries, without a network.
+"""The extras pass the conformance kits; loggers write without a network.
 
-`nox -s loggers` has the libraries, and runs this; CI does not.
+`nox -s loggers` has the libraries of the loggers; CI does not.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from stratagem.loggers import Logger
+from stratagem_extras.callbacks.timer import Timer
 from stratagem_extras.loggers.mlflow_logger import MLFlowLogger
 from stratagem_extras.loggers.neptune_logger import NeptuneLogger
 from stratagem_extras.loggers.tensorboard_logger import TensorBoardLogger
-from stratagem_testing import LoggerConformance
+from stratagem_testing import CallbackConformance, LoggerConformance, ProfilerConformance
 
 SESSION = "its SDK is not installed here; `nox -s loggers` runs this"
 RUN = "0123456789abcdef"
@@ -193,3 +194,42 @@ def test_a_run_without_a_network_leaves_what_is_sent_later(
     assert "steps 2" in finished.stdout
     (written,) = tmp_path.glob(file)
     assert written.stat().st_size > 0
+
+
+# ---------------------------------------------------------------- callbacks
+
+
+class TestLearningRateMonitor(CallbackConformance):
+    callback = "lr_monitor"
+
+
+class TestDeviceStatsMonitor(CallbackConformance):
+    callback = "device_stats"
+
+
+class TestEMAWeightAveraging(CallbackConformance):
+    callback = "ema"
+    changes_training = True
+
+
+def timer() -> Timer:
+    return Timer(duration="00:01:00:00")
+
+
+class TestTimer(CallbackConformance):
+    callback = timer
+
+
+# ---------------------------------------------------------------- profilers
+
+
+class TestSimpleProfiler(ProfilerConformance):
+    profiler = "simple"
+
+
+class TestAdvancedProfiler(ProfilerConformance):
+    profiler = "advanced"
+
+
+class TestPyTorchProfiler(ProfilerConformance):
+    profiler = "pytorch"

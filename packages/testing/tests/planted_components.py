@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem import Callback, Module, Trainer
 from stratagem.accelerators import CPUAccelerator
 from stratagem.checkpoint import CheckpointIO, SingleFileCheckpointIO
 from stratagem.discovery import Availability
@@ -27,6 +28,7 @@ from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 from stratagem.launch import Launcher, RunPlan
 from stratagem.loggers import CSVLogger, Logger
 from stratagem.precision import Precision, TruePrecision
+from stratagem.profilers import Profiler
 
 # ---------------------------------------------------------------- accelerators
 
@@ -563,3 +565,196 @@ class StrictJSON(Rows):
         import json
 
         json.dumps(params)
+
+
+# ---------------------------------------------------------------- callbacks
+
+
+class Counts(Callback):
+    """Nothing is wrong."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class WritesWhenMade(Counts):
+    """Every rank would write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        Path("steps.txt").touch()
+
+
+class MisspellsHook(Counts):
+    """Nothing calls it."""
+
+    def on_train_epoch_ends(self, trainer: Trainer, module: Module) -> None: ...
+
+
+class OtherArguments(Counts):
+    """A hook of another library."""
+
+    def on_validation_end(self, trainer: Trainer) -> None: ...  # type: ignore[override]
+
+
+class LeavesWatcher(Counts):
+    """Its thread is not ended."""
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        threading.Thread(target=threading.Event().wait, name="watcher", daemon=True).start()
+
+
+class DrawsNumbers(Counts):
+    """Noise from the generator that the model's dropout draws from."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+class FailsAfterError(Counts):
+    """A second error follows that of the training step."""
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        raise RuntimeError("could not send a message")
+
+
+class SavesItself(Counts):
+    """Its state is no plain data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"callback": self}
+
+
+class OtherKeyEachTime(Counts):
+    """No resumed run finds its state."""
+
+    @property
+    def state_key(self) -> str:
+        return f"OtherKeyEachTime{id(self)}"
+
+
+class ForgetsSteps(Counts):
+    """Trains by a number that is not in its state."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, *_: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.01 / (1 + self.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+# ---------------------------------------------------------------- profilers
+
+
+class Times(Profiler):
+    """Nothing is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def start(self, action_name: str) -> None:
+        self.calls[action_name] = self.calls.get(action_name, 0) + 1
+
+    def stop(self, action_name: str) -> None: ...
+
+    def summary(self) -> str:
+        return "\n".join(f"{name} {count}" for name, count in self.calls.items())
+
+    def teardown(self, stage: str | None = None) -> None:
+        self.calls = {}
+
+
+class OneAtATime(Times):
+    """No action within another."""
+
+    def start(self, action_name: str) -> None:
+        if getattr(self, "busy", False):
+            raise ValueError("busy")
+        self.busy = True
+
+    def stop(self, action_name: str) -> None:
+        self.busy = False
+
+
+class NumbersAsReport(Times):
+    """Its report is no text."""
+
+    def summary(self) -> str:
+        return self.calls  # type: ignore[return-value]
+
+
+class LosesResults(Times):
+    """Profiled functions return nothing."""
+
+    def wrap(self, action_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> None:
+            with self.profile(action_name):
+                function(*args, **kwargs)
+
+        return wrapped
+
+
+class DoublesLoss(Times):
+    """A profiled function returns another result."""
+
+    def wrap(self, action_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            return 2 * result if isinstance(result, Tensor) else result
+
+        return super().wrap(action_name, wrapped)
+
+
+class LeavesSampler(Times):
+    """Its thread is not ended."""
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        super().setup(*args, **kwargs)
+        threading.Thread(target=threading.Event().wait, name="sampler", daemon=True).start()
+
+
+class KeepsOpenActions(Times):
+    """What a run that failed has begun is open in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: set[str] = set()
+
+    def profile(self, action_name: str) -> Any:
+        self.start(action_name)
+        return nullcontext(action_name)
+
+    def start(self, action_name: str) -> None:
+        if action_name.endswith("training_step"):
+            assert action_name not in self.open, f"{action_name} has begun already"
+            self.open.add(action_name)
+
+
+class FixedName(Times):
+    """Every stage writes to one file."""
+
+    def describe(self) -> None:
+        folder = Path(self.dirpath or ".")
+        folder.mkdir(exist_ok=True)
+        (folder / "profile.txt").write_text(self.summary())
+
+
+class NeverForgets(Times):
+    """A second report has the first run's actions."""
+
+    def teardown(self, stage: str | None = None) -> None: ...

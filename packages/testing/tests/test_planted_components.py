@@ -11,6 +11,7 @@ from stratagem_testing import (
     LauncherConformance,
     PrecisionConformance,
 )
+from stratagem_testing.components.check import checks_of
 from stratagem_testing.components.component import Component
 from stratagem_testing.components.server import Server
 
@@ -45,6 +46,8 @@ OPTIONS = {
     "cluster_environment": _Environment.options(),
     "launcher": _Launcher.options(),
     "logger": {"read": f"{FILE}:read_rows"},
+    "callback": {"changes_training": False},
+    "profiler": {},
 }
 
 # In place of torch's advice, which is to set weights_only=False.
@@ -100,6 +103,23 @@ PLANTED = [
     ("logger", "RefusesNaN", "rows/not finite", "NaN and infinity ended in AssertionError"),
     ("logger", "ClosesForGood", "life/finalized twice", "a second finalize ended in ValueError"),
     ("logger", "StrictJSON", "hyperparameters/taken", "write the text of what cannot be stored"),
+    ("callback", "WritesWhenMade", "life/made", "making a callback wrote steps.txt"),
+    ("callback", "MisspellsHook", "life/hooks", "did you mean on_train_epoch_end?"),
+    ("callback", "OtherArguments", "life/hooks", "OtherArguments.on_validation_end("),
+    ("callback", "LeavesWatcher", "runs/every stage", "the thread watcher"),
+    ("callback", "DrawsNumbers", "runs/same training", "a run ends with other weights"),
+    ("callback", "FailsAfterError", "runs/a run that fails", "could not send a message"),
+    ("callback", "SavesItself", "state/plain", "a checkpoint takes plain data"),
+    ("callback", "OtherKeyEachTime", "state/plain", "finds no state under another name"),
+    ("callback", "ForgetsSteps", "state/resumed", "a resumed run ends with other weights"),
+    ("profiler", "OneAtATime", "actions/nested", "actions within an action ended in ValueError"),
+    ("profiler", "NumbersAsReport", "actions/nested", "expected a str"),
+    ("profiler", "LosesResults", "actions/passed through", "expected its own result"),
+    ("profiler", "DoublesLoss", "runs/same training", "ends with other weights"),
+    ("profiler", "LeavesSampler", "runs/nothing left", "the thread sampler"),
+    ("profiler", "KeepsOpenActions", "runs/a run that fails", "forget open actions"),
+    ("profiler", "FixedName", "reports/file", "does not begin with the stage"),
+    ("profiler", "NeverForgets", "reports/each of its own", "forget them in `teardown`"),
 ]
 # These start processes or kill them, for seconds each.
 SLOW = [
@@ -147,6 +167,8 @@ def test_a_planted_bug_of_processes_is_found_and_named(
         ("precision", "Scaled", "steps/skipped"),
         ("precision", "Scaled", "steps/clipping"),
         ("logger", "Rows", "rows/values"),
+        *(("callback", "Counts", check) for check in checks_of("callback")),
+        *(("profiler", "Times", check) for check in checks_of("profiler")),
     ],
 )
 def test_what_planted_bugs_are_made_of_is_right(

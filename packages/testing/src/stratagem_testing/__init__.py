@@ -1,7 +1,6 @@
-"""What authors of components run against theirs.
+"""Conformance kits for authors of plugins, one for each kind of component.
 
-The classes need pytest (`pip install stratagem-core[testing]`); docs/testing-a-plugin.md shows how
-they are adopted and what each check means.
+docs/testing-a-plugin.md shows how they are used and what each check means.
 """
 
 from __future__ import annotations
@@ -12,23 +11,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stratagem_testing.components.conformance import (
         AcceleratorConformance,
+        CallbackConformance,
         CheckpointIOConformance,
         ClusterEnvironmentConformance,
         LauncherConformance,
         LoggerConformance,
         PluginConformance,
         PrecisionConformance,
+        ProfilerConformance,
     )
     from stratagem_testing.strategies.conformance import StrategyConformance
 
 __all__ = [
     "AcceleratorConformance",
+    "CallbackConformance",
     "CheckpointIOConformance",
     "ClusterEnvironmentConformance",
     "LauncherConformance",
     "LoggerConformance",
     "PluginConformance",
     "PrecisionConformance",
+    "ProfilerConformance",
     "StrategyConformance",
 ]
 

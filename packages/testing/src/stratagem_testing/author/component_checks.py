@@ -29,7 +29,11 @@ INTERFACES: dict[str, type | str] = {
     "checkpoint_io": CheckpointIO,
     "cluster_environment": ClusterEnvironment,
     "launcher": Launcher,
-    "logger": "stratagem.loggers:Logger",  # which lies above
+    # These lie above.
+    "logger": "stratagem.loggers:Logger",
+    "callback": "stratagem.callbacks:Callback",
+    "profiler": "stratagem.profilers:Profiler",
+    "name": object,
     "precision": Precision,
     "strategy": Strategy,
 }
@@ -48,8 +52,8 @@ _OF_ONE_KIND = {"accelerator": ("process_group_backend",)}
 """What an interface only annotates, so that each class, or what is made of it, has its own."""
 _FUNCTIONS = {"probe": 0, "objection": 1, "local_world_size": 1}
 """The fields that name a function, and with how many arguments it is called."""
-_NOT_MADE = ("cluster_environment", "logger")
-"""Kinds whose constructors read the machine, or may write."""
+_NOT_MADE = ("cluster_environment", "logger", "callback", "profiler")
+"""Kinds whose constructors read the machine, may write, or take what only a user knows."""
 _PARALLEL = "stratagem.strategies:ParallelStrategy"
 
 
@@ -93,6 +97,8 @@ def mistakes_of(spec: ComponentSpec) -> list[str]:
             f"its target {spec.target!r} cannot be imported: {type(cause).__name__}: {cause}"
             + _missing_module(cause, spec)
         ]
+    if spec.kind == "name":
+        return []  # it may be anything
     interface = interface_of(spec)
     if isinstance(target, type):
         if not issubclass(target, interface):

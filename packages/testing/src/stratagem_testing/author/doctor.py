@@ -53,6 +53,9 @@ _KINDS = (
     "cluster_environment",
     "launcher",
     "logger",
+    "callback",
+    "profiler",
+    "name",
 )
 _FIRST_WORDS = re.compile(r"^stratagem-(backend-)?")
 

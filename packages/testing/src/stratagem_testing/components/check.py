@@ -22,6 +22,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "cluster_environment": ("cluster_environment",),
     "launcher": ("launcher",),
     "logger": ("logger",),
+    "callback": ("callback",),
+    "profiler": ("profiler",),
     "plugin": ("plugin",),
 }
 """Where the checks of a kind are, in the order in which they run."""

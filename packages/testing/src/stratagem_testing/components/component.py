@@ -15,7 +15,7 @@ class Component:
     """A component under test.
 
     Attributes:
-        kind: as in its spec; "logger", which has none; "plugin": a distribution.
+        kind: as in its spec; "plugin": a distribution.
         name: a discovered name; or where a class or a function without arguments is that makes
             one, "package.module:name" or "/path/of/file.py:name".
         options: what its kit's class says besides; plain data.

@@ -198,6 +198,43 @@ class LoggerConformance(ComponentConformance):
         return {"read": place_of(cls.read)}
 
 
+class CallbackConformance(ComponentConformance):
+    """Tests of a callback, under a Trainer that trains a small model on the CPU.
+
+    Attributes:
+        callback: a name, class, function or place.
+        changes_training: whether weights may differ from those of a run without the callback, as
+            of one that averages or prunes them.
+
+    Example:
+        >>> from stratagem_testing import CallbackConformance
+        >>> class TestMine(CallbackConformance):
+        ...     callback = "lr_monitor"
+        >>> TestMine.options()
+        {'changes_training': False}
+    """
+
+    kind = "callback"
+    callback: ClassVar[Named]
+    changes_training: ClassVar[bool] = False
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return whether weights may differ."""
+        return {"changes_training": cls.changes_training}
+
+
+class ProfilerConformance(ComponentConformance):
+    """Tests of a profiler, by itself and under a Trainer.
+
+    Attributes:
+        profiler: a name, class, function or place.
+    """
+
+    kind = "profiler"
+    profiler: ClassVar[Named]
+
+
 class PluginConformance(ComponentConformance):
     """Tests of a distribution's plugin: what it says of its components, and what it costs.
 
