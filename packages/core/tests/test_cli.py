@@ -882,7 +882,9 @@ def test_ctrl_c_ends_a_command_of_core_without_a_traceback(
 def test_options_of_average_may_stand_between_its_checkpoints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("stratagem.cli.weights.load_target", lambda *_, **__: lambda *given: given)
+    monkeypatch.setattr(
+        "stratagem_extras.checkpoints.commands.load_target", lambda *_, **__: lambda *given: given
+    )
     arguments = ["a.ckpt", "-o", "mean.ckpt", "b.ckpt", "--key", "x"]
     assert run_command(["checkpoint", "average", *arguments]) == 0
     paths = [Path("a.ckpt"), Path("b.ckpt")]

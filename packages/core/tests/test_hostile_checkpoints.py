@@ -517,5 +517,5 @@ def test_a_part_of_another_kind_of_numbers_is_refused(directory: Path) -> None:
 )
 def test_an_entry_of_another_kind_is_refused_by_its_name(name: str, value: Any, said: str) -> None:
     with pytest.raises(CheckpointCorruptError) as caught:
-        trainer_format.check({"state_dict": {}, name: value}, "run.ckpt")
+        trainer_format.check_trainer_checkpoint({"state_dict": {}, name: value}, "run.ckpt")
     assert str(caught.value) == f"'run.ckpt' is damaged: {said}"

@@ -76,21 +76,28 @@ NAMES = (
 )
 
 
-COMMANDS = {
-    "fit": "Train a model that a config file describes.",
-    "validate": "Validate a model that a config file describes.",
-    "test": "Test a model that a config file describes.",
-    "predict": "Predict with a model that a config file describes.",
-}
+COMMANDS = (
+    ("fit", "cli.commands:fit", "Train a model that a config file describes."),
+    ("validate", "cli.commands:validate", "Validate a model that a config file describes."),
+    ("test", "cli.commands:test", "Test a model that a config file describes."),
+    ("predict", "cli.commands:predict", "Predict with a model that a config file describes."),
+    (
+        "checkpoint convert",
+        "checkpoints.commands:convert",
+        "Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.",
+    ),
+    (
+        "checkpoint average",
+        "checkpoints.commands:average",
+        "Write a checkpoint whose weights are the mean of those of others.",
+    ),
+)
 
 
 @hookimpl
 def stratagem_cli() -> Iterable[Command]:
-    """Return the commands that run a Trainer from a config file."""
-    return [
-        Command(name, summary, f"stratagem_extras.cli.commands:{name}")
-        for name, summary in COMMANDS.items()
-    ]
+    """Return the commands that train from a config file, and those that write checkpoints."""
+    return [Command(name, text, f"stratagem_extras.{where}") for name, where, text in COMMANDS]
 
 
 @hookimpl

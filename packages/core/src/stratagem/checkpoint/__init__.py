@@ -8,6 +8,10 @@ from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
     from stratagem.checkpoint.catalog import SUFFIX as SUFFIX, find_all as find_all
+    from stratagem.checkpoint.trainer_format import (
+        FORMAT_VERSION as FORMAT_VERSION,
+        check_trainer_checkpoint as check_trainer_checkpoint,
+    )
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from stratagem.native.checkpoint.asynchronous import AsyncCheckpointIO as AsyncCheckpointIO
     from stratagem.native.checkpoint.sharded.consolidate import (
@@ -37,5 +41,7 @@ else:
             "SingleFileCheckpointIO": "stratagem.native.checkpoint.single_file",
             "find_all": "stratagem.checkpoint.catalog",
             "read_whole": "stratagem.state.shards",
+            "FORMAT_VERSION": "stratagem.checkpoint.trainer_format",
+            "check_trainer_checkpoint": "stratagem.checkpoint.trainer_format",
         },
     )

@@ -42,7 +42,9 @@ _COUNTS = ("epoch", "global_step", "batches", "validated")
 """Of the progress."""
 
 
-def check(checkpoint: dict[str, Any], path: paths.Location | str) -> dict[str, Any]:
+def check_trainer_checkpoint(
+    checkpoint: dict[str, Any], path: paths.Location | str
+) -> dict[str, Any]:
     """Return a Trainer's checkpoint, converted from a form that a plugin knows if necessary.
 
     Raises:

@@ -75,14 +75,6 @@ COMMANDS = {
         "stratagem.cli.checkpoint:consolidate",
         "Make one file of a checkpoint that is a directory.",
     ),
-    "checkpoint convert": (
-        "stratagem.cli.weights:convert",
-        "Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.",
-    ),
-    "checkpoint average": (
-        "stratagem.cli.weights:average",
-        "Write a checkpoint whose weights are the mean of those of others.",
-    ),
 }
 """Core's commands: what users type, the function that runs it, and the line for `--help`.
 

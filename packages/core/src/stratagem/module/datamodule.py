@@ -92,14 +92,14 @@ class DataModule(HyperParametersMixin, DataHooks):
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
         """
         from stratagem.checkpoint import SingleFileCheckpointIO
-        from stratagem.checkpoint.trainer_format import check
+        from stratagem.checkpoint.trainer_format import check_trainer_checkpoint
         from stratagem.errors import naming
         from stratagem.storage import paths
 
         checkpoint = SingleFileCheckpointIO().load_checkpoint(
             paths.parse_user_path(checkpoint_path)
         )
-        checkpoint = check(checkpoint, checkpoint_path)
+        checkpoint = check_trainer_checkpoint(checkpoint, checkpoint_path)
         saved = checkpoint.get("datamodule_hyper_parameters", {})
         holder = checkpoint.get("datamodule_hparams_name", "")
         with naming(checkpoint_path):

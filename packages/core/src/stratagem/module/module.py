@@ -401,7 +401,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
         """
         from stratagem.checkpoint import SingleFileCheckpointIO
-        from stratagem.checkpoint.trainer_format import check
+        from stratagem.checkpoint.trainer_format import check_trainer_checkpoint
         from stratagem.compile.modules import adopt_compiled
         from stratagem.errors import naming
         from stratagem.launch.rank_zero import rank_zero_warn
@@ -411,7 +411,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         checkpoint = SingleFileCheckpointIO().load_checkpoint(
             paths.parse_user_path(checkpoint_path)
         )
-        checkpoint = check(checkpoint, checkpoint_path)
+        checkpoint = check_trainer_checkpoint(checkpoint, checkpoint_path)
         saved, holder = checkpoint.get("hyper_parameters", {}), checkpoint.get("hparams_name", "")
         with naming(checkpoint_path):
             model = cls(**arguments_from(cls, saved, holder, kwargs))

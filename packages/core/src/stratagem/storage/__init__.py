@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from stratagem.storage.durable_directory import DurableDirectory as DurableDirectory
+    from stratagem.storage.local import sync_directory as sync_directory
     from stratagem.storage.paths import (
         Location as Location,
         check_is_new as check_is_new,
@@ -33,5 +35,7 @@ else:
             "to_location": "stratagem.storage.paths",
             "try_folder": "stratagem.storage.paths",
             "write": "stratagem.storage.paths",
+            "DurableDirectory": "stratagem.storage.durable_directory",
+            "sync_directory": "stratagem.storage.local",
         },
     )

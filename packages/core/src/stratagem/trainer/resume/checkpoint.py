@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratagem import __version__
-from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
+from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check_trainer_checkpoint
 from stratagem.errors import CheckpointContentError, CheckpointMismatchError, naming
 from stratagem.module.hyperparameters import HyperParametersMixin, savable
 from stratagem.runtime.checkpoint_writer import (
@@ -145,7 +145,7 @@ def read_checkpoint(writer: CheckpointWriter, path: str | Path) -> dict[str, Any
     Raises:
         CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
     """
-    return check(writer.load(path), path)
+    return check_trainer_checkpoint(writer.load(path), path)
 
 
 def restore_model(

@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 
 from stratagem import __version__
-from stratagem.checkpoint.trainer_format import FORMAT_VERSION, check
-from stratagem.discovery.installed import require_package
-from stratagem.discovery.registry import get_registry
+from stratagem.checkpoint import FORMAT_VERSION, CheckpointIO, check_trainer_checkpoint
+from stratagem.discovery import get_registry, require_package
 from stratagem.errors import (
     CheckpointContentError,
     CheckpointMismatchError,
     CheckpointSaveError,
     ConfigurationError,
 )
-from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.storage.durable_directory import DurableDirectory
-from stratagem.storage.local import sync_directory
+from stratagem.storage import DurableDirectory, sync_directory
 
 _OF_TRAINER = "state_dict"
 # Counts of steps, which differ between any two checkpoints of one run.
@@ -127,7 +124,7 @@ def _unsupported(path: Path, name: str, tensor: Tensor) -> CheckpointContentErro
 def _to_lightning(source: Path, target: Path) -> str:
     spec = get_registry().find("checkpoint_io", "lightning").spec
     _refuse_existing(target)
-    checkpoint = check(_read(source), source)
+    checkpoint = check_trainer_checkpoint(_read(source), source)
     checkpoint.setdefault("format_version", FORMAT_VERSION)
     spec.build().save_checkpoint(checkpoint, target)
     kept = "all that Lightning resumes from" if "progress" in checkpoint else "weights only"

@@ -7,8 +7,8 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratagem.cli.arguments import parser_of
-from stratagem.discovery.specs import load_target
+from stratagem.cli import parser_of
+from stratagem.discovery import load_target
 from stratagem.errors import CheckpointError, ConfigurationError
 
 _CONVERT = """Write the weights in a checkpoint as a safetensors file, or a whole one for Lightning.
@@ -59,7 +59,7 @@ def _add_key(parser: ArgumentParser) -> None:
 
 def _do(what: str, *arguments: object) -> int:
     # By name: the program does without torch, and this command cannot.
-    do = load_target(f"stratagem.native.checkpoint.weights:{what}", what=f"checkpoint {what}")
+    do = load_target(f"stratagem_extras.checkpoints.weights:{what}", what=f"checkpoint {what}")
     try:
         print(do(*arguments))
     except (CheckpointError, ConfigurationError) as error:

@@ -1,0 +1,1 @@
+"""Convert and average the weights of checkpoints."""
