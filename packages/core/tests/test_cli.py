@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from program import Program
+from program import CORE, Program
 
 from stratagem import __version__
 from stratagem.cli import COMMANDS, run_command
@@ -16,9 +16,6 @@ from stratagem.cli.plugins import plugin_commands
 from stratagem.cli.system import nvidia_gpus
 from stratagem.cli.tables import aligned, print_table
 from stratagem.discovery.registry import Registry, get_registry
-
-CORE = "stratagem-core"
-
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
@@ -424,7 +421,8 @@ def test_doctor_as_json(program: Program) -> None:
     assert found["system"]["platform"] == platform.platform()
     assert (core["status"], core["slow"]) == ("loaded", False)
     kinds = {component["kind"] for component in found["components"]}
-    assert kinds == {"accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher"}
+    of_core = {"accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher"}
+    assert kinds == {*of_core, "logger", "callback", "profiler", "name"}
 
 
 def test_a_disabled_plugin_is_reported_and_no_problem(program: Program) -> None:
@@ -733,6 +731,7 @@ def test_a_command_whose_target_does_not_exist_is_one_line(greeting: Program, ta
 
 
 def test_a_plugin_checks_the_specs_of_others(program: Program) -> None:
+    program.plugins = [CORE]
     program.install("averaging", GOOD_PLUGIN)
     program.install(
         "strict",
