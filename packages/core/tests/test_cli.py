@@ -17,6 +17,7 @@ from stratagem.cli.system import nvidia_gpus
 from stratagem.cli.tables import aligned, print_table
 from stratagem.discovery.registry import Registry, get_registry
 
+
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
     return Program(tmp_path)

@@ -20,7 +20,6 @@ from types import FrameType
 from typing import NoReturn
 
 from stratagem.cli.arguments import at_least
-from stratagem.discovery.registry import get_registry
 from stratagem.errors import StratagemError
 from stratagem.launch import network, rank
 from stratagem.launch.cores import threads_per_rank
@@ -211,6 +210,8 @@ def _lightning_command() -> tuple[str, ...]:
     Raises:
         SystemExit: stratagem-lightning is missing or unusable (exit code 2); one line says why.
     """
+    from stratagem.discovery.registry import get_registry  # which other runs do without
+
     registry, name = get_registry(), "stratagem.cli.lightning_command"
     try:
         if name in registry.names("name"):
