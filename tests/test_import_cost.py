@@ -109,7 +109,7 @@ def test_the_users_import_names_alone_load_nothing_heavy() -> None:
     assert loaded(code).isdisjoint(HEAVY)
 
 
-# -- the commands that list and look, with all five distributions installed
+# -- the commands that list and look, with all distributions installed
 
 COMMAND = """
 import sys
