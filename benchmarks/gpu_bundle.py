@@ -1,4 +1,4 @@
-"""Puts the five packages and what they need into one folder, for a machine with a GPU.
+"""Puts our packages and what they need into one folder, for a machine with a GPU.
 
     python benchmarks/gpu_bundle.py bundle
 
@@ -27,7 +27,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-OURS = ("core", "backend-cuda", "backend-deepspeed", "backend-xla", "backend-hpu-ipu")
+OURS = (
+    "core",
+    "backend-cuda",
+    "backend-deepspeed",
+    "backend-xla",
+    "backend-hpu-ipu",
+    "extras",
+    "testing",
+)
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
