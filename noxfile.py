@@ -302,7 +302,8 @@ def ray(session: nox.Session) -> None:
     names = ("hatchling==", "editables==", "numpy==", "pytest==")
     tools = [tool for tool in (*BUILD_TOOLS, *TEST_TOOLS) if tool.startswith(names)]
     session.install(*tools, RAY)
-    folders = ("./packages/core", "./packages/backend-cuda", "./examples/plugins/stratagem-ray")
+    packages = ("core", "backend-cuda", "testing")
+    folders = (*(f"./packages/{name}" for name in packages), "./examples/plugins/stratagem-ray")
     session.install("--no-build-isolation", *(part for path in folders for part in ("-e", path)))
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     markers = () if root else ("-m", "not cluster")  # two hosts are made by root only
@@ -317,7 +318,8 @@ def third_parties(session: nox.Session, plugin: str) -> None:
     session.install(*BUILD_TOOLS, *tools("numpy", "pytest"))
     for arguments in THIRD_PARTIES[plugin]:
         session.install(*arguments, env={"CUDA_EXT": "0"})
-    session.install("--no-build-isolation", "-e", "./packages/core")
+    ours = ("-e", "./packages/core", "-e", "./packages/testing")
+    session.install("--no-build-isolation", *ours)
     folder = f"examples/plugins/stratagem-{plugin}"
     session.install("--no-build-isolation", "--no-deps", "-e", f"./{folder}")
     session.chdir(folder)  # whose own settings of pytest hold: their warnings are not ours
@@ -346,7 +348,7 @@ def skew(session: nox.Session) -> None:
 
 @nox.session
 def loggers(session: nox.Session) -> None:
-    """Loggers on the libraries that they log by, and the command line; not in CI."""
+    """Loggers on the libraries that they write through, and the command line; not in CI."""
     install_everything(session)
     session.install(*LOGGERS)
     names = ("service_loggers", "conformance", "trainer_cli")
@@ -452,7 +454,7 @@ def scale(session: nox.Session) -> None:
 def durability(session: nox.Session) -> None:
     """200 kills of writers while they save, and bad disks; not in CI, where 20 are."""
     session.install(TORCH)
-    session.install("./packages/core")
+    session.install("./packages/core", "./packages/testing")
     directory = session.create_tmp()
     session.run(
         "stratagem", "checkpoint", "durability", directory, "--kills", "200", *session.posargs

@@ -1,26 +1,37 @@
-"""Measures the shape of a package: rooms, floors, arrows, circles, and what is too long.
+"""Measures the shape of a package: rooms, floors, arrows, circles, lines, names and docstrings.
 
 Run: python benchmarks/structure.py [packages/core/src/stratagem]
 
 A room is a file or folder at the top of the package. An arrow is a pair of rooms of which one
 imports the other, at import time or later, but not for types alone. The floors are the longest
-chain of arrows, circles counted as one floor. Source lines are counted without docstrings,
-comments and blank lines.
+chain of arrows, circles counted as one floor. Lines of code are counted without docstrings,
+comments and blank lines. Filler is the share of public docstrings whose first paragraph has a word
+that stands in the place of a noun, such as "what" or "those".
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import inspect
 import io
+import re
+import textwrap
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 CORE = Path(__file__).parents[1] / "packages" / "core" / "src" / "stratagem"
-LONGEST = {"file": 450, "class": 400, "function": 60}
-"""Lines, with docstrings and comments."""
+FRONT_ENDS = ("stratagem.Trainer", "stratagem.Lite", "stratagem.strategies.Strategy")
+"""The classes whose public names are counted."""
+_FILLER = re.compile(
+    r"\b(what|whom|whose|that of|those|so many|in the place|there (is|are)|it is|they are|by now|"
+    r"thing|one of|of it|none)\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass
@@ -33,8 +44,10 @@ class Shape:
         arrows: pairs of rooms, the importing one first.
         circles: sets of rooms that import one another.
         floors: rooms in the longest chain of arrows.
-        lines: of source, without docs.
-        too_long: "kind lines place" for each file, class and function over its limit.
+        lines: of code.
+        flat: the number of files in each folder, without `__init__.py`, the largest first.
+        docstrings: the number of public ones.
+        filler: those of them with a filler.
     """
 
     files: list[str]
@@ -43,7 +56,9 @@ class Shape:
     circles: list[set[str]] = field(default_factory=list)
     floors: int = 0
     lines: int = 0
-    too_long: list[tuple[str, int, str]] = field(default_factory=list)
+    flat: dict[str, int] = field(default_factory=dict)
+    docstrings: int = 0
+    filler: int = 0
 
 
 def measure(package: Path) -> Shape:
@@ -65,10 +80,45 @@ def measure(package: Path) -> Shape:
     groups = _circles({*rooms.values()}, shape.arrows)
     shape.circles = [group for group in groups if len(group) > 1]
     shape.floors = _longest_chain(groups, shape.arrows)
-    shape.lines = sum(_lines_of_source(sources[path], trees[path]) for path in sources)
-    for path, tree in trees.items():
-        shape.too_long += _too_long(tree, sources[path], path.relative_to(package))
+    shape.lines = sum(lines_of_code(sources[path], trees[path]) for path in sources)
+    summaries = [text for tree in trees.values() for text in _summaries(tree)]
+    shape.docstrings = len(summaries)
+    shape.filler = sum(bool(_FILLER.search(text)) for text in summaries)
+    folders = Counter(path.parent for path in sources if path.name != "__init__.py")
+    shape.flat = {str(path.relative_to(package)): n for path, n in folders.most_common()}
     return shape
+
+
+def public_names(place: str) -> set[str]:
+    """Return the public names of a class: methods, properties, and attributes that it sets.
+
+    Args:
+        place: such as "stratagem.Trainer".
+    """
+    module, _, name = place.rpartition(".")
+    found: set[str] = set()
+    for kind in getattr(importlib.import_module(module), name).__mro__:
+        if not kind.__module__.startswith("stratagem"):
+            continue
+        found |= vars(kind).keys() | vars(kind).get("__annotations__", {}).keys()
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+            owner = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(owner, ast.Name) and owner.id == "self" and _is_set(node):
+                found.add(node.attr)  # type: ignore[attr-defined]
+    return {name for name in found if not name.startswith("_")}
+
+
+def _is_set(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+def _summaries(tree: ast.Module) -> Iterator[str]:
+    """Yield the first paragraph of each public class's and function's docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            text = ast.get_docstring(node)
+            if text and not node.name.startswith("_"):
+                yield text.strip().partition("\n\n")[0].replace("\n", " ")
 
 
 def _room(path: Path) -> str:
@@ -134,7 +184,8 @@ def _longest_chain(groups: list[set[str]], arrows: set[tuple[str, str]]) -> int:
     return max(depth(index) for index in below)
 
 
-def _lines_of_source(text: str, tree: ast.Module) -> int:
+def lines_of_code(text: str, tree: ast.Module) -> int:
+    """Return the number of lines without docstrings, comments and blank lines."""
     docs: set[int] = set()
     for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Expr) else None
@@ -148,18 +199,6 @@ def _lines_of_source(text: str, tree: ast.Module) -> int:
     return len(code - docs)
 
 
-def _too_long(tree: ast.Module, text: str, path: Path) -> Iterator[tuple[str, int, str]]:
-    lines = text.count("\n")
-    if lines > LONGEST["file"]:
-        yield "file", lines, str(path)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            kind = "class" if isinstance(node, ast.ClassDef) else "function"
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > LONGEST[kind]:
-                yield kind, length, f"{path}:{node.lineno} {node.name}"
-
-
 def main() -> None:
     """Print the shape."""
     parser = argparse.ArgumentParser(description="Measures the shape of a package.")
@@ -170,10 +209,11 @@ def main() -> None:
     print(f"arrows between rooms {len(shape.arrows)}")
     print(f"circles              {len(shape.circles)}: {[sorted(c) for c in shape.circles]}")
     print(f"floors               {shape.floors}")
-    print(f"lines of source      {shape.lines}")
-    print(f"too long             {len(shape.too_long)}")
-    for kind, lines, place in sorted(shape.too_long):
-        print(f"  {kind:8} {lines:4} {place}")
+    print(f"lines of code        {shape.lines}")
+    print(f"filler               {shape.filler} of {shape.docstrings} docstrings")
+    print("files in a folder    " + ", ".join(f"{k} {n}" for k, n in list(shape.flat.items())[:6]))
+    for place in FRONT_ENDS:
+        print(f"public names         {place} {len(public_names(place))}")
 
 
 if __name__ == "__main__":

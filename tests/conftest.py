@@ -162,7 +162,7 @@ def new_environment(
 ) -> Callable[..., Environment]:
     """Return an environment that sees torch and into which these wheels were installed."""
 
-    def create(name: str, *wheels: Path) -> Environment:
+    def create(name: str, *wheels: Path | str) -> Environment:
         environment = Environment.create(tmp_path_factory.mktemp(name))
         pointer = environment.site_packages / "torch_from_its_own_environment.pth"
         pointer.write_text(f"{torch_environment.site_packages}\n")

@@ -1,7 +1,9 @@
 """What the repository promises: versions, licences, documented commands, no machine's paths."""
 
+import importlib
 import re
 import runpy
+import sys
 from collections.abc import Iterator
 from importlib.metadata import distribution, version
 from pathlib import Path
@@ -10,38 +12,57 @@ from typing import Any
 import nox.registry
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
+# tomli is a dependency of hatchling on Python 3.10.
+tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 CORE = "stratagem-core"
-OTHERS = [
-    "stratagem",
+GUESTS = [
     "stratagem-backend-cuda",
     "stratagem-backend-deepspeed",
     "stratagem-backend-hpu-ipu",
-    "stratagem-backend-xla",
     "stratagem-extras",
     "stratagem-lightning",
     "stratagem-testing",
+    "stratagem",
 ]
+# Extra of core: the distribution that it brings, and the extra of that one, if any.
+EXTRAS_OF_CORE = {
+    "testing": "stratagem-testing",
+    "lightning": "stratagem-lightning",
+    **{
+        name: f"stratagem-extras[{name}]"
+        for name in ("onnx", "tensorboard", "mlflow", "wandb", "comet", "neptune", "cli")
+    },
+}
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+_NOW = Version(version(CORE))
+THIS_MINOR = str(SpecifierSet(f">={_NOW.major}.{_NOW.minor},<{_NOW.major}.{_NOW.minor + 1}"))
 
 # Folders that only some machines have; as a pattern, so that this file does not hold them.
 MACHINE_PATH = re.compile(r"(?<![\w.\-/])/(work|root|home/\w+|opt/(wheels|pypi)|tmp/venv)\b")
 IGNORED_FOLDERS = {".git", ".hypothesis", ".nox", ".venv", "venv", "build", "dist", "__pycache__"}
 
 
-def test_the_packages_are_the_documented_distributions() -> None:
-    named = {
-        re.search(r'^name = "(.+)"$', (package / "pyproject.toml").read_text(), re.MULTILINE)[1]  # type: ignore[index]
-        for package in PACKAGES
-    }
-    assert named == {CORE, *OTHERS}
+def project_of(package: Path) -> dict[str, Any]:
+    """Return the table [project] of a package."""
+    table: dict[str, Any] = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    return table
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_distribution_has_the_version_of_core(name: str) -> None:
-    assert version(name) == version(CORE)
+PROJECTS = {project["name"]: project for project in map(project_of, PACKAGES)}
+
+
+def test_the_packages_are_the_nine_distributions() -> None:
+    assert PROJECTS.keys() == {CORE, *GUESTS}
+    assert len(PROJECTS) == 9
+
+
+@pytest.mark.parametrize("name", GUESTS)
+def test_a_guest_has_the_version_of_core(name: str) -> None:
+    assert PROJECTS[name]["version"] == PROJECTS[CORE]["version"] == version(CORE)
 
 
 def test_the_library_says_the_version_of_its_distribution() -> None:
@@ -50,30 +71,52 @@ def test_the_library_says_the_version_of_its_distribution() -> None:
     assert stratagem.__version__ == version(CORE)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_distribution_requires_this_minor_version_of_ours_and_pins_nothing(name: str) -> None:
-    stated = [Requirement(text) for text in distribution(name).requires or []]
-    # An extra may name a pair that only works together (torch_xla and its torch).
-    requirements = [one for one in stated if "extra" not in str(one.marker or "")]
-    ours = [one for one in requirements if one.name in {CORE, *OTHERS}]
-    assert CORE in {one.name for one in ours}
-    now = Version(version(CORE))
-    lowest, too_high = f"{now.major}.{now.minor}", f"{now.major}.{now.minor + 1}"
-    for one in ours:
-        assert {str(part) for part in one.specifier} == {f">={lowest}", f"<{too_high}"}
+@pytest.mark.parametrize("name", GUESTS)
+def test_a_guest_requires_this_minor_version_of_core_and_pins_nothing(name: str) -> None:
+    # Not its extras: one may name a pair that only works together (torch_xla and its torch).
+    requirements = [Requirement(text) for text in PROJECTS[name]["dependencies"]]
+    ours = [requirement for requirement in requirements if requirement.name in PROJECTS]
+    assert CORE in {requirement.name for requirement in ours}
+    assert {str(requirement.specifier) for requirement in ours} == {THIS_MINOR}
     operators = {part.operator for each in requirements for part in each.specifier}
     assert not operators & {"==", "==="}
 
 
+def test_core_requires_no_distribution_of_ours() -> None:
+    assert not {Requirement(text).name for text in PROJECTS[CORE]["dependencies"]} & {*GUESTS}
+
+
+def test_the_extras_of_core_bring_the_distribution_and_its_library() -> None:
+    stated = PROJECTS[CORE]["optional-dependencies"]
+    assert stated.keys() == EXTRAS_OF_CORE.keys()
+    for name, (text,) in stated.items():
+        requirement = Requirement(text)
+        (wanted,) = [Requirement(EXTRAS_OF_CORE[name])]
+        assert (requirement.name, requirement.extras) == (wanted.name, wanted.extras)
+        assert str(requirement.specifier) == THIS_MINOR
+        for extra in requirement.extras:
+            assert PROJECTS[requirement.name]["optional-dependencies"][extra]
+
+
+def test_stratagem_brings_core_the_extras_and_cuda() -> None:
+    brought = {Requirement(text).name for text in PROJECTS["stratagem"]["dependencies"]}
+    assert brought == {CORE, "stratagem-extras", "stratagem-backend-cuda"}
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_a_package_has_what_its_wheel_needs(package: Path) -> None:
-    folders = [path.parent for path in package.glob("src/*/__init__.py")]
-    assert all((folder / "py.typed").is_file() for folder in folders)
-    # The distribution `stratagem` has no code.
-    assert bool(folders) is (package.name != "stratagem")
-    assert (package / "README.md").read_text().startswith("# stratagem")
+    name = project_of(package)["name"]
+    for source in package.glob("src/*"):
+        assert (source / "py.typed").is_file()
+        assert (source / "__init__.py").is_file()
+    assert (package / "src").exists() == (name != "stratagem")  # which has no code
+    assert (package / "README.md").read_text().startswith(f"# {name}\n")
     # Copies, because a wheel and an sdist hold only what lies in the package's own folder.
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_nox_installs_every_package(noxfile: dict[str, Any]) -> None:
+    assert sorted(noxfile["PACKAGES"]) == [f"packages/{package.name}" for package in PACKAGES]
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,11 @@ def environment(
     build_wheel: Callable[[Path, Path], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Environment:
-    """Core and the third party, each from its wheel, and no other package but torch."""
+    """Core, the kits and the third party, each from its wheel, and torch."""
     (core,) = wheelhouse.glob("stratagem_core-*.whl")
+    (kits,) = wheelhouse.glob("stratagem_testing-*.whl")
     plugin = build_wheel(FOLDER / NAME, tmp_path_factory.mktemp("third_party"))
-    return new_environment("third_party_environment", core, plugin)
+    return new_environment("third_party_environment", core, kits, plugin)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Each wheel, built and installed alone in an empty environment, works."""
+"""The wheel of each distribution, built and installed alone in an empty environment, works."""
 
 from __future__ import annotations
 
@@ -19,6 +19,22 @@ IMPORT_NAMES = {
     "stratagem-backend-deepspeed": "stratagem_deepspeed",
     "stratagem-backend-xla": "stratagem_xla",
     "stratagem-backend-hpu-ipu": "stratagem_hpu_ipu",
+    "stratagem-extras": "stratagem_extras",
+    "stratagem-lightning": "stratagem_lightning_plugin",
+    "stratagem-testing": "stratagem_testing",
+    "stratagem": "stratagem",
+}
+# What each brings of ours, with itself; the others bring core.
+BROUGHT = {
+    "stratagem-lightning": {"stratagem-lightning", "stratagem-extras", "stratagem-core"},
+    "stratagem": {
+        *("stratagem", "stratagem-core", "stratagem-extras", "stratagem-backend-cuda"),
+    },
+}
+# Extras of core that bring another distribution: what can then be imported.
+EXTRAS = {
+    "tensorboard": ("stratagem-extras", "tensorboard"),
+    "testing": ("stratagem-testing", "pytest"),
 }
 
 
@@ -28,8 +44,12 @@ def installed(
 ) -> tuple[str, Environment]:
     """A distribution's name, and the environment in which only it was asked for."""
     name: str = request.param
+    return name, new_environment(name, wheel_of(name, wheelhouse))
+
+
+def wheel_of(name: str, wheelhouse: Path) -> Path:
     (wheel,) = wheelhouse.glob(f"{name.replace('-', '_')}-*.whl")
-    return name, new_environment(name, wheel)
+    return wheel
 
 
 def test_there_is_one_wheel_for_each_distribution(wheelhouse: Path) -> None:
@@ -42,7 +62,7 @@ def test_two_builds_are_the_same_bytes(
     build_release: Callable[..., dict[str, bytes]], name: str
 ) -> None:
     """Whoever builds a release again can tell that it was made of these sources."""
-    package = name.removeprefix("stratagem-")
+    package = name.removeprefix("stratagem-")  # `stratagem` itself is in a folder of its name
     first = build_release(package, umask=0o022, zone="UTC")
     second = build_release(package, umask=0o077, zone="Asia/Tokyo")
     assert len(first) == 2  # the wheel and the source archive
@@ -52,7 +72,7 @@ def test_two_builds_are_the_same_bytes(
 def test_what_is_installed_is_complete_and_compatible(installed: tuple[str, Environment]) -> None:
     name, environment = installed
     assert "No broken requirements found" in environment.pip("check")
-    expected = {name, "stratagem-core"}
+    expected = BROUGHT.get(name, {name, "stratagem-core"})
     listed = environment.pip("list", "--format=freeze").splitlines()
     ours = {line.partition("==")[0] for line in listed if line.startswith("stratagem")}
     assert ours == expected
@@ -74,6 +94,30 @@ def test_import_stratagem_does_not_import_torch(installed: tuple[str, Environmen
     _, environment = installed
     code = "import sys, stratagem; print('torch' in sys.modules)"
     assert environment.python("-c", code).strip() == "False"
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_of_core_brings_the_distribution_and_its_library(
+    extra: str, wheelhouse: Path, new_environment: Callable[..., Environment]
+) -> None:
+    distribution, library = EXTRAS[extra]
+    core = wheel_of("stratagem-core", wheelhouse)
+    environment = new_environment(extra, f"{core}[{extra}]")
+    listed = environment.pip("list", "--format=freeze").splitlines()
+    assert {distribution, library} <= {line.partition("==")[0] for line in listed}
+
+
+def test_without_the_extras_their_names_say_what_to_install(
+    wheelhouse: Path, new_environment: Callable[..., Environment]
+) -> None:
+    environment = new_environment("core_alone", wheel_of("stratagem-core", wheelhouse))
+    code = (
+        "try:\n"
+        "    from stratagem.callbacks import LearningRateMonitor\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    assert "pip install stratagem-extras" in environment.python("-c", code)
 
 
 def test_torch_is_there_for_the_one_who_uses_it(installed: tuple[str, Environment]) -> None:
