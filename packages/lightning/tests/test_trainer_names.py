@@ -191,6 +191,8 @@ def test_the_folder_of_logs_has_two_names(tmp_path: Path) -> None:
     assert loggers.CSVLogger(root_dir=tmp_path).save_dir == tmp_path
     with pytest.raises(ConfigurationError, match="expected one of the two, which mean the same"):
         loggers.CSVLogger(tmp_path, root_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"CSVLogger\(save_dir='s3://bucket/logs'\)"):
+        loggers.CSVLogger(root_dir="s3://bucket/logs")
     pytest.importorskip("tensorboard")
     assert loggers.TensorBoardLogger(root_dir=tmp_path).save_dir == tmp_path
     with pytest.raises(ConfigurationError, match=r"TensorBoardLogger\(save_dir='a', root_dir='b'"):
