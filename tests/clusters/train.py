@@ -121,7 +121,7 @@ def main() -> None:
     (options.out / f"rank{trainer.global_rank}.json").write_text(
         json.dumps(
             {
-                "ranks": [trainer.global_rank, trainer.local_rank, trainer.node_rank],
+                "ranks": [trainer.global_rank, trainer.local_rank, trainer.ranks.node_rank],
                 "world_size": trainer.world_size,
                 "host": socket.gethostname(),
                 "environment": trainer.plan.cluster_environment.name,

@@ -4,6 +4,7 @@ import gc
 import json
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ for name in ("ddp", "deepspeed_stage_3"):
     trainer = models.trainer(name, 2)
     trainer.fit(module, models.loader(2))
     out[f"configure_model {name}"] = module.losses
-    trainer.max_steps = 5
+    trainer.options = replace(trainer.options, max_steps=5)
     module.losses = []
     trainer.fit(module, models.loader(2))
     out[f"second fit {name}"] = module.losses

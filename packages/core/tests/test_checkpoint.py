@@ -846,10 +846,8 @@ def test_a_model_is_made_from_a_checkpoint_with_its_hyperparameters(saved: Path)
     state = SingleFileCheckpointIO().load_checkpoint(saved)["state_dict"]
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
-    for where in ("cpu", {"cuda:0": "cpu"}, {"cpu": "cpu"}, lambda storage, location: storage):
-        assert Net.load_from_checkpoint(saved, map_location=where).device == torch.device("cpu")
-    for where in ({"cpu": "meta"}, lambda storage, location: torch.empty(0, device="meta")):
-        assert Net.load_from_checkpoint(saved, map_location=where).device.type == "meta"
+    for where in ("cpu", "meta"):
+        assert Net.load_from_checkpoint(saved, map_location=where).device.type == where
 
 
 def test_another_models_checkpoint_is_refused_and_the_difference_named(

@@ -69,7 +69,8 @@ out["seen"] = model.seen
 names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "RANK")
 out["environment"] = {name: os.environ.get(name) for name in names}
 out["threads"] = torch.get_num_threads()
-out["ranks"] = [trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size]
+ranks = trainer.ranks
+out["ranks"] = [ranks.global_rank, ranks.local_rank, ranks.node_rank, ranks.world_size]
 out["is_global_zero"] = trainer.is_global_zero
 
 # -- who reads what

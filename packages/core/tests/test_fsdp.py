@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,7 +83,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     runs.save_checkpoint(folder / "single_device.ckpt")
     module.losses.clear()
-    runs.max_steps = 25
+    runs.options = replace(runs.options, max_steps=25)
     runs.fit(module, models.loader(1))
     found["second fit"] = module.losses
     later = models.Net()

@@ -314,6 +314,8 @@ def test_the_limits_of_a_fit_may_be_set_between_fits_and_within() -> None:
     trainer.options = replace(trainer.options, max_steps=3)
     trainer.fit(Net(), loader())
     assert trainer.global_step == 3
+    with pytest.raises(AttributeError, match=r"replace\(trainer.options, max_epochs=...\)"):
+        trainer.max_epochs = 5
     with pytest.raises(ConfigurationError, match="max_epochs=-2: expected a whole number"):
         replace(trainer.options, max_epochs=-2)
 

@@ -103,7 +103,7 @@ def test_options_go_before_files_and_later_files_before_earlier_ones() -> None:
     Path("two.yaml").write_text("model: {width: 4}\n")
     cli = made("--config=one.yaml", "--config=two.yaml", "--trainer.max_steps=9")
     assert (cli.model.layer.out_features, cli.model.hparams.rate) == (4, 0.5)
-    assert cli.trainer.max_steps == 9
+    assert cli.trainer.options.max_steps == 9
     assert cli.config_dump["model"] == {"width": 4, "rate": 0.5}
     assert cli.subcommand is None
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from stratagem import Module, callbacks
 from stratagem.errors import ConfigurationError
 from stratagem_lightning.api import loggers
+from stratagem_lightning.api.demos.boring_classes import BoringModel
 from stratagem_lightning.api.fabric import Fabric
 from stratagem_lightning.api.trainer import Trainer
 
@@ -191,7 +192,20 @@ def test_the_folder_of_logs_has_two_names(tmp_path: Path) -> None:
     assert loggers.CSVLogger(root_dir=tmp_path).save_dir == tmp_path
     with pytest.raises(ConfigurationError, match="expected one of the two, which mean the same"):
         loggers.CSVLogger(tmp_path, root_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"CSVLogger\(save_dir='s3://bucket/logs'\)"):
+        loggers.CSVLogger(root_dir="s3://bucket/logs")
     pytest.importorskip("tensorboard")
     assert loggers.TensorBoardLogger(root_dir=tmp_path).save_dir == tmp_path
     with pytest.raises(ConfigurationError, match=r"TensorBoardLogger\(save_dir='a', root_dir='b'"):
         loggers.TensorBoardLogger("a", root_dir="b")
+
+
+def test_a_model_is_loaded_onto_a_device_as_torch_load_says(tmp_path: Path) -> None:
+    one = quiet(max_steps=1, limit_val_batches=0)
+    one.fit(BoringModel())
+    one.save_checkpoint(saved := tmp_path / "saved.ckpt")
+    load = BoringModel.load_from_checkpoint
+    for where in ("cpu", {"cuda:0": "cpu"}, {"cpu": "cpu"}, lambda storage, location: storage):
+        assert load(saved, map_location=where).device == torch.device("cpu")
+    for where in ({"cpu": "meta"}, lambda storage, location: torch.empty(0, device="meta")):
+        assert load(saved, map_location=where).device.type == "meta"

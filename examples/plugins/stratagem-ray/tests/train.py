@@ -59,7 +59,7 @@ class Tell(Callback):
             main=environment.main_address,
             restart=environment.restart_count(),
             world_size=trainer.world_size,
-            ranks=[trainer.global_rank, trainer.local_rank, trainer.node_rank],
+            ranks=[trainer.global_rank, trainer.local_rank, trainer.ranks.node_rank],
             argv=sys.argv,
             gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )

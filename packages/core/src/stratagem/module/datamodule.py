@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.module.hooks import DataHooks
-from stratagem.module.hyperparameters import HyperParametersMixin, accepted_by, arguments_from
+from stratagem.module.hyperparameters import (
+    HyperParametersMixin,
+    accepted_by,
+    arguments_from,
+    read_checkpoint,
+)
 
 if TYPE_CHECKING:
     from stratagem.trainer import Trainer
@@ -91,19 +96,11 @@ class DataModule(HyperParametersMixin, DataHooks):
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
         """
-        from stratagem.checkpoint import SingleFileCheckpointIO
-        from stratagem.checkpoint.trainer_format import check_trainer_checkpoint
         from stratagem.errors import naming
-        from stratagem.storage import paths
 
-        checkpoint = SingleFileCheckpointIO().load_checkpoint(
-            paths.parse_user_path(checkpoint_path)
-        )
-        checkpoint = check_trainer_checkpoint(checkpoint, checkpoint_path)
-        saved = checkpoint.get("datamodule_hyper_parameters", {})
-        holder = checkpoint.get("datamodule_hparams_name", "")
+        checkpoint = read_checkpoint(checkpoint_path)
         with naming(checkpoint_path):
-            module = cls(**arguments_from(cls, saved, holder, kwargs))
+            module = cls(**arguments_from(cls, checkpoint, "datamodule_", kwargs))
         if "datamodule" in checkpoint:
             module.load_state_dict(checkpoint["datamodule"])
         return module

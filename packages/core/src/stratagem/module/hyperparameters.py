@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -103,20 +104,37 @@ class HyperParametersMixin:
         self.__dict__["_hparams_initial"] = HyperParameters(self.hparams if logger else {})
 
 
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Return a Trainer's checkpoint, from a local path or a URL.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
+    """
+    from stratagem.checkpoint import SingleFileCheckpointIO
+    from stratagem.checkpoint.trainer_format import check_trainer_checkpoint
+    from stratagem.storage import paths
+
+    return check_trainer_checkpoint(
+        SingleFileCheckpointIO().load_checkpoint(paths.parse_user_path(path)), path
+    )
+
+
 def arguments_from(
-    cls: Callable[..., Any], saved: Mapping[str, Any], holder: str, passed: Mapping[str, Any]
+    cls: Callable[..., Any], checkpoint: Mapping[str, Any], prefix: str, passed: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments to make an object with, from those that a checkpoint holds.
 
     Args:
         cls: the class.
-        saved: what the checkpoint holds, by name.
-        holder: the argument that takes them all as one dict; "": each is an argument.
+        checkpoint: a Trainer's.
+        prefix: begins the names of the entries: "" for a Module, "datamodule_" for a DataModule.
         passed: the user's arguments, which take precedence.
 
     Raises:
         CheckpointMismatchError: one that the class needs is neither saved nor passed.
     """
+    saved = checkpoint.get(f"{prefix}hyper_parameters", {})
+    holder = checkpoint.get(f"{prefix}hparams_name", "")
     accepted = inspect.signature(cls).parameters
     within = holder if holder in accepted and holder not in passed else ""
     of_holder = {within: HyperParameters({**saved, **passed})} if within else {}

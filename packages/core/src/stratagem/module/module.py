@@ -13,7 +13,7 @@ from torch import Tensor
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import UserCodeError
 from stratagem.module.hooks import ModuleHooks
-from stratagem.module.hyperparameters import HyperParametersMixin, arguments_from
+from stratagem.module.hyperparameters import HyperParametersMixin, arguments_from, read_checkpoint
 from stratagem.module.step_hooks import StepHooks
 
 if TYPE_CHECKING:
@@ -392,29 +392,21 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
 
         Args:
             checkpoint_path: what a Trainer saved, a local path or a URL.
-            map_location: device to put it on, or what `torch.load` takes in its place (a dict of
-                devices, a function), asked where the CPU's tensors go; None: the CPU.
+            map_location: the model's device; None: the CPU.
             strict: refuse names that do not match; None: as the model's `strict_loading` says.
             **kwargs: arguments of `__init__`, in place of those in the checkpoint.
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
         """
-        from stratagem.checkpoint import SingleFileCheckpointIO
-        from stratagem.checkpoint.trainer_format import check_trainer_checkpoint
         from stratagem.compile.modules import adopt_compiled
         from stratagem.errors import naming
         from stratagem.launch.rank_zero import rank_zero_warn
         from stratagem.state.state_dict import load_weights
-        from stratagem.storage import paths
 
-        checkpoint = SingleFileCheckpointIO().load_checkpoint(
-            paths.parse_user_path(checkpoint_path)
-        )
-        checkpoint = check_trainer_checkpoint(checkpoint, checkpoint_path)
-        saved, holder = checkpoint.get("hyper_parameters", {}), checkpoint.get("hparams_name", "")
+        checkpoint = read_checkpoint(checkpoint_path)
         with naming(checkpoint_path):
-            model = cls(**arguments_from(cls, saved, holder, kwargs))
+            model = cls(**arguments_from(cls, checkpoint, "", kwargs))
         model.configure_model()
         adopt_compiled(model)
         model.on_load_checkpoint(checkpoint)
@@ -426,20 +418,10 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
                 f"{str(checkpoint_path)!r} holds no weights: the model keeps those that "
                 "__init__ has given it"
             )
-        return model if map_location is None else model.to(_device_for(map_location))
+        return model if map_location is None else model.to(map_location)
 
 
 # torch.jit.script compiles the properties of a class, but for those that it names.
 Module.__jit_unused_properties__ = [
     name for base in Module.__mro__ for name, own in vars(base).items() if isinstance(own, property)
 ]
-
-
-def _device_for(map_location: Any) -> Any:
-    """Return the device that `map_location` has for what lies on the CPU."""
-    if isinstance(map_location, Mapping):
-        return map_location.get("cpu", "cpu")
-    if callable(map_location):
-        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
-        return "cpu" if moved is None else moved.device
-    return map_location

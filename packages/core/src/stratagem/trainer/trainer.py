@@ -246,6 +246,15 @@ class Trainer:
         )
         self._forget_runs()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # It would do nothing, in silence.
+        if name in TrainerOptions.__dataclass_fields__ and not hasattr(type(self), name):
+            raise AttributeError(
+                f"trainer.{name} cannot be set: pass {name}= to the Trainer, or set "
+                f"trainer.options = dataclasses.replace(trainer.options, {name}=...)"
+            )
+        super().__setattr__(name, value)
+
     def _forget_runs(self) -> None:
         self.should_stop = False
         self._state, self._progress, self._latest = RunState(), Progress(), LatestMetrics()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -136,7 +138,9 @@ class LightningModule(Module):
         """Make a model from a checkpoint; as `Module.load_from_checkpoint`.
 
         Args:
-            checkpoint_path, map_location, **kwargs: as there.
+            checkpoint_path, **kwargs: as there.
+            map_location: a device, or what `torch.load` takes in its place (a dict of devices, a
+                function), asked where the CPU's tensors go; None: the CPU.
             hparams_file: a YAML file whose values go before those of the checkpoint.
             strict: as there.
             weights_only: not needed here: nothing in a checkpoint is ever executed.
@@ -147,10 +151,20 @@ class LightningModule(Module):
         try:
             return super().load_from_checkpoint(
                 checkpoint_path,
-                map_location=map_location,
+                map_location=_device_for(map_location),
                 strict=strict,
                 **of_file(hparams_file),
                 **kwargs,
             )
         except CheckpointMismatchError as error:
             raise StateDictError.of(error) from error
+
+
+def _device_for(map_location: Any) -> Any:
+    """Return the device that `map_location` has for what lies on the CPU."""
+    if isinstance(map_location, Mapping):
+        return map_location.get("cpu", "cpu")
+    if callable(map_location):
+        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
+        return "cpu" if moved is None else moved.device
+    return map_location
