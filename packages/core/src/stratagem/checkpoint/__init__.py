@@ -29,13 +29,10 @@ else:
         __name__,
         "checkpoint_io",
         {
-            "CheckpointIO": "stratagem.interfaces.checkpoint_io",
-            "consolidate_checkpoint": "stratagem.native.checkpoint.sharded.consolidate",
-            "LazyTensor": "stratagem.state.shards",
-            "Shards": "stratagem.state.shards",
-            "SUFFIX": "stratagem.checkpoint.catalog",
-            "SingleFileCheckpointIO": "stratagem.native.checkpoint.single_file",
-            "find_all": "stratagem.checkpoint.catalog",
-            "read_whole": "stratagem.state.shards",
+            "stratagem.checkpoint.catalog": "SUFFIX find_all",
+            "stratagem.interfaces.checkpoint_io": "CheckpointIO",
+            "stratagem.native.checkpoint.sharded.consolidate": "consolidate_checkpoint",
+            "stratagem.native.checkpoint.single_file": "SingleFileCheckpointIO",
+            "stratagem.state.shards": "LazyTensor Shards read_whole",
         },
     )

@@ -30,13 +30,11 @@ else:
         __name__,
         None,
         {
-            "SLOW_IMPORT": "stratagem.cli.doctor",
-            "failed_commands": "stratagem.cli.plugins",
-            "listed_component": "stratagem.cli.doctor",
-            "parser_of": "stratagem.cli.arguments",
-            "plugins_checks": "stratagem.cli.doctor",
-            "print_table": "stratagem.cli.tables",
-            "why_not": "stratagem.cli.strategies",
+            "stratagem.cli.arguments": "parser_of",
+            "stratagem.cli.doctor": "SLOW_IMPORT listed_component plugins_checks",
+            "stratagem.cli.plugins": "failed_commands",
+            "stratagem.cli.strategies": "why_not",
+            "stratagem.cli.tables": "print_table",
         },
     )
 

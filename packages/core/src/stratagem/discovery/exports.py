@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stratagem._lazy import by_name
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.registry import Candidate, get_registry
 from stratagem.errors import StratagemError
@@ -20,14 +21,15 @@ def exporter(
     Args:
         module: its name.
         kind: the kind of component whose classes it serves, by their own names; None: no kind.
-        bases: further names, each with the module that holds it.
+        bases: further names: by module, the names that it defines, in one string.
     """
+    modules = by_name(bases)
 
     def find(name: str) -> Any:
         if name == "__all__":
             return [known for known in names() if _is_there(find, known)]
-        if name in bases:
-            return getattr(importlib.import_module(bases[name]), name)
+        if name in modules:
+            return getattr(importlib.import_module(modules[name]), name)
         if name.startswith("_") or _is_submodule(module, name):
             # Which an import then looks for itself.
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -49,7 +51,7 @@ def exporter(
         )
 
     def names() -> list[str]:
-        return sorted({*bases, *(_import_name(c) for c in _offers(module, kind))})
+        return sorted({*modules, *(_import_name(c) for c in _offers(module, kind))})
 
     return find, names
 

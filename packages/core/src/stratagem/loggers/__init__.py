@@ -28,15 +28,11 @@ else:
         __name__,
         "logger",
         {
-            "CSVLogger": "stratagem.loggers.csv_logger",
-            "Logger": "stratagem.loggers.logger",
-            "VersionFolder": "stratagem.loggers.version_folder",
-            "as_mapping": "stratagem.loggers.parameters",
-            "as_numbers": "stratagem.loggers.parameters",
-            "as_plain": "stratagem.loggers.parameters",
-            "flattened": "stratagem.loggers.parameters",
-            "local_folder": "stratagem.loggers.version_folder",
-            "one_folder": "stratagem.loggers.version_folder",
-            "write_hyperparameters": "stratagem.loggers.parameters",
+            "stratagem.loggers.csv_logger": "CSVLogger",
+            "stratagem.loggers.logger": "Logger",
+            "stratagem.loggers.parameters": (
+                "as_mapping as_numbers as_plain flattened write_hyperparameters"
+            ),
+            "stratagem.loggers.version_folder": "VersionFolder local_folder one_folder",
         },
     )

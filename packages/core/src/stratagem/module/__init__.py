@@ -17,8 +17,8 @@ else:
         __name__,
         None,
         {
-            "DataModule": "stratagem.module.datamodule",
-            "HyperParameters": "stratagem.module.hyperparameters",
-            "Module": "stratagem.module.module",
+            "stratagem.module.datamodule": "DataModule",
+            "stratagem.module.hyperparameters": "HyperParameters",
+            "stratagem.module.module": "Module",
         },
     )
