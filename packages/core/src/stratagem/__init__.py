@@ -23,18 +23,17 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
     _HOMES = {
-        "Callback": "stratagem.callbacks",
-        "DataModule": "stratagem.module",
-        "Lite": "stratagem.lite.lite",
-        "Module": "stratagem.module",
-        "StrategyRegistry": "stratagem.discovery.strategy_registry",
-        "Trainer": "stratagem.trainer",
-        "seed_everything": "stratagem.rng",
+        "stratagem.callbacks": "Callback",
+        "stratagem.discovery.strategy_registry": "StrategyRegistry",
+        "stratagem.lite.lite": "Lite",
+        "stratagem.module": "DataModule Module",
+        "stratagem.rng": "seed_everything",
+        "stratagem.trainer": "Trainer",
     }
-    _find = lazy_names(__name__, _HOMES)[0]
+    _find, _, _NAMES = lazy_names(__name__, _HOMES)
 
     def __getattr__(name: str) -> Any:
-        if name in _HOMES:
+        if name in _NAMES:
             return _find(name)
         # A name that an installed distribution adds, such as Tuner.
         from stratagem.discovery.exports import exporter

@@ -15,15 +15,21 @@ def lazy_names(
 
     Args:
         package: its name.
-        homes: the module that defines each name.
+        homes: by module, the names that it defines, in one string.
     """
-    names = sorted(homes)
+    modules = by_name(homes)
+    names = sorted(modules)
 
     def find(name: str) -> Any:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(homes[name]), name)
+        value = getattr(importlib.import_module(modules[name]), name)
         setattr(sys.modules[package], name, value)  # found without this function the next time
         return value
 
     return find, lambda: list(names), names
+
+
+def by_name(homes: Mapping[str, str]) -> dict[str, str]:
+    """Return the module of each name."""
+    return {name: module for module, names in homes.items() for name in names.split()}

@@ -19,9 +19,8 @@ else:
         __name__,
         "accelerator",
         {
-            "Accelerator": "stratagem.interfaces.accelerator",
-            "Availability": "stratagem.discovery.specs",
-            "DeviceMemory": "stratagem.interfaces.accelerator",
-            "DeviceAccelerator": "stratagem.native.accelerators.device",
+            "stratagem.discovery.specs": "Availability",
+            "stratagem.interfaces.accelerator": "Accelerator DeviceMemory",
+            "stratagem.native.accelerators.device": "DeviceAccelerator",
         },
     )

@@ -21,6 +21,6 @@ else:
         __name__,
         "cluster_environment",
         {
-            "ClusterEnvironment": "stratagem.interfaces.cluster_environment",
+            "stratagem.interfaces.cluster_environment": "ClusterEnvironment",
         },
     )

@@ -19,8 +19,6 @@ else:
         __name__,
         "precision",
         {
-            "EnginePrecision": "stratagem.interfaces.precision",
-            "Precision": "stratagem.interfaces.precision",
-            "default_dtype": "stratagem.interfaces.precision",
+            "stratagem.interfaces.precision": "EnginePrecision Precision default_dtype",
         },
     )

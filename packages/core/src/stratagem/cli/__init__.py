@@ -26,14 +26,11 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
     _HOMES = {
-        "SLOW_IMPORT": "stratagem.cli.doctor",
-        "at_least": "stratagem.cli.arguments",
-        "failed_commands": "stratagem.cli.plugins",
-        "listed_component": "stratagem.cli.doctor",
-        "parser_of": "stratagem.cli.arguments",
-        "plugins_checks": "stratagem.cli.doctor",
-        "print_table": "stratagem.cli.tables",
-        "why_not": "stratagem.cli.strategies",
+        "stratagem.cli.arguments": "at_least parser_of",
+        "stratagem.cli.doctor": "SLOW_IMPORT listed_component plugins_checks",
+        "stratagem.cli.plugins": "failed_commands",
+        "stratagem.cli.strategies": "why_not",
+        "stratagem.cli.tables": "print_table",
     }
 
     def __getattr__(name: str) -> Any:

@@ -15,11 +15,9 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "CombinedLoader": "stratagem.data.combined_loader",
-            "UNKNOWN": "stratagem.data.sharding",
-            "generators_of_loader": "stratagem.data.resume.resumable",
-            "length_of": "stratagem.data.sharding",
-            "map_tensors": "stratagem.data.pytree",
-            "move_to_device": "stratagem.data.pytree",
+            "stratagem.data.combined_loader": "CombinedLoader",
+            "stratagem.data.pytree": "map_tensors move_to_device",
+            "stratagem.data.resume.resumable": "generators_of_loader",
+            "stratagem.data.sharding": "UNKNOWN length_of",
         },
     )

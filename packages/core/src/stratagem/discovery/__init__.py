@@ -70,37 +70,19 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "CORE": "stratagem.discovery.entry_points",
-            "Candidate": "stratagem.discovery.registry",
-            "DISABLE_VARIABLE": "stratagem.discovery.entry_points",
-            "GROUP": "stratagem.discovery.entry_points",
-            "PluginEntry": "stratagem.discovery.entry_points",
-            "PluginReport": "stratagem.discovery.loading",
-            "Registry": "stratagem.discovery.registry",
-            "TorchBuild": "stratagem.discovery.installed",
-            "core_range": "stratagem.discovery.entry_points",
-            "distribution_of": "stratagem.discovery.hints",
-            "get_registry": "stratagem.discovery.registry",
-            "installation_hint": "stratagem.discovery.hints",
-            "installed_entries": "stratagem.discovery.entry_points",
-            "load_target": "stratagem.discovery.specs",
-            "misplaced_entries": "stratagem.discovery.entry_points",
-            "names_by_distribution": "stratagem.discovery.hints",
-            "nearest_of": "stratagem.discovery.registry",
-            "normalise": "stratagem.discovery.entry_points",
-            "read_text": "stratagem.discovery.entry_points",
-            "require_package": "stratagem.discovery.installed",
-            "torch_build": "stratagem.discovery.installed",
-            "version_of": "stratagem.discovery.installed",
-            "why_not_lasting": "stratagem.discovery.entry_points",
-            "OWN_BACKWARD": "stratagem.discovery.capabilities",
-            "OWN_CLIPPING": "stratagem.discovery.capabilities",
-            "OWN_STEP": "stratagem.discovery.capabilities",
-            "contradictions": "stratagem.discovery.capabilities",
-            "difference": "stratagem.discovery.capabilities",
-            "one_process_of": "stratagem.discovery.capabilities",
-            "find_module": "stratagem.discovery.targets",
-            "why_missing": "stratagem.discovery.targets",
+            "stratagem.discovery.capabilities": (
+                "OWN_BACKWARD OWN_CLIPPING OWN_STEP contradictions difference one_process_of"
+            ),
+            "stratagem.discovery.entry_points": (
+                "CORE DISABLE_VARIABLE GROUP PluginEntry core_range installed_entries "
+                "misplaced_entries normalise read_text why_not_lasting"
+            ),
+            "stratagem.discovery.hints": "distribution_of installation_hint names_by_distribution",
+            "stratagem.discovery.installed": "TorchBuild require_package torch_build version_of",
+            "stratagem.discovery.loading": "PluginReport",
+            "stratagem.discovery.registry": "Candidate Registry get_registry nearest_of",
+            "stratagem.discovery.specs": "load_target",
+            "stratagem.discovery.targets": "find_module why_missing",
         },
     )[0]
 

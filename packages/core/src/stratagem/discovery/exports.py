@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stratagem._lazy import by_name
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.hints import modules_of_import
 from stratagem.discovery.registry import Candidate, get_registry
@@ -22,14 +23,15 @@ def exporter(
     Args:
         module: its name.
         kind: the kind of component whose classes it serves, by their own names; None: no kind.
-        bases: further names, each with the module that holds it.
+        bases: further names: by module, the names that it defines, in one string.
     """
+    modules = by_name(bases)
 
     def find(name: str) -> Any:
         if name == "__all__":
             return [known for known in names() if _is_there(find, known)]
-        if name in bases:
-            return getattr(importlib.import_module(bases[name]), name)
+        if name in modules:
+            return getattr(importlib.import_module(modules[name]), name)
         # A submodule is found by the import itself. A dotted path is nobody's name, though
         # jsonargparse asks for "function.<locals>.Class".
         if name.startswith("_") or not name.isidentifier() or _is_submodule(module, name):
@@ -39,10 +41,10 @@ def exporter(
         ours = [c for c in offers.values() if c.distribution == CORE]
         if len(offers) > 1 and not ours:
             providers = sorted({c.distribution for c in offers.values()})
-            modules = sorted({str(target).partition(":")[0] for target in offers})
+            places = sorted({str(target).partition(":")[0] for target in offers})
             raise ImportError(
                 f"{' and '.join(providers)} both provide {module}.{name}: import it from one of "
-                f"{', '.join(modules)}, or uninstall one of them",
+                f"{', '.join(places)}, or uninstall one of them",
                 name=module,
             )
         for candidate in ours or offers.values():
@@ -59,7 +61,7 @@ def exporter(
         )
 
     def names() -> list[str]:
-        return sorted({*bases, *(_import_name(c) for c in _offers(module, kind))})
+        return sorted({*modules, *(_import_name(c) for c in _offers(module, kind))})
 
     return find, names
 

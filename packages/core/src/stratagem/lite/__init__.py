@@ -15,12 +15,9 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "Lite": "stratagem.lite.lite",
-            "LiteDataLoader": "stratagem.lite.dataloader",
-            "LiteModule": "stratagem.lite.module",
-            "PathLike": "stratagem.lite.lite",
-            "collect": "stratagem.lite.state",
-            "numbers_of": "stratagem.lite.lite",
-            "restore": "stratagem.lite.state",
+            "stratagem.lite.dataloader": "LiteDataLoader",
+            "stratagem.lite.lite": "Lite PathLike numbers_of",
+            "stratagem.lite.module": "LiteModule",
+            "stratagem.lite.state": "collect restore",
         },
     )

@@ -24,11 +24,9 @@ else:
         __name__,
         "logger",
         {
-            "CSVLogger": "stratagem.loggers.csv_logger",
-            "Logger": "stratagem.loggers.logger",
-            "VersionFolder": "stratagem.loggers.version_folder",
-            "as_mapping": "stratagem.loggers.parameters",
-            "as_plain": "stratagem.loggers.parameters",
-            "local_folder": "stratagem.loggers.version_folder",
+            "stratagem.loggers.csv_logger": "CSVLogger",
+            "stratagem.loggers.logger": "Logger",
+            "stratagem.loggers.parameters": "as_mapping as_plain",
+            "stratagem.loggers.version_folder": "VersionFolder local_folder",
         },
     )

@@ -32,7 +32,7 @@ class Logger(ABC):
         >>> class Printing(Logger):
         ...     def log_metrics(self, metrics, step=None):
         ...         print(step, metrics)
-        >>> Lite(accelerator="cpu", loggers=Printing()).log("loss", 0.5, step=3)
+        >>> Lite(accelerator="cpu", loggers=Printing()).log_dict({"loss": 0.5}, step=3)
         3 {'loss': 0.5}
     """
 

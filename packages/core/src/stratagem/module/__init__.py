@@ -21,11 +21,9 @@ else:
         __name__,
         None,
         {
-            "DataModule": "stratagem.module.datamodule",
-            "DataHooks": "stratagem.module.hooks",
-            "HyperParameters": "stratagem.module.hyperparameters",
-            "HyperParametersMixin": "stratagem.module.hyperparameters",
-            "Module": "stratagem.module.module",
-            "ModuleHooks": "stratagem.module.hooks",
+            "stratagem.module.datamodule": "DataModule",
+            "stratagem.module.hooks": "DataHooks ModuleHooks",
+            "stratagem.module.hyperparameters": "HyperParameters HyperParametersMixin",
+            "stratagem.module.module": "Module",
         },
     )

@@ -15,9 +15,9 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "CLUSTER_VARIABLE": "stratagem.plan.cluster",
-            "parse_devices": "stratagem.plan.devices",
-            "probe_accelerator": "stratagem.plan.components",
-            "resolve": "stratagem.plan.resolution",
+            "stratagem.plan.cluster": "CLUSTER_VARIABLE",
+            "stratagem.plan.components": "probe_accelerator",
+            "stratagem.plan.devices": "parse_devices",
+            "stratagem.plan.resolution": "resolve",
         },
     )

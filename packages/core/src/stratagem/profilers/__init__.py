@@ -18,7 +18,6 @@ else:
         __name__,
         "profiler",
         {
-            "PassThroughProfiler": "stratagem.profilers.profiler",
-            "Profiler": "stratagem.profilers.profiler",
+            "stratagem.profilers.profiler": "PassThroughProfiler Profiler",
         },
     )

@@ -14,8 +14,8 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "CheckpointWriter": "stratagem.runtime.checkpoint_writer",
-            "LiteOptimizer": "stratagem.runtime.optimizer",
-            "as_list": "stratagem.runtime.request",
+            "stratagem.runtime.checkpoint_writer": "CheckpointWriter",
+            "stratagem.runtime.optimizer": "LiteOptimizer",
+            "stratagem.runtime.request": "as_list",
         },
     )

@@ -18,10 +18,9 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "check_weights": "stratagem.state.state_dict",
-            "find_offending_value": "stratagem.state.plain_data",
-            "load_named_state": "stratagem.state.state_dict",
-            "matching_groups": "stratagem.state.state_dict",
-            "named_state": "stratagem.state.state_dict",
+            "stratagem.state.plain_data": "find_offending_value",
+            "stratagem.state.state_dict": (
+                "check_weights load_named_state matching_groups named_state"
+            ),
         },
     )

@@ -25,17 +25,11 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "Location": "stratagem.storage.paths",
-            "check_is_new": "stratagem.storage.paths",
-            "exists": "stratagem.storage.paths",
-            "is_url": "stratagem.storage.paths",
-            "join": "stratagem.storage.paths",
-            "parse_user_path": "stratagem.storage.paths",
-            "read": "stratagem.storage.paths",
-            "to_location": "stratagem.storage.paths",
-            "try_folder": "stratagem.storage.paths",
-            "write": "stratagem.storage.paths",
-            "DurableDirectory": "stratagem.storage.durable_directory",
-            "sync_directory": "stratagem.storage.local",
+            "stratagem.storage.durable_directory": "DurableDirectory",
+            "stratagem.storage.local": "sync_directory",
+            "stratagem.storage.paths": (
+                "Location check_is_new exists is_url join parse_user_path read to_location "
+                "try_folder write"
+            ),
         },
     )
