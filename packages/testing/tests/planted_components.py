@@ -630,7 +630,7 @@ class FailsAfterError(Counts):
 
 
 class SavesItself(Counts):
-    """Its state is no plain data."""
+    """Its state is no weights-only-safe data."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"callback": self}

@@ -109,7 +109,7 @@ PLANTED = [
     ("callback", "LeavesWatcher", "runs/every stage", "the thread watcher"),
     ("callback", "DrawsNumbers", "runs/same training", "a run ends with other weights"),
     ("callback", "FailsAfterError", "runs/a run that fails", "could not send a message"),
-    ("callback", "SavesItself", "state/plain", "a checkpoint takes plain data"),
+    ("callback", "SavesItself", "state/plain", "a checkpoint takes weights-only-safe data"),
     ("callback", "OtherKeyEachTime", "state/plain", "finds no state under another name"),
     ("callback", "ForgetsSteps", "state/resumed", "a resumed run ends with other weights"),
     ("profiler", "OneAtATime", "actions/nested", "actions within an action ended in ValueError"),

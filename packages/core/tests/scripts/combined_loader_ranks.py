@@ -49,7 +49,7 @@ for mode in ("min_size", "max_size", "max_size_cycle", "sequential"):
         enable_progress_bar=False,
     )
     one.fit(module, CombinedLoader(loaders(), mode))
-    found[mode] = one.ranks.gather_plain(module.read)
+    found[mode] = one.ranks.gather_objects(module.read)
 
 if one.is_global_zero:
     Path("results.json").write_text(json.dumps(found))

@@ -41,7 +41,7 @@ ema = EMAWeightAveraging(decay=0.8)
 one = trainer("fsdp", 2, callbacks=ema, max_epochs=2, num_sanity_val_steps=0)
 one.fit(net, data, data)
 one.save_checkpoint("fsdp.ckpt", weights_only=True)
-validated = sum(map(sum, zip(*one.ranks.gather_plain(net.validated), strict=True)))
+validated = sum(map(sum, zip(*one.ranks.gather_objects(net.validated), strict=True)))
 
 if one.is_global_zero:
     Path("validated.json").write_text(json.dumps(validated))

@@ -75,8 +75,8 @@ COMMANDS = {
 }
 """Core's commands: what users type, the function that runs it, and the line for `--help`.
 
-Plain data, like the commands of plugins (`stratagem.discovery.Command`), but read before pluggy is
-imported. A name has one word or two."""
+Weights-only-safe data, like the commands of plugins (`stratagem.discovery.Command`), but read
+before pluggy is imported. A name has one word or two."""
 
 _SHORT = ("strategies", "explain", "doctor")
 """Commands that are mostly imports, of which nothing is garbage before the process ends."""

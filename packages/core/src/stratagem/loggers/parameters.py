@@ -1,4 +1,4 @@
-"""Hyperparameters as loggers store them: mappings and plain data."""
+"""Hyperparameters as loggers store them: mappings and weights-only-safe data."""
 
 from __future__ import annotations
 

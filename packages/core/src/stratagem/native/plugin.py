@@ -33,7 +33,7 @@ FSDP = Capabilities(
     # The end of forward prepares the reduction of gradients, so an earlier backward has no effect.
     backward_in_forward=False,
     # Forward gathers parameters, so all ranks must run the same number of batches.
-    uneven_evaluation=False,
+    allows_uneven_eval=False,
 )
 """What fully_shard can do."""
 
@@ -54,7 +54,7 @@ def why_no_dp(accelerator: str, devices: int, *, has_kernels: bool) -> str:
     )
 
 
-def _objection_of_dp(plan: Any) -> str:
+def _dp_incompatible_because(plan: Any) -> str:
     kernels = getattr(plan.accelerator.source, "data_parallel_kernels", False)
     return why_no_dp(plan.accelerator.name, len(plan.devices), has_kernels=kernels)
 
@@ -176,7 +176,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         api_version=1,
         summary="DataParallel, one process for several GPUs; deprecated, use ddp",
         capabilities=DP,
-        objection=_objection_of_dp,
+        incompatible_because=_dp_incompatible_because,
     ),
     *(
         StrategySpec(
@@ -326,7 +326,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         variables=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS"),
         advice="this is a SLURM job, but srun has not started this process; start the script "
         "with srun to make it a rank, and to have SLURM's signals and requeueing",
-        objection=f"{_ENVIRONMENTS}.slurm:objection",
+        incompatible_because=f"{_ENVIRONMENTS}.slurm:incompatible_because",
         priority=10,
         world_size_variable="SLURM_NTASKS",
         local_world_size_variable="SLURM_STEP_TASKS_PER_NODE",
@@ -341,7 +341,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         summary="pods of a Kubeflow PyTorchJob, one process in each",
         aliases=("KubeflowEnvironment",),
         variables=("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),
-        objection=f"{_ENVIRONMENTS}.kubeflow:objection",
+        incompatible_because=f"{_ENVIRONMENTS}.kubeflow:incompatible_because",
         priority=5,
         # One process a pod: whoever has a rank was started as one.
         local_rank_variable="RANK",

@@ -226,13 +226,13 @@ class Run:
         check_step_hooks(module, strategy, trainer.plan, options.step_options)
         checks.give_hints(strategy)
         data = self.open_fit_data()
-        strategy.take_batch_size(data.loader.batch_size)
+        strategy.set_batch_size(data.loader.batch_size)
         checks.hint_at_log_interval(trainer, data.loader.batches)
         prepared = self._prepare_to_train()
         path = self.resume_point.path
         if path is not None:
             self._restore(prepared, read_checkpoint(self.runtime.checkpoint_writer, path), path)
-        joined = strategy.join_training(prepared, self.checkpoint)
+        joined = strategy.adopt_peer_state(prepared, self.checkpoint)
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
         checks.log_hyperparameters(self)

@@ -72,7 +72,7 @@ class Restarts:
         if self._run_id is None:
             return requested
         environment = self._strategy.cluster_environment
-        of_ranks = self._strategy.ranks.gather_plain(
+        of_ranks = self._strategy.ranks.gather_objects(
             [environment.restart_count(), environment.agent_id()]
         )
         self._agents = sorted({agent for _, agent in of_ranks if agent is not None})

@@ -150,7 +150,9 @@ def _plain(bench: Bench) -> None:
         "finds no state under another name"
     )
     offending = find_offending_value(callback.state_dict())
-    assert not offending, f"its state_dict() has {offending}: a checkpoint takes plain data"
+    assert not offending, (
+        f"its state_dict() has {offending}: a checkpoint takes weights-only-safe data"
+    )
 
 
 @check(KIND, "state/resumed")
