@@ -161,7 +161,9 @@ class _MirrorLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Heed the environment, also when it is loaded again; a mirror fills itself."""
         if os.environ.get("POSSIBLE_USER_WARNINGS", "").lower() in ("0", "off"):
-            importlib.import_module(f"{HERE}.api.utilities.warnings").disable_possible_user_warnings()
+            importlib.import_module(
+                f"{HERE}.api.utilities.warnings"
+            ).disable_possible_user_warnings()
 
 
 class _AliasLoader(Loader):
