@@ -360,7 +360,10 @@ def test_doctor_as_json(program: Program) -> None:
     assert found["system"]["platform"] == platform.platform()
     assert (core["status"], core["slow"]) == ("loaded", False)
     kinds = {component["kind"] for component in found["components"]}
-    assert kinds == {"accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher"}
+    assert kinds == {
+        *("accelerator", "precision", "checkpoint_io", "cluster_environment", "launcher"),
+        "logger",
+    }
 
 
 def test_a_disabled_plugin_is_reported_and_no_problem(program: Program) -> None:
