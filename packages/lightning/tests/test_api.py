@@ -709,7 +709,7 @@ def test_a_strategy_tells_of_its_ranks_and_its_device() -> None:
 
     class Asks(BoringModel):
         def on_train_start(self) -> None:
-            one = self.trainer.strategy
+            one: Any = self.trainer.strategy
             told.extend([one.root_device, one.world_size, one.global_rank, one.is_global_zero])
             told.append(one.broadcast({"a": 1}))
 
@@ -717,9 +717,9 @@ def test_a_strategy_tells_of_its_ranks_and_its_device() -> None:
     trainer.fit(Asks())
     assert told == [torch.device("cpu"), 1, 0, True, {"a": 1}]
     with pytest.raises(AttributeError, match="no attribute 'ranks'"):
-        _ = SingleDeviceStrategy().world_size
+        _ = SingleDeviceStrategy().world_size  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="no attribute 'device'"):
-        _ = SingleDeviceStrategy().root_device
+        _ = SingleDeviceStrategy().root_device  # type: ignore[attr-defined]
 
 
 def test_a_quick_run_has_a_logger_that_takes_every_call_and_writes_nothing(

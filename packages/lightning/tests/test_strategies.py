@@ -32,6 +32,7 @@ from stratagem_lightning.api.strategies.single_device import SingleDeviceStrateg
 
 
 def test_the_device_of_a_strategy_is_the_plans() -> None:
+    strategy: Any
     for strategy in (OwnSingleDevice("cpu"), OwnSingleDevice(device=torch.device("cpu", 0))):
         plan = Lite(strategy=strategy).plan
         assert (plan.accelerator.name, plan.devices) == ("cpu", (0,))
@@ -47,7 +48,8 @@ def test_the_device_of_a_strategy_is_the_plans() -> None:
 
 def test_a_strategy_knows_its_device_and_its_ranks_before_the_launch() -> None:
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
-    assert trainer.strategy.root_device == torch.device("cpu")
+    before: Any = trainer.strategy
+    assert before.root_device == torch.device("cpu")
 
     class Elsewhere(OwnSingleDevice):
         def setup_environment(self) -> None:
@@ -55,11 +57,12 @@ def test_a_strategy_knows_its_device_and_its_ranks_before_the_launch() -> None:
             self.device = torch.device("meta")
 
     lite = Lite(strategy=Elsewhere("cpu"))
-    assert lite.strategy.root_device == torch.device("cpu")
+    elsewhere: Any = lite.strategy
+    assert elsewhere.root_device == torch.device("cpu")
     lite.launch()
-    assert lite.strategy.root_device == torch.device("meta")
+    assert elsewhere.root_device == torch.device("meta")
 
-    one = Lite(accelerator="cpu", strategy="single_device").strategy
+    one: Any = Lite(accelerator="cpu", strategy="single_device").strategy
     assert one.all_reduce(torch.ones(2)).tolist() == [1, 1]
     assert one.reduce(torch.ones(2), reduce_op="sum").tolist() == [1, 1]
     assert one.all_gather(torch.ones(2)).shape == (1, 2)

@@ -959,11 +959,15 @@ class SaysOwnsStep(ParallelStrategy):
     )
 
 
-class OverridesFinal(DDPStrategy):
-    """A barrier of its own, which is final."""
+class _OrdersItself(ProcessGroupRanks):
+    def by_data_group(self, gathered: Any) -> Any:  # type: ignore[misc]
+        return [gathered]
 
-    def barrier(self, name: str = "") -> None:  # type: ignore[misc]
-        """Waits for nobody."""
+
+class OverridesFinal(OtherRanks):
+    """Its ranks override by_data_group, which is final."""
+
+    kind = _OrdersItself
 
 
 class NoDataShard(DDPStrategy):

@@ -107,7 +107,7 @@ PLANTED = [
     ("NoComponents", "life/arguments", "an unexpected keyword argument 'launcher'"),
     ("GeneratorNoSync", "steps/gradient", "decorate it with contextlib.contextmanager"),
     ("AsyncWrap", "steps/gradient", "is a coroutine, which nobody awaits"),
-    ("OverridesFinal", "steps/gradient", "OverridesFinal.barrier takes the place of"),
+    ("OverridesFinal", "steps/gradient", "_OrdersItself.by_data_group takes the place of"),
     ("NoDataShard", "steps/gradient", "data_split is rank 0: (0, 3), rank 1: (1, 3)"),
 ]
 # Whose losses need not be those of single_device.

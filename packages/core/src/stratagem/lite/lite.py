@@ -125,7 +125,7 @@ class Lite:
         own_run: Callable[..., Any] | None = getattr(type(self), "run", None)
         if own_run is not None:
             # `self.run(...)` launches; `super().run(...)` within it is an ordinary call.
-            self.run = functools.partial(self.launch, own_run)
+            vars(self)["run"] = functools.partial(self.launch, own_run)
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Start the processes and set up their environment.
