@@ -69,7 +69,7 @@ def main(name, launcher, devices):
     model = Net()
     shards = 1 if trainer.plan.world_size == 1 else 2
     trainer.fit(model, loader(8 // shards))
-    if trainer.plan.runs_elsewhere:
+    if trainer.plan.remote:
         state = model.state_dict()
     else:
         state = trainer.strategy.model_state(trainer.run.prepared)

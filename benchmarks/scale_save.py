@@ -29,7 +29,7 @@ from stratagem.native.checkpoint.sharded.layout import encode_layout
 from stratagem.native.checkpoint.sharded.save_plan import GlobalPlan, Held
 from stratagem.native.checkpoint.sharded.shard_writer import file_of
 from stratagem.rng import rng_state
-from stratagem.state import plain_data
+from stratagem.state import safe_data
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.strategies import Ranks
 
@@ -57,16 +57,16 @@ class PlayedRanks(Ranks):
     ) -> None:
         super().__init__(global_rank=rank, world_size=world_size)
         self._messages = messages
-        self._answers = [plain_data.encode(answer) for answer in answers]
+        self._answers = [safe_data.encode(answer) for answer in answers]
 
     def all_reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
         return tensor
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
         if self.is_global_zero:
-            plain_data.encode(data)
+            safe_data.encode(data)
             return data
-        return plain_data.decode(self._answers.pop(0))
+        return safe_data.decode(self._answers.pop(0))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         _padded(data, len(data))
@@ -103,7 +103,7 @@ def _messages_of_chunks(world_size: int) -> list[Tensor]:
     messages = []
     for rank in range(1, world_size):
         rows[:, 1] = 4 * rank
-        data = plain_data.bytes_of(rows)
+        data = safe_data.bytes_of(rows)
         messages.append(_padded(data, len(data)))
     return messages
 

@@ -429,7 +429,7 @@ CLASSES = {
         "from module_of_another_object import OTHER\n"
         "class Mine(SingleDeviceStrategy):\n    capabilities = OTHER",
         "the spec's capabilities and those of Mine differ (replicated=False and True; "
-        "uneven_evaluation=True and False): let both hold one object",
+        "allows_uneven_eval=True and False): let both hold one object",
     ),
     "inherited": (
         "Capabilities()",
@@ -444,11 +444,11 @@ CLASSES = {
         "Mine has no capabilities: set them in the class, to the object that its spec has",
     ),
     "clipping": (
-        "Capabilities(owns_clipping=True)",
-        "class Mine(Strategy):\n    capabilities = Capabilities(owns_clipping=True)",
-        "Mine.capabilities has owns_clipping=True, but the class overrides none of train_step, "
+        "Capabilities(engine_clips=True)",
+        "class Mine(Strategy):\n    capabilities = Capabilities(engine_clips=True)",
+        "Mine.capabilities has engine_clips=True, but the class overrides none of train_step, "
         "finish_step, optimizer_step, clip_gradients, so that nothing of its own clips: leave "
-        "owns_clipping out, or clip in one of them",
+        "engine_clips out, or clip in one of them",
     ),
     "backward": (
         "Capabilities(manual_backward=False)",
@@ -491,7 +491,7 @@ def with_class(case: str, can: str) -> str:
         "Capabilities(accelerators=('cuda', 'gpu'), precisions=('16-mixed', '32-true'), "
         "launchers=None, one_process=False, many_devices=True, manual_backward=False)"
         if case == "right"
-        else "Capabilities(uneven_evaluation=False)"
+        else "Capabilities(allows_uneven_eval=False)"
     )
     text = f"from stratagem.discovery import Capabilities\nOTHER = {other}\n"
     spec = f'spec({case!r}, target="classes_of_{case}:Mine", capabilities={can})'

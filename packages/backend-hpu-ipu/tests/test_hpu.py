@@ -155,7 +155,7 @@ def test_a_step_reduces_gradients_then_ends_its_graphs(ranks: list[Any]) -> None
 
 
 @pytest.mark.slow
-def test_plain_data_is_sent_with_sizes_of_32_bits(ranks: list[Any]) -> None:
+def test_safe_data_is_sent_with_sizes_of_32_bits(ranks: list[Any]) -> None:
     for rank in ranks:
         assert rank["sizes"] == [["torch.int32", 0]]
         assert rank["gathered"] == [0, 1]

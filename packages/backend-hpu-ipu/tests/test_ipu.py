@@ -345,7 +345,7 @@ def test_several_ipus_are_one_rank_and_its_collectives_give_back_what_they_get(
     assert (one.plan.world_size, one.plan.processes_per_node) == (1, 1)
     ranks = one.strategy.ranks
     assert float(ranks.all_reduce(torch.tensor(3.0))) == 3.0
-    assert ranks.gather_plain({"rows": 2}) == [{"rows": 2}]
+    assert ranks.gather_objects({"rows": 2}) == [{"rows": 2}]
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:

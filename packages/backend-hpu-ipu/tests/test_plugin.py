@@ -42,7 +42,10 @@ def test_the_plugin_registers_what_the_readme_lists(name: str) -> None:
         if isinstance(spec, StrategySpec):
             assert found.capabilities is spec.capabilities
         else:
-            assert (found.name, found.own_strategies) == (spec.name, spec.own_strategies)
+            assert (found.name, found.requires_dedicated_strategies) == (
+                spec.name,
+                spec.requires_dedicated_strategies,
+            )
 
 
 @pytest.mark.parametrize("name", PLUGINS)

@@ -87,8 +87,8 @@ def _capabilities(classes: dict[str, list[Candidate]]) -> str:
                 _yes(can.manual_backward),
                 _yes(can.manual_backward and can.backward_in_forward),
                 _clipping(can),
-                _yes(can.rebinds_optimizers),
-                _yes(can.uneven_evaluation),
+                _yes(can.accepts_existing_optimizers),
+                _yes(can.allows_uneven_eval),
                 ", ".join(can.compiles) or "no",
                 "any" if can.precisions is None else ", ".join(f"`{p}`" for p in can.precisions),
             )
@@ -101,7 +101,7 @@ def _capabilities(classes: dict[str, list[Candidate]]) -> str:
 def _clipping(can: Capabilities) -> str:
     if not can.gradient_clipping:
         return "no"
-    return "by the engine, under the Trainer" if can.owns_clipping else "yes"
+    return "by the engine, under the Trainer" if can.engine_clips else "yes"
 
 
 def _variants_of_ddp(registry: Registry) -> str:

@@ -72,7 +72,7 @@ def main(strategy: str, devices: str, what: str, path: str, form: str = "directo
 
 
 def copied(data: Any) -> Any:
-    """Return plain data with copies of its tensors."""
+    """Return weights-only-safe data with copies of its tensors."""
     if isinstance(data, dict):
         return {name: copied(value) for name, value in data.items()}
     if isinstance(data, list):

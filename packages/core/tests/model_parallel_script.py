@@ -101,7 +101,7 @@ for name, way in ways.items():
         resumed, loader(shards), ckpt_path="single_device.ckpt"
     )
     out["losses"][f"{name} resumed"] = resumed.losses
-out["data_shard"] = runs.strategy.ranks.data_shard
+out["data_split"] = runs.strategy.ranks.data_split
 
 module = InConfigureModel()
 runs = trainer(ModelParallelStrategy(tensor_parallel_size=2), ranks)

@@ -69,9 +69,9 @@ class AveragesUnderTheTrainer(ByHand):
 
 
 class LeavesClippingToDDP(DDPStrategy):
-    """owns_clipping=True of a class that clips as DDP does, which leaves it to the front end."""
+    """engine_clips=True of a class that clips as DDP does, which leaves it to the front end."""
 
-    capabilities = replace(DDPStrategy.capabilities, owns_clipping=True)
+    capabilities = replace(DDPStrategy.capabilities, engine_clips=True)
 
 
 class NotAveraged(ParallelStrategy):
@@ -343,7 +343,7 @@ class OtherRanks(DDPStrategy):
 
     def make_ranks(self) -> ProcessGroupRanks:
         world_size = self.components.device_count
-        shards = [self.data_shard_of(rank, world_size) for rank in range(world_size)]
+        shards = [self.data_split_of(rank, world_size) for rank in range(world_size)]
         return self.kind(self.cluster_environment, world_size, shards)
 
 
@@ -381,8 +381,8 @@ class GathersReversed(OtherRanks):
 
 
 class _Truncated(ProcessGroupRanks):
-    def gather_plain(self, data: Any) -> list[Any]:
-        gathered = super().gather_plain(data)
+    def gather_objects(self, data: Any) -> list[Any]:
+        gathered = super().gather_objects(data)
         if isinstance(data, dict) and "uneven" in data:
             shortest = min(len(each["uneven"]) for each in gathered)
             return [{**each, "uneven": each["uneven"][:shortest]} for each in gathered]
@@ -390,7 +390,7 @@ class _Truncated(ProcessGroupRanks):
 
 
 class GathersEven(OtherRanks):
-    """gather_plain cuts every rank's tensor to the shortest."""
+    """gather_objects cuts every rank's tensor to the shortest."""
 
     kind = _Truncated
 
@@ -441,7 +441,7 @@ class NeverSyncsAgain(DDPStrategy):
 
 class _FirstPart(ProcessGroupRanks):
     @property
-    def data_shard(self) -> tuple[int, int]:
+    def data_split(self) -> tuple[int, int]:
         return 0, self.world_size
 
 
@@ -454,7 +454,7 @@ class ReadsFirstPart(OtherRanks):
 class ReadsEverything(DDPStrategy):
     """Every rank reads all of the data."""
 
-    def data_shard_of(self, rank: int, world_size: int) -> tuple[int, int]:
+    def data_split_of(self, rank: int, world_size: int) -> tuple[int, int]:
         return 0, 1
 
 
@@ -665,7 +665,7 @@ class ByBackward(ByHand):
     def backward(self, prepared: PreparedModel, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(prepared, loss, *args, **kwargs)
         trained = self.trained(prepared)
-        used = self.ranks.reduce_numbers([p.grad is not None for p in trained], "max")
+        used = self.ranks.all_reduce_ints([p.grad is not None for p in trained], "max")
         for p, is_used in zip(trained, used, strict=True):
             if is_used:
                 p.grad = self.ranks.all_reduce(p.new_zeros(p.shape) if p.grad is None else p.grad)
@@ -886,7 +886,7 @@ class SaysBackwardInForward(FSDPStrategy):
         one_process=False,
         many_devices=True,
         sharded_state=True,
-        uneven_evaluation=False,
+        allows_uneven_eval=False,
     )
 
 
@@ -944,18 +944,18 @@ class SaysOneProcess(ParallelStrategy):
 
 
 class SaysOwnsClipping(ParallelStrategy):
-    """owns_clipping=True, and nothing of its own that clips."""
+    """engine_clips=True, and nothing of its own that clips."""
 
     capabilities = Capabilities(
-        launchers=None, one_process=False, many_devices=True, owns_clipping=True
+        launchers=None, one_process=False, many_devices=True, engine_clips=True
     )
 
 
 class SaysOwnsStep(ParallelStrategy):
-    """owns_step=True, and nothing of its own that steps."""
+    """engine_steps=True, and nothing of its own that steps."""
 
     capabilities = Capabilities(
-        launchers=None, one_process=False, many_devices=True, owns_step=True
+        launchers=None, one_process=False, many_devices=True, engine_steps=True
     )
 
 
@@ -973,7 +973,7 @@ class OverridesFinal(OtherRanks):
 class NoDataShard(DDPStrategy):
     """Parts of the data that do not cover it."""
 
-    def data_shard_of(self, rank: int, world_size: int) -> tuple[int, int]:
+    def data_split_of(self, rank: int, world_size: int) -> tuple[int, int]:
         return rank, world_size + 1
 
 

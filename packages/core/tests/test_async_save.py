@@ -159,7 +159,7 @@ def test_of_shards_only_the_parts_are_copied() -> None:
     assert chunk.untyped_storage().nbytes() == 80
 
 
-def test_what_is_not_plain_data_is_refused_at_once_and_nothing_is_copied(
+def test_what_is_not_safe_data_is_refused_at_once_and_nothing_is_copied(
     gated: Gated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Snapshots, "take", lambda *_: pytest.fail("it was copied"))
@@ -226,7 +226,7 @@ def test_linking_another_checkpoint_waits_for_the_write(gated: Gated, tmp_path: 
 
 
 def test_shards_that_cannot_be_linked_are_an_error(gated: Gated, tmp_path: Path) -> None:
-    gated.takes_shards = True
+    gated.supports_shards = True
     io = AsyncCheckpointIO(gated)
     io.save_checkpoint({"number": 2}, tmp_path / "new")
     assert io.link_checkpoint(tmp_path / "new", tmp_path / "last")

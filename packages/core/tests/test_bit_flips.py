@@ -19,7 +19,7 @@ from stratagem.checkpoint import CheckpointIO
 from stratagem.checkpoint.checksum import checksum_of_file
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import CheckpointCorruptError
-from stratagem.state.reading.unpickler import PlainUnpickler
+from stratagem.state.reading.unpickler import SafeUnpickler
 from stratagem_testing.durability.harness import formats
 
 SAVED_BEFORE = Path(__file__).parent / "data" / "single_file_0.1.0.zip"
@@ -72,7 +72,7 @@ def test_200_flipped_bits_are_found_and_the_file_is_named_before_anything_is_loa
         raise AssertionError("something was loaded from a damaged checkpoint")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PlainUnpickler, "load", load)
+        patch.setattr(SafeUnpickler, "load", load)
         for number in range(200):
             # Each file gets its share; small ones, such as a manifest, no fewer.
             weights = [1.0] * len(files) if number % 2 else sizes

@@ -146,7 +146,7 @@ def test_saving_makes_no_second_copy_in_memory(run_script: Callable[..., Any]) -
     assert int(finished.stdout) < 16
 
 
-def test_plain_data_come_back_as_they_were(tmp_path: Path) -> None:
+def test_safe_data_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "model.ckpt"
     io = SingleFileCheckpointIO()
     contents = {
@@ -181,7 +181,7 @@ def test_what_loading_would_have_to_execute_is_refused(tmp_path: Path) -> None:
     assert str(caught.value).startswith(
         f"'{path}' holds something that loading would have to execute, so it was refused: "
     )
-    assert str(caught.value).endswith("Only load checkpoints of plain data")
+    assert str(caught.value).endswith("Only load checkpoints of weights-only-safe data")
     path.write_bytes(pickle.dumps(Evil(marker)))
     with pytest.raises(CheckpointCorruptError, match=r"evil\.ckpt"):
         SingleFileCheckpointIO().load_checkpoint(path)
@@ -231,7 +231,7 @@ def test_a_missing_checkpoint_is_not_found_and_its_neighbours_are_listed(tmp_pat
         io.load_checkpoint(tmp_path / "nowhere.ckpt")
 
 
-def test_what_is_not_plain_data_is_refused_at_the_save(tmp_path: Path) -> None:
+def test_what_is_not_safe_data_is_refused_at_the_save(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     with pytest.raises(CheckpointContentError) as caught:
         SingleFileCheckpointIO().save_checkpoint({"a": [1, {"b": (Path("x"),)}]}, path)
@@ -1124,7 +1124,7 @@ def test_a_namespace_of_hyperparameters_is_kept_and_a_strange_name_refused() -> 
         FromCommandLine("speed")
 
 
-def test_states_of_callbacks_must_be_plain_data(tmp_path: Path) -> None:
+def test_states_of_callbacks_must_be_safe_data(tmp_path: Path) -> None:
     class OddState(Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"path": object()}

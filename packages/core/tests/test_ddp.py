@@ -176,11 +176,11 @@ class Loop(Lite):
             "mean of ints": self.all_reduce(self.global_rank).item(),
             "kept": mine.tolist(),
             "from 1": self.broadcast({"rank": self.global_rank, "t": mine}, src=1)["t"].tolist(),
-            "plain": self.strategy.ranks.gather_plain(["x" * self.global_rank]),
+            "plain": self.strategy.ranks.gather_objects(["x" * self.global_rank]),
             "bytes": self.strategy.ranks.broadcast(
                 [part.hex() for part in self.strategy.ranks.gather_bytes(bytes(self.global_rank))]
             ),
-            "handed out": self.strategy.ranks.gather_plain(
+            "handed out": self.strategy.ranks.gather_objects(
                 self.strategy.ranks.scatter_bytes(
                     [b"", b"for rank 1"] if self.global_rank == 0 else []
                 ).decode()
@@ -193,7 +193,7 @@ class Loop(Lite):
         except Exception as error:
             out["median"] = f"{type(error).__name__}: {error}"
         try:
-            self.strategy.ranks.gather_plain([object()])
+            self.strategy.ranks.gather_objects([object()])
         except TypeError as error:
             out["odd"] = str(error)
         return net
@@ -399,8 +399,8 @@ def test_collectives(results: Results) -> None:
         "ConfigurationError: all_reduce(op='median'): expected one of 'mean', 'sum', 'max', 'min'"
     )
     assert results.both("odd") == (
-        "only plain data (numbers, strings, tensors, and dicts, lists, tuples and sets of them) "
-        "can be sent to other ranks: [0] is of type builtins.object"
+        "only weights-only-safe data (numbers, strings, tensors, and dicts, lists, tuples and sets "
+        "of them) can be sent to other ranks: [0] is of type builtins.object"
     )
 
 

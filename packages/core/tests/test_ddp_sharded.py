@@ -61,7 +61,7 @@ for name, make in (("AdamW", torch.optim.AdamW), ("Own", Own)):
             [group["lr"] for group in trainer.optimizers[0].param_groups],
         ]
     if name == "AdamW":
-        out["bytes"] = trainer.strategy.ranks.gather_plain(bytes_of_state(trainer))
+        out["bytes"] = trainer.strategy.ranks.gather_objects(bytes_of_state(trainer))
         out["source holds"] = len(trainer.optimizers[0].source.state)
 
 # -- checkpoints from and to other strategies
@@ -119,7 +119,7 @@ out["lite state"] = max(
     float((one["state"][name][key] - two["state"][name][key]).abs().max())
     for name in one["state"] for key in one["state"][name]
 )
-out["set up later"] = lite.strategy.ranks.gather_plain(lite.later())
+out["set up later"] = lite.strategy.ranks.gather_objects(lite.later())
 
 torch.save(weights, f"weights{trainer.global_rank}.pt")
 Path(f"out{trainer.global_rank}.json").write_text(json.dumps(out))

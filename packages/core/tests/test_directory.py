@@ -38,7 +38,7 @@ from stratagem.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
 )
-from stratagem.state.reading.unpickler import PlainUnpickler
+from stratagem.state.reading.unpickler import SafeUnpickler
 from stratagem.storage.durable_directory import DurableDirectory
 
 SCRIPT = Path(__file__).parent / "directory_scripts.py"
@@ -365,7 +365,7 @@ def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(
     living.close()
 
 
-def test_what_is_no_plain_data_is_refused_by_name(lite: Lite, tmp_path: Path) -> None:
+def test_what_is_no_safe_data_is_refused_by_name(lite: Lite, tmp_path: Path) -> None:
     with pytest.raises(CheckpointContentError, match=r"cannot save .*checkpoint\['x'\] is of type"):
         lite.save(tmp_path / "a", {**sharded(1.0), "x": object()})
     expanded = torch.zeros(1).expand(1 << 30)
@@ -398,7 +398,7 @@ def test_one_flipped_bit_anywhere_is_found_before_anything_is_loaded(
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("something was loaded")
 
-    monkeypatch.setattr(PlainUnpickler, "load", load)
+    monkeypatch.setattr(SafeUnpickler, "load", load)
     files = sorted(saved.iterdir())
     sizes = [file.stat().st_size for file in files]
     for _ in range(200):

@@ -155,21 +155,21 @@ MISTAKES = {
     ),
     "contradicts": (
         "averaging_classes:Contradicts",
-        "owns_clipping=True",
+        "engine_clips=True",
         "",
-        "Contradicts.capabilities has owns_clipping=True, but the class overrides none of",
+        "Contradicts.capabilities has engine_clips=True, but the class overrides none of",
     ),
     "steps_like_others": (
         "averaging_classes:StepsLikeOthers",
-        "owns_step=True",
+        "engine_steps=True",
         "",
-        "StepsLikeOthers.capabilities has owns_step=True, but the class overrides none of",
+        "StepsLikeOthers.capabilities has engine_steps=True, but the class overrides none of",
     ),
     "leaves_to_ddp": (
         "averaging_classes:LeavesToDDP",
-        "launchers=None, one_process=False, many_devices=True, multi_node=True, owns_clipping=True",
+        "launchers=None, one_process=False, many_devices=True, multi_node=True, engine_clips=True",
         "",
-        "LeavesToDDP.capabilities has owns_clipping=True, but the class overrides none of",
+        "LeavesToDDP.capabilities has engine_clips=True, but the class overrides none of",
     ),
     "no_capabilities": (
         "averaging_classes:NoCapabilities",
@@ -244,13 +244,13 @@ WRONG_CLASSES = """
         capabilities = Capabilities(precisions=("bf16",))
 
     class Contradicts(Differs):
-        capabilities = Capabilities(owns_clipping=True)
+        capabilities = Capabilities(engine_clips=True)
 
     class StepsLikeOthers(Differs):
-        capabilities = Capabilities(owns_step=True)
+        capabilities = Capabilities(engine_steps=True)
 
     class LeavesToDDP(DDPStrategy):
-        capabilities = replace(DDPStrategy.capabilities, owns_clipping=True)
+        capabilities = replace(DDPStrategy.capabilities, engine_clips=True)
 
     class NoCapabilities(Strategy): ...
 
@@ -322,18 +322,20 @@ OTHER_KINDS = {
     ),
     "own": (
         "AcceleratorSpec(name='own', target='averaging_classes:Own', api_version=1,"
-        " probe='averaging_classes:probe', own_strategies=True)",
-        "accelerator 'own': its spec says own_strategies=True, and Own own_strategies=False: ",
+        " probe='averaging_classes:probe', requires_dedicated_strategies=True)",
+        "accelerator 'own': its spec says requires_dedicated_strategies=True, and Own "
+        "requires_dedicated_strategies=False: ",
     ),
     "probe": (
         "AcceleratorSpec(name='probe', target='averaging_classes:Probed', api_version=1,"
         " probe='averaging_classes:two')",
         "accelerator 'probe': its probe 'averaging_classes:two' cannot be called with 0 argument",
     ),
-    "objection": (
-        "StrategySpec(name='objection', target='averaging_classes:Plain', api_version=1,"
-        " objection='averaging_classes:nowhere')",
-        "strategy 'objection': its objection 'averaging_classes:nowhere' cannot be imported: Attr",
+    "incompatible_because": (
+        "StrategySpec(name='incompatible_because', target='averaging_classes:Plain', api_version=1,"
+        " incompatible_because='averaging_classes:nowhere')",
+        "strategy 'incompatible_because': its incompatible_because 'averaging_classes:nowhere' "
+        "cannot be imported: Attr",
     ),
     "environment": (
         "LauncherSpec(name='environment', target='averaging_classes:Starts', api_version=1,"
@@ -443,12 +445,14 @@ def test_components_of_every_kind_are_imported_and_compared_with_their_specs(
 
 
 def test_an_objection_that_fails_stops_its_own_strategy_only(program: Program) -> None:
-    code = GOOD.replace("capabilities=CAN", "capabilities=CAN, objection=lambda plan: plan.none")
+    code = GOOD.replace(
+        "capabilities=CAN", "capabilities=CAN, incompatible_because=lambda plan: plan.none"
+    )
     program.install("averaging", code, requires=RANGE)
     write(program, "averaging_classes", CLASSES)
     rows = {row["name"]: row for row in program.json("strategies", "--all")}
     assert rows["averaging"]["why_not"].startswith(
-        "the objection of the strategy 'averaging' failed with AttributeError: "
+        "the incompatible_because of the strategy 'averaging' failed with AttributeError: "
     )
     assert rows["ddp"]["usable"]
     assert program.json("doctor", "averaging", code=1)["problems"] == [

@@ -106,7 +106,7 @@ def refused(environ: Mapping[str, str], **asked: Any) -> str:
 
 
 def why_not(name: str, environ: Mapping[str, str]) -> str:
-    (found,) = (each for each in plan(environ).environments_passed_over if each.name == name)
+    (found,) = (each for each in plan(environ).rejected_environments if each.name == name)
     return found.why
 
 
@@ -219,7 +219,7 @@ def test_what_was_started_inside_of_a_cluster_goes_before_it() -> None:
 def test_detection_is_switched_off_by_one_variable() -> None:
     made = plan({**STEP, "STRATAGEM_CLUSTER": "none"}, strategy="ddp", devices=2)
     assert (made.cluster_environment.name, made.launcher.name) == ("plain", "script")
-    assert made.environments_passed_over == ()
+    assert made.rejected_environments == ()
 
 
 @pytest.mark.parametrize("name", ["slurm", "SLURMEnvironment"])

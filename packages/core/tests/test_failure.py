@@ -182,7 +182,7 @@ class TwoRanks:
         self.other = other
         self.asked = 0
 
-    def reduce_numbers(self, numbers: list[int], op: str) -> list[int]:
+    def all_reduce_ints(self, numbers: list[int], op: str) -> list[int]:
         """Numbers, since a tensor would have to be waited for where it lies on a device."""
         assert op == "max"
         self.asked += 1

@@ -36,10 +36,10 @@ class Replica(SingleDeviceStrategy):
 
     def make_ranks(self) -> Ranks:
         ranks = super().make_ranks()
-        ranks.data_part = self.part
+        ranks.run_split = self.part
         return ranks
 
-    def join_training(
+    def adopt_peer_state(
         self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]
     ) -> dict[str, Any] | None:
         self._checkpoint = checkpoint
@@ -97,8 +97,8 @@ def test_runs_that_train_along_divide_the_training_data_and_evaluate_all_of_it()
     assert [len(part) for part in parts] == [8, 8, 8]
     # After the sanity check of two batches.
     assert all(model.evaluated[8:] == list(range(24)) for model, _ in runs)
-    assert runs[1][1].ranks.data_shard == (1, 3)
-    assert runs[1][1].ranks.evaluation_shard == (0, 1)
+    assert runs[1][1].ranks.data_split == (1, 3)
+    assert runs[1][1].ranks.eval_split == (0, 1)
 
 
 def test_a_run_joins_another_in_the_middle_of_an_epoch_as_if_from_a_checkpoint() -> None:

@@ -90,7 +90,7 @@ def test_weights_logged_values_and_best_checkpoint_come_back_and_nothing_else(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["spawn", "fork"])
-def test_a_function_of_lite_returns_the_plain_data_of_rank_0(
+def test_a_function_of_lite_returns_the_safe_data_of_rank_0(
     launcher: str, run_script: RunScript
 ) -> None:
     text = f"""
@@ -125,7 +125,9 @@ def test_a_function_of_lite_returns_the_plain_data_of_rank_0(
     assert "THREADS [3, 3]" in output
     assert "LEFT None" in output
     assert "RankFailedError rank 0 of 2 failed" in output
-    assert "as plain data (numbers, strings, tensors, and dicts, lists, tuples" in output
+    assert (
+        "as weights-only-safe data (numbers, strings, tensors, and dicts, lists, tuples" in output
+    )
     assert "it is of type torch.nn.modules.linear.Linear" in output
     assert f"the launcher '{launcher}' runs a function in new processes, so launch()" in output
 

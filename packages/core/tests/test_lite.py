@@ -774,7 +774,7 @@ def test_a_model_is_evaluated_by_what_the_strategy_gives_for_that() -> None:
 class Particular(SingleDeviceStrategy):
     """An engine that clips by itself and makes its optimizers after sharding."""
 
-    capabilities = Capabilities(rebinds_optimizers=False, owns_clipping=True)
+    capabilities = Capabilities(accepts_existing_optimizers=False, engine_clips=True)
 
     def clip_gradients(self, *_: Any) -> None:
         """The engine's affair."""

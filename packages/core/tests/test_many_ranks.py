@@ -258,9 +258,9 @@ class Counting(ProcessGroupRanks):
         self.device = torch.device("cpu")
         self.exchanged: list[tuple[str, int]] = []
 
-    def reduce_numbers(self, numbers: Any, op: Any) -> list[int]:
+    def all_reduce_ints(self, numbers: Any, op: Any) -> list[int]:
         self.exchanged.append(("reduce", len(numbers)))
-        return super().reduce_numbers(numbers, op)
+        return super().all_reduce_ints(numbers, op)
 
     def all_gather(self, tensor: torch.Tensor, *, sync_grads: bool = False) -> torch.Tensor:
         self.exchanged.append(("gather", tensor.numel()))
@@ -297,7 +297,7 @@ def test_a_value_that_is_nan_on_one_rank_is_nan_and_data_groups_count_once() -> 
             return torch.stack([tensor, *rows])
 
     nan = float("nan")
-    four = Four(world_size=4, data_shards=[(0, 3), (1, 3), (0, 3), (2, 3)])
+    four = Four(world_size=4, data_splits=[(0, 3), (1, 3), (0, 3), (2, 3)])
     own = {
         "loss": Summary("mean", 4.0, 2.0, "loss", True, False),
         "peak": Summary("max", 9.0, 1.0, "peak", True, False),

@@ -108,7 +108,7 @@ def test_checkpoints_go_to_and_from_one_device(
 
 def test_tensor_parallel_ranks_share_a_part_of_the_data(ranks: Ranks) -> None:
     groups = len(ranks) // 2
-    assert [rank["data_shard"] for rank in ranks] == [
+    assert [rank["data_split"] for rank in ranks] == [
         [index // 2, groups] for index in range(len(ranks))
     ]
 

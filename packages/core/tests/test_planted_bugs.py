@@ -88,9 +88,9 @@ PLANTED = [
     ("WrapsNothing", "steps/gradient", "WrapsNothing.wrap(module) returned None"),
     ("NeverWraps", "steps/gradient", "NeverWraps.prepare has not called wrap"),
     ("SaysOneProcess", "steps/gradient", "has one_process=True, so that one process was to drive"),
-    ("SaysOwnsClipping", "steps/gradient", "has owns_clipping=True, but the class overrides none"),
-    ("SaysOwnsStep", "steps/gradient", "has owns_step=True, but the class overrides none"),
-    ("LeavesClippingToDDP", "steps/gradient", "has owns_clipping=True, but the class overrides"),
+    ("SaysOwnsClipping", "steps/gradient", "has engine_clips=True, but the class overrides none"),
+    ("SaysOwnsStep", "steps/gradient", "has engine_steps=True, but the class overrides none"),
+    ("LeavesClippingToDDP", "steps/gradient", "has engine_clips=True, but the class overrides"),
     ("AveragesUnderTheTrainer", "lite/loop", "ranks 0 and 1 have different values of '0.weight'"),
     ("ZerosForUnused", "losses/unused", "keeps grad=None"),
     ("ListsTrainedOnce", "steps/unfrozen", "look at requires_grad in each step"),
@@ -111,7 +111,7 @@ PLANTED = [
     ("GeneratorNoSync", "steps/gradient", "decorate it with contextlib.contextmanager"),
     ("AsyncWrap", "steps/gradient", "is a coroutine, which nobody awaits"),
     ("OverridesFinal", "steps/gradient", "_OrdersItself.by_data_group takes the place of"),
-    ("NoDataShard", "steps/gradient", "data_shard is rank 0: (0, 3), rank 1: (1, 3)"),
+    ("NoDataShard", "steps/gradient", "data_split is rank 0: (0, 3), rank 1: (1, 3)"),
 ]
 # Whose losses need not be those of single_device.
 NOT_EQUAL = ("AveragesUnderTheTrainer",)

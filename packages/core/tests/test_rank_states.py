@@ -14,7 +14,7 @@ import torch
 
 from stratagem.errors import CheckpointCorruptError
 from stratagem.rng import rng_state, set_rng_state
-from stratagem.state import plain_data
+from stratagem.state import safe_data
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.strategies import Ranks
 
@@ -79,7 +79,7 @@ def test_each_state_comes_back_and_one_that_is_mostly_rank_zeros_is_small() -> N
     assert len(read) == 64
     assert all(same(read[rank], state) for rank, state in enumerate(states))
     assert [state["shard"] for state in read.of("loader")[2:4]] == [2, 3]
-    assert len(plain_data.encode(states[1])) > 15_000
+    assert len(safe_data.encode(states[1])) > 15_000
     assert max(map(len, sent[8:])) < 2500
     with pytest.raises(IndexError, match="there are the states of 64 ranks, not of rank 64"):
         read[64]
@@ -88,13 +88,13 @@ def test_each_state_comes_back_and_one_that_is_mostly_rank_zeros_is_small() -> N
 def test_a_rank_decodes_its_own_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, _ = saved([state_of(rank) for rank in range(8)])
     decoded: list[torch.Tensor] = []
-    decode = plain_data.decode
+    decode = safe_data.decode
 
     def counted(data: torch.Tensor, name: str) -> Any:
         decoded.append(data)
         return decode(data, name)
 
-    monkeypatch.setattr(plain_data, "decode", counted)
+    monkeypatch.setattr(safe_data, "decode", counted)
     assert RankStates(checkpoint)[3]["loader"]["first"] == 1003
     assert len(decoded) == 1
 
@@ -105,7 +105,7 @@ def test_states_that_were_saved_as_a_list_are_read() -> None:
     assert gather_states(Ranks(), states[0]) == states[:1]
 
 
-def test_a_state_that_is_no_plain_data_is_refused_before_a_rank_waits() -> None:
+def test_a_state_that_is_no_safe_data_is_refused_before_a_rank_waits() -> None:
     ranks = Told({}, 1, 2, [])
     with pytest.raises(TypeError, match=r"\['loader'\] is of type builtins.object"):
         gather_states(ranks, {"loader": object()})
@@ -141,7 +141,7 @@ def test_a_state_that_was_damaged_or_would_do_harm_is_refused(
 
 
 def encoded(data: Any) -> bytes:
-    return plain_data.bytes_of(plain_data.encode(data))
+    return safe_data.bytes_of(safe_data.encode(data))
 
 
 def test_the_rng_state_of_python_is_a_small_tensor_and_lists_are_read_too() -> None:
@@ -158,7 +158,7 @@ def test_the_rng_state_of_python_is_a_small_tensor_and_lists_are_read_too() -> N
 def test_numpys_rng_state_comes_back_whole() -> None:
     numpy = pytest.importorskip("numpy")
     numpy.random.seed(11)
-    state = plain_data.decode(plain_data.encode(rng_state()))
+    state = safe_data.decode(safe_data.encode(rng_state()))
     first = numpy.random.rand(700).tolist()
     set_rng_state(state)
     assert numpy.random.rand(700).tolist() == first

@@ -241,7 +241,11 @@ def test_a_strategy_for_other_accelerators_is_refused(refused: Callable[..., str
 @pytest.fixture
 def peculiar(registry: Registry) -> Iterator[None]:
     """An accelerator whose devices need calls that only its own strategy makes."""
-    registry.add(accelerator("npu", own_strategies=True, probe=lambda: Availability(2, "2 NPUs")))
+    registry.add(
+        accelerator(
+            "npu", requires_dedicated_strategies=True, probe=lambda: Availability(2, "2 NPUs")
+        )
+    )
     registry.add(strategy("on_npu", dataclasses.replace(PARALLEL, accelerators=("npu",))))
     yield
     registry.remove("accelerator", "npu")
@@ -255,7 +259,9 @@ def test_an_accelerator_may_take_its_own_strategies_only(registry: Registry) -> 
 
     assert resolved(accelerator="npu", strategy="on_npu").devices == (0, 1)
     given = types.SimpleNamespace(
-        name="npu", own_strategies=True, availability=lambda: Availability(2, "2 NPUs")
+        name="npu",
+        requires_dedicated_strategies=True,
+        availability=lambda: Availability(2, "2 NPUs"),
     )
     for asked in ("npu", given):
         with pytest.raises(ConfigurationError) as refused:
@@ -405,11 +411,17 @@ def too_many(plan: RunPlan) -> str:
 
 
 @pytest.mark.parametrize("kind", ["strategy", "precision"])
-@pytest.mark.parametrize("objection", [too_many, f"{__name__}:too_many"])
-def test_a_component_may_object_to_the_plan(kind: str, objection: Any) -> None:
+@pytest.mark.parametrize("incompatible_because", [too_many, f"{__name__}:too_many"])
+def test_a_component_may_object_to_the_plan(kind: str, incompatible_because: Any) -> None:
     made = StrategySpec if kind == "strategy" else PrecisionSpec
     options: dict[str, Any] = {"capabilities": PARALLEL} if kind == "strategy" else {}
-    spec = made(name="fp9", target="m:C", api_version=1, objection=objection, **options)
+    spec = made(
+        name="fp9",
+        target="m:C",
+        api_version=1,
+        incompatible_because=incompatible_because,
+        **options,
+    )
     registry = registry_of(("strangers", plugin_of((spec,))))
 
     def planned(devices: int) -> RunPlan:
@@ -428,10 +440,10 @@ def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
         name="fp9",
         target="stratagem.native.precision.true:TruePrecision",
         api_version=1,
-        objection="stratagem.native.strategy_specs:nobody",
+        incompatible_because="stratagem.native.strategy_specs:nobody",
     )
     assert list(check_spec(spec, registry_of())) == [
-        "its objection's module stratagem.native.strategy_specs defines no 'nobody'"
+        "its incompatible_because's module stratagem.native.strategy_specs defines no 'nobody'"
     ]
 
 
@@ -668,14 +680,14 @@ def test_of_several_clusters_the_one_with_the_highest_priority_is_taken(plan: Pl
     assert plan(environ=MOON).cluster_environment.name == "moon"
     made = plan(environ={**MOON, **ONE_NODE})
     assert made.cluster_environment.name == "TorchElastic"
-    (moon,) = (each for each in made.environments_passed_over if each.name == "moon")
+    (moon,) = (each for each in made.rejected_environments if each.name == "moon")
     assert moon.why == "TorchElastic goes before it"
 
 
 def test_a_cluster_is_taken_when_all_its_variables_are_set(plan: Plan) -> None:
     made = plan(environ={"MOON_JOB": "7"})
     assert made.cluster_environment.name == "plain"
-    (moon,) = (each for each in made.environments_passed_over if each.name == "moon")
+    (moon,) = (each for each in made.rejected_environments if each.name == "moon")
     assert moon.why == "MOON_RANKS is not set, though MOON_JOB is"
     assert f"not taken          moon          strangers 1.0       {moon.why}" in made.explain()
 
@@ -997,8 +1009,10 @@ def test_an_objection_that_fails_is_named() -> None:
     def fails(plan: RunPlan) -> str:
         raise KeyError("quota")
 
-    registry = registry_of(("quota", plugin_of([strategy("mine", objection=fails)])))
-    with pytest.raises(PluginError, match="the objection of the strategy 'mine' failed with KeyE"):
+    registry = registry_of(("quota", plugin_of([strategy("mine", incompatible_because=fails)])))
+    with pytest.raises(
+        PluginError, match="the incompatible_because of the strategy 'mine' failed with KeyE"
+    ):
         planned_with(registry, strategy="mine")
 
 
@@ -1081,7 +1095,7 @@ def test_a_shorthand_and_what_it_is_short_for_are_refused(also: dict[str, Any]) 
 def test_any_launcher_serves_a_strategy_that_takes_any(name: str, plan: Plan) -> None:
     chosen = plan(strategy=name, devices=2, launcher="rockets")
     assert (chosen.launcher.name, chosen.launcher.why) == ("rockets", "you named it")
-    assert chosen.runs_elsewhere
+    assert chosen.remote
 
 
 def test_a_launcher_given_as_an_object_is_asked_what_it_is(plan: Plan) -> None:
@@ -1092,7 +1106,7 @@ def test_a_launcher_given_as_an_object_is_asked_what_it_is(plan: Plan) -> None:
 
     chosen = plan(strategy="ddp", devices=2, launcher=Given())
     assert (chosen.launcher.name, chosen.launcher.why) == ("Given", "you passed it")
-    assert chosen.runs_elsewhere
+    assert chosen.remote
     with pytest.raises(ConfigurationError, match="received a class: call it"):
         plan(strategy="ddp", devices=2, launcher=Given)
     with pytest.raises(ConfigurationError, match=r"instance of stratagem\.launch\.Launcher"):
@@ -1163,7 +1177,7 @@ def test_a_launcher_names_the_cluster_environment_of_its_ranks(plan: Plan) -> No
     chosen = plan(**asked)
     assert chosen.cluster_environment.name == "moonbase"
     assert chosen.cluster_environment.why == "that of everywhere's ranks"
-    assert "moonbase" not in {other.name for other in chosen.environments_passed_over}
+    assert "moonbase" not in {other.name for other in chosen.rejected_environments}
     # What the user has named goes before it, and so does the cluster that has started this rank.
     assert plan(**asked, cluster_environment="plain").cluster_environment.name == "plain"
     moon = {"MOON_JOB": "1", "MOON_RANKS": "4", "MOON_RANKS_HERE": "4", "MOON_LOCAL_RANK": "0"}

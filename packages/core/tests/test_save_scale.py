@@ -90,7 +90,7 @@ class ThreadRanks(Ranks):
     def broadcast(self, data: Any, src: int = 0) -> Any:
         return self._exchange(data)[src]
 
-    def gather_plain(self, data: Any) -> list[Any]:
+    def gather_objects(self, data: Any) -> list[Any]:
         raise AssertionError("every rank would receive what every rank has")
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -243,7 +243,7 @@ def test_a_chunk_of_other_dims_is_refused_on_every_rank_before_one_waits(tmp_pat
 
 def test_an_authors_ranks_need_no_more_than_gather_plain_and_broadcast() -> None:
     class Own(Ranks):
-        def gather_plain(self, data: Any) -> list[Any]:
+        def gather_objects(self, data: Any) -> list[Any]:
             return [b"of rank 0", b"of rank 1"]
 
         def broadcast(self, data: Any, src: int = 0) -> Any:

@@ -31,7 +31,7 @@ from stratagem.errors import (
     CheckpointError,
     CheckpointSaveError,
 )
-from stratagem.state.reading.unpickler import PlainUnpickler
+from stratagem.state.reading.unpickler import SafeUnpickler
 from stratagem.storage.local import DurableFile
 from stratagem.storage.owner import Owner, _started
 
@@ -55,7 +55,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was loaded from a file that should have been refused")
 
-    monkeypatch.setattr(PlainUnpickler, "load", load)
+    monkeypatch.setattr(SafeUnpickler, "load", load)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -225,13 +225,13 @@ def test_a_foreign_file_is_called_one(tmp_path: Path) -> None:
 def test_a_file_that_goes_on_being_read_after_another_took_its_name_is_the_one_that_was_checked(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = PlainUnpickler.load
+    load = SafeUnpickler.load
 
-    def replaced_meanwhile(unpickler: PlainUnpickler) -> Any:
+    def replaced_meanwhile(unpickler: SafeUnpickler) -> Any:
         SingleFileCheckpointIO().save_checkpoint({"number": 8}, saved)
         return load(unpickler)
 
-    monkeypatch.setattr(PlainUnpickler, "load", replaced_meanwhile)
+    monkeypatch.setattr(SafeUnpickler, "load", replaced_meanwhile)
     assert SingleFileCheckpointIO().load_checkpoint(saved)["number"] == 7
 
 

@@ -175,12 +175,14 @@ def test_a_rank_that_exits_has_left_its_group(run_job: Callable[..., Any]) -> No
     ) == [7, False]
 
 
-def test_what_a_rank_returns_is_plain_data_or_refused() -> None:
+def test_what_a_rank_returns_is_safe_data_or_refused() -> None:
     weights = torch.nn.Linear(2, 1).state_dict()
     returned = unpack_result(pack_result({"weights": weights, "losses": (0.5, None)}))
     assert torch.equal(returned["weights"]["bias"], weights["bias"])
     assert returned["losses"] == (0.5, None)
-    with pytest.raises(ConfigurationError, match="comes back from another process, as plain data"):
+    with pytest.raises(
+        ConfigurationError, match="comes back from another process, as weights-only-safe data"
+    ):
         pack_result({"model": torch.nn.Linear(2, 1)})
     with pytest.raises(CheckpointError, match="what rank 0 has returned"):
         unpack_result(pickle.dumps(double))

@@ -417,7 +417,7 @@ def _never_clips(self: Any, prepared: Any, step: Any, micro_batches: Any) -> Non
             {"gradient_clip_val": 0.5},
             "Own.train_step has not read step.clip, so that gradient_clip_val=0.5 does nothing: "
             "call self.clip_gradients(prepared, optimizer, step.clip) where it is not None, as "
-            "Strategy.finish_step does, or set Capabilities.owns_clipping where the engine clips "
+            "Strategy.finish_step does, or set Capabilities.engine_clips where the engine clips "
             "by self.components.step.clip",
         ),
     ],
@@ -582,7 +582,7 @@ def test_methods_of_components_and_ranks_are_compared_with_their_base_too() -> N
             """Takes no device."""
 
     class Alone(Ranks):
-        def gather_plain(self) -> Any:  # type: ignore[override]
+        def gather_objects(self) -> Any:  # type: ignore[override]
             """Takes no data."""
 
     class Strategist(SingleDeviceStrategy):
@@ -599,7 +599,7 @@ def test_methods_of_components_and_ranks_are_compared_with_their_base_too() -> N
         ({"plugins": Elsewhere()}, "ClusterEnvironment.requeue(self) -> 'bool'"),
         ({"plugins": Memory()}, "CheckpointIO.save_checkpoint(self, "),
         ({"accelerator": Mine()}, "Accelerator.setup_device(self, device: 'torch.device')"),
-        ({"strategy": Strategist()}, "Ranks.gather_plain(self, data: 'Any') -> 'list[Any]'"),
+        ({"strategy": Strategist()}, "Ranks.gather_objects(self, data: 'Any') -> 'list[Any]'"),
     ):
         text = refused(lambda options=options: trainer(**options))  # type: ignore[misc]
         assert expected.format(method).removesuffix(" is") in text
@@ -658,7 +658,7 @@ def test_a_property_that_fails_shows_its_own_error() -> None:
 
 def test_capabilities_that_the_class_contradicts_are_refused() -> None:
     class Clips(SingleDeviceStrategy):
-        capabilities = Capabilities(owns_clipping=True)
+        capabilities = Capabilities(engine_clips=True)
 
     class Backward(SingleDeviceStrategy):
         capabilities = Capabilities(manual_backward=False)
@@ -666,7 +666,7 @@ def test_capabilities_that_the_class_contradicts_are_refused() -> None:
     class OneProcess(ParallelStrategy):
         capabilities = Capabilities(many_devices=True, launchers=("script",))
 
-    assert "Clips.capabilities has owns_clipping=True, but" in refused(
+    assert "Clips.capabilities has engine_clips=True, but" in refused(
         lambda: trainer(strategy=Clips())
     )
     assert "Backward.capabilities has manual_backward=False, but" in refused(
@@ -729,13 +729,13 @@ def test_divergence_is_not_looked_for_where_ranks_hold_different_parameters() ->
 
 
 def test_parts_of_the_data_that_do_not_fit_together_are_refused() -> None:
-    assert refused(lambda: Ranks(world_size=2, data_shards=[(0, 3), (1, 3)])) == (
-        "data_shard is rank 0: (0, 3), rank 1: (1, 3) for 2 rank(s); expected (index, count) for "
+    assert refused(lambda: Ranks(world_size=2, data_splits=[(0, 3), (1, 3)])) == (
+        "data_split is rank 0: (0, 3), rank 1: (1, 3) for 2 rank(s); expected (index, count) for "
         "each rank, one count on all of them, and each index from 0 to count - 1 on at least one "
         "rank, so that all of the data is read"
     )
     # Groups need not be of one size, nor neighbours.
-    uneven = Ranks(world_size=3, data_shards=[(0, 2), (1, 2), (0, 2)])
+    uneven = Ranks(world_size=3, data_splits=[(0, 2), (1, 2), (0, 2)])
     assert uneven.data_groups == ((0, 2), (1,))
 
 

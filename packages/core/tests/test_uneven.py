@@ -81,7 +81,7 @@ for name, strategy, data, accumulate in (
         key: float(value) for key, value in made.callback_metrics.items() if key == "batches"
     }
     out[name + " steps"] = made.global_step
-out["seen"] = lite.strategy.ranks.gather_plain(net.seen)
+out["seen"] = lite.strategy.ranks.gather_objects(net.seen)
 
 _, made = fit(own, DDPStrategy(join_uneven_inputs=True), max_steps=6)
 made.save_checkpoint("middle.ckpt")

@@ -30,7 +30,7 @@ class CUDAAccelerator(DeviceAccelerator):
     """
 
     name = "cuda"
-    # Plain data of the ranks goes over gloo, so that it never waits for a GPU.
+    # Weights-only-safe data of the ranks goes over gloo, so that it never waits for a GPU.
     process_group_backend = "cpu:gloo,cuda:nccl"
     sync_batchnorm_kernels = True
     data_parallel_kernels = True

@@ -42,7 +42,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="linear layers multiply in float8 (torchao), the rest as bf16-mixed",
             requires=(str(TORCHAO),),
-            objection="stratagem_cuda.precision.objections:float8",
+            incompatible_because="stratagem_cuda.precision.objections:float8",
         ),
         *(
             PrecisionSpec(
@@ -53,7 +53,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
                 init_args={"mode": mode},
                 shardable=False,
                 requires=(str(BITSANDBYTES),),
-                objection="stratagem_cuda.precision.objections:bitsandbytes",
+                incompatible_because="stratagem_cuda.precision.objections:bitsandbytes",
             )
             for mode, what in _QUANTIZED.items()
         ),
@@ -66,7 +66,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
                 init_args={"name": name},
                 accelerators=("cuda",),
                 requires=(str(TRANSFORMER_ENGINE),),
-                objection="stratagem_cuda.precision.objections:transformer_engine",
+                incompatible_because="stratagem_cuda.precision.objections:transformer_engine",
             )
             for name, dtype in _TRANSFORMER_ENGINE.items()
         ),

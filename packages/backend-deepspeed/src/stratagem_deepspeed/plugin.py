@@ -14,11 +14,11 @@ DEEPSPEED = Capabilities(
     one_process=False,
     many_devices=True,
     multi_node=True,
-    owns_clipping=True,
-    owns_step=True,
+    engine_clips=True,
+    engine_steps=True,
     sharded_state=True,
     checkpoint_io="directory",
-    uneven_evaluation=False,
+    allows_uneven_eval=False,
     compiles=(),
 )
 """What an engine can do: at stage 3 forward gathers parameters, so ranks run as many batches."""

@@ -111,7 +111,7 @@ class EngineState:
         self._zero: Any = None if self._engine is None else self._engine.optimizer
         self._is_stage_3 = self._engine is not None and stage_of(called.config) == 3
         # What each rank holds is returned, or whole tensors on rank 0.
-        self._takes_shards = strategy.checkpoint_io.takes_shards
+        self._takes_shards = strategy.checkpoint_io.supports_shards
 
     # -- weights
 
@@ -275,7 +275,7 @@ class EngineState:
         """Return what `_kinds_of` does where some ranks have no chunk of a group, on every rank."""
         shared: dict[int, dict[str, Tensor]] = {}
         keys: list[str] = []
-        for of_rank, names in self._strategy.ranks.gather_plain(_kinds_of(inner, self._flats())):
+        for of_rank, names in self._strategy.ranks.gather_objects(_kinds_of(inner, self._flats())):
             shared = {**of_rank, **shared}
             keys = keys or names
         return shared, keys
@@ -339,7 +339,7 @@ class EngineState:
     # -- what the engine has beside them
 
     def _engines_own(self) -> dict[str, Any]:
-        """Return the loss scale and the scheduler of the config, as plain data."""
+        """Return the loss scale and the scheduler of the config, as weights-only-safe data."""
         found: dict[str, Any] = {}
         scaler = getattr(self._zero, "loss_scaler", None)
         if getattr(scaler, "dynamic", False):

@@ -212,8 +212,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         check_float16(config, kind, components.precision.name)
         build_ops(config, kind)
 
-    def take_batch_size(self, batch_size: int | None) -> None:
-        """Take the training loader's batch size; see `Strategy.take_batch_size`."""
+    def set_batch_size(self, batch_size: int | None) -> None:
+        """Take the training loader's batch size; see `Strategy.set_batch_size`."""
         self.facts = replace(self.facts, batch_size=batch_size or 0)
 
     # -- environment

@@ -38,7 +38,7 @@ class HPUAccelerator(Accelerator):
 
     name = "hpu"
     process_group_backend = "hccl"
-    own_strategies = True
+    requires_dedicated_strategies = True
 
     def __init__(self, *, lazy_mode: bool | None = None) -> None:
         self.lazy_mode = lazy_mode

@@ -35,7 +35,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             summary="Intel Gaudi; hccl between ranks. Never run on hardware",
             probe="stratagem_hpu_ipu.hpu_probe:hpu_availability",
             priority=90,
-            own_strategies=True,
+            requires_dedicated_strategies=True,
         ),
         StrategySpec(
             name="hpu_single",

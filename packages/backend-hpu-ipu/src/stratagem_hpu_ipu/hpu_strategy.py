@@ -143,7 +143,7 @@ class HPUParallelStrategy(HPUSteps, DDPStrategy):
         """Return the ranks by the cluster environment; see `Strategy.make_ranks`."""
         return HCCLRanks(self.cluster_environment, self.components.device_count)
 
-    def join_ranks(self) -> None:
+    def init_process_group(self) -> None:
         """Tell the SDK which rank this is, by which it takes its device; then join the group."""
         if not dist.is_initialized():
             import habana_frameworks.torch.distributed.hccl as hccl
@@ -153,11 +153,11 @@ class HPUParallelStrategy(HPUSteps, DDPStrategy):
                 rank=self.ranks.global_rank,
                 local_rank=self.ranks.local_rank,
             )
-        super().join_ranks()
+        super().init_process_group()
 
 
 class HCCLRanks(ProcessGroupRanks):
-    """Ranks over hccl, which carries sizes of plain data as 32-bit integers."""
+    """Ranks over hccl, which carries sizes of weights-only-safe data as 32-bit integers."""
 
     size_dtype: ClassVar[torch.dtype] = torch.int32
 

@@ -22,7 +22,7 @@ class IPUAccelerator(Accelerator):
 
     name = "ipu"
     process_group_backend = "gloo"
-    own_strategies = True
+    requires_dedicated_strategies = True
 
     def availability(self) -> Availability:
         return ipu_availability()

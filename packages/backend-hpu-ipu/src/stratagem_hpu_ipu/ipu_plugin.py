@@ -33,7 +33,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             summary="Graphcore IPUs, by poptorch. Never run on hardware",
             probe="stratagem_hpu_ipu.ipu_probe:ipu_availability",
             priority=80,
-            own_strategies=True,
+            requires_dedicated_strategies=True,
         ),
         StrategySpec(
             name="ipu_strategy",

@@ -34,7 +34,7 @@ class XLAAccelerator(Accelerator):
 
     name = "tpu"
     process_group_backend = "gloo"
-    own_strategies = True  # operations wait until a strategy has them compiled
+    requires_dedicated_strategies = True  # operations wait until a strategy has them compiled
     inference_mode = False
     compiles_steps = True
 

@@ -40,7 +40,7 @@ def stratagem_components() -> tuple[ComponentSpec, ...]:
             aliases=("xla",),
             probe="stratagem_xla.installation:availability",
             priority=100,
-            own_strategies=True,
+            requires_dedicated_strategies=True,
         ),
         _strategy("xla", "XLAStrategy", "Batches divided over all XLA devices (SPMD)", "tpu_spawn"),
         _strategy("xla_debug", "XLAStrategy", "xla, with PyTorch/XLA's reports of compilations"),

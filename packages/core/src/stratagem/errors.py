@@ -15,10 +15,11 @@
     │   ├── CheckpointCorruptError  the file is not a whole, safe checkpoint
     │   ├── CheckpointSaveError (also an OSError)  the file system refused it
     │   ├── CheckpointMismatchError it belongs to another model
-    │   └── CheckpointContentError  something in it is not plain data, so it is refused at the save
-    ├── RankFailedError             another rank ended; holds its rank, exit code and traceback
-    ├── CommunicationError          a collective failed; names the ranks that are missing or diverge
-    └── DivergenceError             ranks that ought to be alike are not; says which, and in what
+    │   └── CheckpointContentError  something in it is not weights-only-safe data, so it is refused
+    at the save ├── RankFailedError             another rank ended; holds its rank, exit code and
+    traceback ├── CommunicationError          a collective failed; names the ranks that are missing
+    or diverge └── DivergenceError             ranks that ought to be alike are not; says which, and
+    in what
 
 Every message says what was expected, what was received, and what to do next.
 """
@@ -148,7 +149,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class CheckpointContentError(CheckpointError):
-    """Something to be saved is not plain data and could not be loaded safely again."""
+    """Something to be saved is not weights-only-safe data and could not be loaded safely again."""
 
 
 class RankFailedError(StratagemError, RuntimeError):

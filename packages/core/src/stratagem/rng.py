@@ -1,4 +1,4 @@
-"""Seeds, and the RNG states of a rank as plain data."""
+"""Seeds, and the RNG states of a rank as weights-only-safe data."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class WorkerSeed:
 def rng_state(
     accelerator: Accelerator | None = None, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """Return the RNG states of Python, NumPy, torch on the host, and a device, as plain data.
+    """Return the RNG states of Python, NumPy, torch on the host, and a device, as safe data.
 
     NumPy's is included if NumPy is imported. Generators that user code holds are not; see
     `generators_of`.
@@ -138,7 +138,7 @@ def rng_state(
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
-        # As a tensor: an array of NumPy's is no plain data.
+        # As a tensor: an array of NumPy's is no weights-only-safe data.
         keys = torch.from_numpy(keys.view("int32"))
         state["numpy"] = [kind, keys, int(position), int(has_gauss), float(cached)]
     if accelerator is not None and device is not None:
@@ -193,7 +193,7 @@ def _device_state(state: dict[str, Any], device: torch.device) -> Any:
 
 
 def inherited_rng() -> dict[str, Any]:
-    """Return what `inherit_rng` gives to a process that this one starts: plain data.
+    """Return what `inherit_rng` gives to a process that this one starts: weights-only-safe data.
 
     Example:
         >>> import torch
@@ -257,7 +257,7 @@ def generators_of(*holders: Any) -> list[Any]:
 
 
 def generator_states(generators: Sequence[Any]) -> list[Any]:
-    """Return the states of what `generators_of` found, as plain data."""
+    """Return the states of what `generators_of` found, as weights-only-safe data."""
     return [_generator_state(generator) for generator in generators]
 
 

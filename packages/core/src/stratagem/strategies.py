@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         make_optimizers as make_optimizers,
     )
     from stratagem.interfaces.ranks import (
-        DataShard as DataShard,
+        DataSplit as DataSplit,
         Ranks as Ranks,
         ReduceOp as ReduceOp,
     )
@@ -76,7 +76,7 @@ else:
             "stratagem.interfaces.components": "Components",
             "stratagem.interfaces.contract_checks": "check_capabilities check_overrides",
             "stratagem.interfaces.prepared_model": "Optimizers PreparedModel make_optimizers",
-            "stratagem.interfaces.ranks": "DataShard Ranks ReduceOp",
+            "stratagem.interfaces.ranks": "DataSplit Ranks ReduceOp",
             "stratagem.interfaces.step_module": "StepModule",
             "stratagem.interfaces.stepping": "TrainStep",
             "stratagem.interfaces.strategy": "Strategy",

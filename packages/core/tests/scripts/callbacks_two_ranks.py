@@ -43,7 +43,7 @@ ema = EMAWeightAveraging(decay=0.8)
 one = trainer("fsdp", 2, callbacks=ema, max_epochs=2, num_sanity_val_steps=0)
 one.fit(net, data, data)
 one.save_checkpoint("fsdp.ckpt", weights_only=True)
-out["validated"] = sum(map(sum, zip(*one.ranks.gather_plain(net.validated), strict=True)))
+out["validated"] = sum(map(sum, zip(*one.ranks.gather_objects(net.validated), strict=True)))
 
 
 class Read(Module):
@@ -77,7 +77,7 @@ for mode in ("min_size", "max_size", "max_size_cycle", "sequential"):
     module = Sequential() if mode == "sequential" else Read()
     one = trainer("ddp", 2, max_epochs=1)
     one.fit(module, CombinedLoader(loaders(), mode))
-    out["read"][mode] = one.ranks.gather_plain(module.read)
+    out["read"][mode] = one.ranks.gather_objects(module.read)
 
 if one.is_global_zero:
     Path("results.json").write_text(json.dumps(out))

@@ -89,7 +89,7 @@ def fit(strategy, net=None, ckpt_path=None, **arguments):
     torch.compiler.reset()
     net = Net() if net is None else net
     trainer.fit(net, DataLoader(data, 4), DataLoader(data, 4), ckpt_path=ckpt_path)
-    every = trainer.ranks.gather_plain(losses.values)
+    every = trainer.ranks.gather_objects(losses.values)
     return trainer, [sum(each) / 2 for each in zip(*every, strict=True)], list(made)
 
 

@@ -83,7 +83,7 @@ def by_lite():
 
 def sums(model, ranks):
     own = [parameter.sum().item() for parameter in model.parameters()]
-    return ranks.gather_plain(own)
+    return ranks.gather_objects(own)
 
 
 results = [

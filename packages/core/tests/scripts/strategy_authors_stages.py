@@ -17,7 +17,7 @@ class Stages(ParallelStrategy):
         launchers=("script",), one_process=False, many_devices=True, replicated=False
     )
 
-    def data_shard_of(self, rank, world_size):
+    def data_split_of(self, rank, world_size):
         return rank % 2, 2
 
     def model_state(self, prepared):

@@ -37,7 +37,7 @@ def from_lightning(checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return a checkpoint of Lightning's as a Trainer's; entries of the user's own stay.
 
     Args:
-        checkpoint: what `torch.save` has written, read as plain data.
+        checkpoint: what `torch.save` has written, read as weights-only-safe data.
         path: what errors call it.
 
     Raises:

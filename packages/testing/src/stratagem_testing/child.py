@@ -29,7 +29,7 @@ class Child:
     What it reports is in the pipe before the function goes on, so that it outlives a kill.
 
     Args:
-        function: called with `report`, which takes keyword arguments of plain data.
+        function: called with `report`, which takes keyword arguments of weights-only-safe data.
         log: takes what the process and its own children print.
         environ: variables that it has in addition.
     """

@@ -41,7 +41,7 @@ def _other_advice(refusal: re.Match[str]) -> str:
     named = f"the file names {found[1]}" if found else "the file is another pickle"
     return (
         f"torch refuses to make all of it ({named}). Keep weights_only=True, without which a "
-        "checkpoint executes what it says: save tensors and plain data alone, build objects from "
-        "them in load_state_dict, and where a format reads a file, raise CheckpointCorruptError "
-        "from torch's UnpicklingError"
+        "checkpoint executes what it says: save tensors and weights-only-safe data alone, build "
+        "objects from them in load_state_dict, and where a format reads a file, raise "
+        "CheckpointCorruptError from torch's UnpicklingError"
     )

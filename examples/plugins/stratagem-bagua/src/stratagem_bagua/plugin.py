@@ -12,7 +12,7 @@ BAGUA = Capabilities(
     many_devices=True,
     multi_node=True,
     backward_in_forward=False,
-    rebinds_optimizers=False,  # Bagua hooks the optimizers that it is given with the model
+    accepts_existing_optimizers=False,  # Bagua hooks the optimizers that it is given with the model
     replicated=False,  # between two averages of the decentralized and asynchronous algorithms
 )
 """What the strategy can do; the spec and the class hold the same object."""

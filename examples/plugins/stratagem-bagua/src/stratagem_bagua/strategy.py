@@ -69,9 +69,9 @@ class BaguaStrategy(ParallelStrategy):
         self.bagua_options = {name: options.pop(name) for name in own.keys() & options.keys()}
         super().__init__(**options)
 
-    def join_ranks(self) -> None:
+    def init_process_group(self) -> None:
         """Join torch's process group, then Bagua's, once the device is set."""
-        super().join_ranks()
+        super().init_process_group()
         from bagua import torch_api
 
         if not torch_api.communication.is_initialized():

@@ -118,7 +118,7 @@ class HivemindStrategy(SingleDeviceStrategy):
             )
         return self._dht
 
-    def take_batch_size(self, batch_size: int | None) -> None:
+    def set_batch_size(self, batch_size: int | None) -> None:
         """Learn the batch size from the Trainer's loader."""
         self.batch_size = self.batch_size or batch_size
 
@@ -145,7 +145,7 @@ class HivemindStrategy(SingleDeviceStrategy):
             self._idle[optimizer] = _end_with_program(shared.tracker)
         return self._shared[optimizer]
 
-    def join_training(
+    def adopt_peer_state(
         self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]
     ) -> dict[str, Any] | None:
         """Take weights and optimizer state from peers that are ahead, and their count of steps."""

@@ -87,7 +87,7 @@ class RayLauncher(Launcher):
         self.timeout = timeout
 
     def launch(self, plan: RunPlan, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the function on every rank; return what rank 0 returns, which is plain data.
+        """Run the function on every rank; return what rank 0 returns, which is safe data.
 
         Raises:
             ConfigurationError: something cannot be pickled, there is no cluster, or it has no room.

@@ -84,7 +84,7 @@ class TorchFTStrategy(ParallelStrategy):
     def make_ranks(self) -> Ranks:
         """Return the ranks, whose training data is that of one of the replicas."""
         ranks = super().make_ranks()
-        ranks.data_part = (self.replica, self.replicas)
+        ranks.run_split = (self.replica, self.replicas)
         return ranks
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -101,7 +101,7 @@ class TorchFTStrategy(ParallelStrategy):
 
     # -- replicas
 
-    def join_training(
+    def adopt_peer_state(
         self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]
     ) -> dict[str, Any] | None:
         """Meet the other replicas; return the checkpoint of one that is ahead."""

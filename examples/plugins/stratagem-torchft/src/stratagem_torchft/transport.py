@@ -1,4 +1,4 @@
-"""StoreTransport: how a replica hands its state to one that joins, as plain data."""
+"""StoreTransport: how a replica hands its state to one that joins, as weights-only-safe data."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold; plain data."""
+        """Return what a checkpoint has to hold; weights-only-safe data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ class Callback:
     def on_save_checkpoint(
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]
     ) -> None:
-        """Called before a checkpoint is saved; may add plain data to it."""
+        """Called before a checkpoint is saved; may add weights-only-safe data to it."""
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]

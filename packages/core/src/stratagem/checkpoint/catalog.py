@@ -78,20 +78,20 @@ def first_whole(
         candidates: the best first.
         check: raises where one is not whole, such as `CheckpointIO.verify_checkpoint`.
     """
-    passed_over: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     nonfinite = ""
     for path in map(str, candidates):
         try:
             check(paths.to_location(path))
         except (CheckpointError, OSError) as error:
-            passed_over[path] = f"{path!r} was passed over: {error}"
+            rejected[path] = f"{path!r} was passed over: {error}"
             continue
         if not (name := _nonfinite(path)):
-            return path, list(passed_over.values())
-        passed_over[path] = f"{path!r} was passed over: its weights are not finite, such as {name}"
+            return path, list(rejected.values())
+        rejected[path] = f"{path!r} was passed over: its weights are not finite, such as {name}"
         nonfinite = nonfinite or path
-    passed_over.pop(nonfinite, None)
-    return nonfinite, list(passed_over.values())
+    rejected.pop(nonfinite, None)
+    return nonfinite, list(rejected.values())
 
 
 def _nonfinite(path: str) -> str:

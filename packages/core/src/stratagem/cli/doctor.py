@@ -268,7 +268,7 @@ def plugins_checks(registry: Registry) -> list[tuple[str, Check]]:
 
 
 def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return a diagnosis as plain data, for JSON."""
+    """Return a diagnosis as weights-only-safe data, for JSON."""
     return {
         "ok": not diagnosis.problems(),
         "problems": diagnosis.problems(),

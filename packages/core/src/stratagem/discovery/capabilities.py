@@ -37,23 +37,23 @@ class Capabilities:
             is refused there.
         backward_in_forward: user code may call `backward` within the forward of what the strategy
             wraps, as a Module with manual optimization does in `training_step`.
-        owns_clipping: the engine clips gradients itself, by `Strategy.components.step.clip`; the
+        engine_clips: the engine clips gradients itself, by `Strategy.components.step.clip`; the
             user's own calls of `Lite.clip_gradients` are refused.
-        owns_step: the engine runs backward and the optimizer's step itself, and clears gradients
+        engine_steps: the engine runs backward and the optimizer's step itself, and clears gradients
             only in its step: a Module's own `backward` and `optimizer_zero_grad`, and optimizers
             that compute the loss again within a step, are refused. What its
             `PreparedModel.gradient_clearer` returns raises ConfigurationError between the two.
         gradient_clipping: gradients can be clipped before a step; False:
             `Trainer(gradient_clip_val=...)` is refused.
-        rebinds_optimizers: `Lite.setup(model, optimizer)` works with an optimizer made before
-            sharding.
+        accepts_existing_optimizers: `Lite.setup(model, optimizer)` works with an optimizer made
+            before sharding.
         sharded_state: model and optimizer state are spread over ranks: a load leaves a `LazyTensor`
             for what was saved in shards, of which each rank reads its part.
         replicated: parameters that are not sharded tensors (DTensor) are the same on all ranks
             after each step; False: ranks hold different ones (stages of a pipeline, replicas
             between two averages), and `Trainer(detect_divergence=...)` is refused.
         checkpoint_io: the checkpoint format that it takes where none is asked for.
-        uneven_evaluation: ranks may run different numbers of evaluation batches (no collective in
+        allows_uneven_eval: ranks may run different numbers of evaluation batches (no collective in
             a forward without gradients).
         compiles: what `compile=...` may take: "model" (the forward of a model and its parts),
             "step" (a whole step as one graph).
@@ -76,14 +76,14 @@ class Capabilities:
     multi_node: bool = False
     manual_backward: bool = True
     backward_in_forward: bool = True
-    owns_clipping: bool = False
-    owns_step: bool = False
+    engine_clips: bool = False
+    engine_steps: bool = False
     gradient_clipping: bool = True
-    rebinds_optimizers: bool = True
+    accepts_existing_optimizers: bool = True
     sharded_state: bool = False
     replicated: bool = True
     checkpoint_io: str = "single_file"
-    uneven_evaluation: bool = True
+    allows_uneven_eval: bool = True
     compiles: tuple[str, ...] = ("model",)
 
     def __post_init__(self) -> None:
@@ -145,16 +145,16 @@ def contradictions(
         steps: whether it overrides one of OWN_STEP.
         runs_backward: whether it overrides one of OWN_BACKWARD.
     """
-    if can.owns_clipping and not clips:
+    if can.engine_clips and not clips:
         yield (
-            f"{name}.capabilities has owns_clipping=True, but the class overrides none of "
-            f"{', '.join(OWN_CLIPPING)}, so that nothing of its own clips: leave owns_clipping "
+            f"{name}.capabilities has engine_clips=True, but the class overrides none of "
+            f"{', '.join(OWN_CLIPPING)}, so that nothing of its own clips: leave engine_clips "
             "out, or clip in one of them"
         )
-    if can.owns_step and not steps:
+    if can.engine_steps and not steps:
         yield (
-            f"{name}.capabilities has owns_step=True, but the class overrides none of "
-            f"{', '.join(OWN_STEP)}, so that nothing of its own steps: leave owns_step out, or "
+            f"{name}.capabilities has engine_steps=True, but the class overrides none of "
+            f"{', '.join(OWN_STEP)}, so that nothing of its own steps: leave engine_steps out, or "
             "step in one of them"
         )
     if not can.manual_backward and not runs_backward:

@@ -112,7 +112,7 @@ class StrategySpec(ComponentSpec):
     from it follows whether a model that is too large for a device would fit."""
     offloads: tuple[str, ...] = ()
     """Of the same, what lies in host memory."""
-    objection: Objection | None = None
+    incompatible_because: Objection | None = None
     """Why it cannot be used in a plan that takes it; `bind` of its class says the same."""
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ class AcceleratorSpec(ComponentSpec):
     while a request is resolved, so it must be quick and should not import an SDK."""
     priority: int = 0
     """`accelerator="auto"` takes the available one with the highest priority (CPU has 0)."""
-    own_strategies: bool = False
+    requires_dedicated_strategies: bool = False
     """Its devices need calls that only strategies made for them make: one that takes any
     accelerator (`Capabilities.accelerators=None`) does not take this one."""
     data_parallel_kernels: bool = False
@@ -200,7 +200,7 @@ class PrecisionSpec(ComponentSpec):
     requires: tuple[str, ...] = ()
     """Distributions that it needs beside its own, such as "torchao>=0.13,<1", for a listing: the
     class itself refuses to be bound without them."""
-    objection: Objection | None = None
+    incompatible_because: Objection | None = None
     """Why it cannot be used in a plan that takes it; `bind` of its class says the same."""
 
 
@@ -224,7 +224,7 @@ class ClusterEnvironmentSpec(ComponentSpec):
     advice: str = ""
     """What to do where only the first of the variables is set, as in a job whose script was not
     started by the cluster's launcher."""
-    objection: str | Callable[[Mapping[str, str]], str] | None = None
+    incompatible_because: str | Callable[[Mapping[str, str]], str] | None = None
     """`"module:function"` or a function of the environment variables; asked when all variables are
     set, it returns why this process is no rank of this cluster all the same, or ""."""
     priority: int = 0
@@ -257,10 +257,10 @@ class ClusterEnvironmentSpec(ComponentSpec):
             verb = "is" if len(missing) == 1 else "are"
             text = f"{', '.join(missing)} {verb} not set, though {self.variables[0]} is"
             return f"{text}: {self.advice}" if self.advice else text
-        if self.objection is None:
+        if self.incompatible_because is None:
             return ""
-        objection: str = asked_function(self, "objection", environ)
-        return objection
+        incompatible_because: str = asked_function(self, "incompatible_because", environ)
+        return incompatible_because
 
 
 @final
@@ -346,8 +346,8 @@ def asked_function(spec: ComponentSpec, field: str, *arguments: Any) -> Any:
     Example:
         >>> from stratagem.discovery.specs import asked_function
         >>> spec = StrategySpec(name="mine", target="my_package:Mine", api_version=1,
-        ...                     objection=lambda plan: "")
-        >>> asked_function(spec, "objection", None)
+        ...                     incompatible_because=lambda plan: "")
+        >>> asked_function(spec, "incompatible_because", None)
         ''
     """
     what = f"{field} of the {spec.kind} {spec.name!r}"

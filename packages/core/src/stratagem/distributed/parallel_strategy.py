@@ -13,7 +13,7 @@ from stratagem.discovery.capabilities import START_METHODS
 from stratagem.distributed.process_group import ProcessGroupRanks, join_process_group
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
-from stratagem.interfaces.ranks import DataShard, Ranks
+from stratagem.interfaces.ranks import DataSplit, Ranks
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.cores import threads_per_rank
 
@@ -27,8 +27,8 @@ class ParallelStrategy(Strategy):
     a model is prepared.
 
     What it adds to the call sequence of `Strategy`: `bind` reads `communication_backend`;
-    `make_ranks` calls `data_shard_of(rank, world_size)` for each rank, in every process;
-    `setup_environment` ends in `join_ranks()`, on every rank.
+    `make_ranks` calls `data_split_of(rank, world_size)` for each rank, in every process;
+    `setup_environment` ends in `init_process_group()`, on every rank.
 
     Args:
         process_group_backend: "gloo", "nccl", ..., or one for each kind of device as in
@@ -129,10 +129,10 @@ class ParallelStrategy(Strategy):
     def make_ranks(self) -> Ranks:
         """Return the ranks by the cluster environment; see `Strategy.make_ranks`."""
         world_size = self.components.device_count
-        shards = [self.data_shard_of(rank, world_size) for rank in range(world_size)]
+        shards = [self.data_split_of(rank, world_size) for rank in range(world_size)]
         return ProcessGroupRanks(self.cluster_environment, world_size, shards)
 
-    def data_shard_of(self, rank: int, world_size: int) -> DataShard:
+    def data_split_of(self, rank: int, world_size: int) -> DataSplit:
         """Return the part of the data that a rank reads, (index, count).
 
         By default one of its own for each rank. A strategy whose ranks work on the same batches in
@@ -146,12 +146,13 @@ class ParallelStrategy(Strategy):
         # 20 times slower.
         torch.set_num_threads(int(threads_per_rank(len(self.components.devices)).partition(",")[0]))
         super().setup_environment()
-        self.join_ranks()
+        self.init_process_group()
 
-    def join_ranks(self) -> None:
+    def init_process_group(self) -> None:
         """Join the process group; once the device is set up, on every rank.
 
-        What an engine's communication needs before that belongs before `super().join_ranks()`.
+        What an engine's communication needs before that belongs before
+        `super().init_process_group()`.
         """
         join_process_group(
             self.communication_backend,

@@ -17,11 +17,11 @@ from stratagem.distributed.diagnosis.rank_status import RankStatuses
 from stratagem.distributed.leave_group import leave_process_group
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
-from stratagem.interfaces.ranks import DataShard, Ranks, ReduceOp
+from stratagem.interfaces.ranks import DataSplit, Ranks, ReduceOp
 from stratagem.launch import network
 from stratagem.launch.open_files import allow_connections, warn_of_agents_limit
 from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, this_rank
-from stratagem.state import plain_data
+from stratagem.state import safe_data
 
 _OPERATIONS = {
     "mean": dist.ReduceOp.SUM,
@@ -40,31 +40,31 @@ class ProcessGroupRanks(Ranks):
     Args:
         environment: where this process learns its ranks.
         world_size: the number of ranks.
-        data_shards: see `Ranks`.
+        data_splits: see `Ranks`.
 
     Example:
         >>> from stratagem.environments import PlainEnvironment
         >>> from stratagem.strategies import ProcessGroupRanks
         >>> ranks = ProcessGroupRanks(PlainEnvironment(), 4, [(0, 2), (0, 2), (1, 2), (1, 2)])
-        >>> ranks.data_shard, ranks.data_groups
+        >>> ranks.data_split, ranks.data_groups
         ((0, 2), ((0, 1), (2, 3)))
     """
 
     size_dtype: ClassVar[torch.dtype] = torch.int64
-    """Of the sizes of plain data, in bytes, that ranks tell each other on their devices."""
+    """Of the sizes of safe data, in bytes, that ranks tell each other on their devices."""
 
     def __init__(
         self,
         environment: ClusterEnvironment,
         world_size: int,
-        data_shards: Sequence[DataShard] | None = None,
+        data_splits: Sequence[DataSplit] | None = None,
     ) -> None:
         super().__init__(
             global_rank=environment.global_rank(),
             local_rank=environment.local_rank(),
             node_rank=environment.node_rank(),
             world_size=world_size,
-            data_shards=data_shards,
+            data_splits=data_splits,
         )
 
     def _device(self) -> torch.device:
@@ -76,7 +76,7 @@ class ProcessGroupRanks(Ranks):
         return self.device
 
     def _data_device(self) -> torch.device:
-        """Return where plain data lies while it is exchanged.
+        """Return where weights-only-safe data lies while it is exchanged.
 
         In host memory where the group communicates that too: it never waits for a device.
         """
@@ -95,8 +95,10 @@ class ProcessGroupRanks(Ranks):
         dist.all_reduce(reduced, op=_OPERATIONS[op])
         return reduced.div_(self.world_size) if op == "mean" else reduced
 
-    def reduce_numbers(self, numbers: Sequence[int], op: Literal["sum", "max", "min"]) -> list[int]:
-        """Return integers reduced over ranks; see `Ranks.reduce_numbers`."""
+    def all_reduce_ints(
+        self, numbers: Sequence[int], op: Literal["sum", "max", "min"]
+    ) -> list[int]:
+        """Return integers reduced over ranks; see `Ranks.all_reduce_ints`."""
         reduced = torch.tensor(numbers, dtype=torch.long, device=self._data_device())
         dist.all_reduce(reduced, op=_OPERATIONS[op])
         result: list[int] = reduced.tolist()
@@ -119,7 +121,7 @@ class ProcessGroupRanks(Ranks):
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return rank `src`'s data; see `Ranks.broadcast`."""
         device = self._data_device()
-        encoded = plain_data.encode(data) if self.global_rank == src else torch.empty(0)
+        encoded = safe_data.encode(data) if self.global_rank == src else torch.empty(0)
         size = torch.tensor(encoded.numel(), dtype=self.size_dtype, device=device)
         dist.broadcast(size, src)
         if self.global_rank == src:
@@ -127,18 +129,18 @@ class ProcessGroupRanks(Ranks):
         else:
             message = torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.broadcast(message, src)
-        return data if self.global_rank == src else plain_data.decode(message)
+        return data if self.global_rank == src else safe_data.decode(message)
 
-    def gather_plain(self, data: Any) -> list[Any]:
-        """Return every rank's plain data; see `Ranks.gather_plain`."""
+    def gather_objects(self, data: Any) -> list[Any]:
+        """Return every rank's weights-only-safe data; see `Ranks.gather_objects`."""
         device = self._data_device()
-        encoded = plain_data.encode(data).to(device)
+        encoded = safe_data.encode(data).to(device)
         size = torch.tensor(encoded.numel(), dtype=self.size_dtype, device=device)
         sizes = self._gathered(size)
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
         padded[: encoded.numel()] = encoded
         rows = self._gathered(padded)
-        return [plain_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+        return [safe_data.decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes on rank 0; see `Ranks.gather_bytes`."""
@@ -191,7 +193,7 @@ def _padded(data: bytes, size: int) -> Tensor:
 
 
 def _unpadded(message: Tensor) -> bytes:
-    data = plain_data.bytes_of(message)
+    data = safe_data.bytes_of(message)
     return data[_PREFIX : _PREFIX + int.from_bytes(data[:_PREFIX], "little")]
 
 

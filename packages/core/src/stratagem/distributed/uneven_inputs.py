@@ -52,7 +52,7 @@ class UnevenInputs:
         """
         self.remember(micro_batches)
         own = len(micro_batches)
-        most, fewest = self._ranks.reduce_numbers([own, -own], "max")
+        most, fewest = self._ranks.all_reduce_ints([own, -own], "max")
         if most == -fewest:
             return micro_batches, None
         if not self._joins:
@@ -64,7 +64,7 @@ class UnevenInputs:
                 "least one on each, since the last one is repeated while other ranks have more"
             )
         missing = most - own
-        having = self._ranks.reduce_numbers([own > position for position in range(most)], "sum")
+        having = self._ranks.all_reduce_ints([own > position for position in range(most)], "sum")
         # Gradients are averaged over all ranks; this makes it an average over those with a batch.
         weights = [self._ranks.world_size / count for count in having[:own]]
         return micro_batches + self._last * missing, weights + [0.0] * missing

@@ -83,7 +83,7 @@ class Accelerator(ABC):
     sync_batchnorm_kernels: ClassVar[bool] = False
     """Whether `torch.nn.SyncBatchNorm` has kernels for its tensors. Otherwise
     `sync_batchnorm=True` computes batch statistics from operations that every device has."""
-    own_strategies: ClassVar[bool] = False
+    requires_dedicated_strategies: ClassVar[bool] = False
     """Whether only strategies that name it in their capabilities can use it; as in its spec."""
     data_parallel_kernels: ClassVar[bool] = False
     """Whether `torch.nn.DataParallel` can scatter to and gather from several of its devices."""

@@ -21,7 +21,7 @@ class CheckpointIO(ABC):
         1. `bind` in the process that the user started, then `setup` on every rank, once the ranks
            can communicate.
         2. `save_checkpoint` on rank 0 only, after the strategy has gathered the state; the other
-           ranks wait until it returns. Where `takes_shards`, on every rank. With
+           ranks wait until it returns. Where `supports_shards`, on every rank. With
            `async_save=True` `prepare_save` in its place, and what that returns in a thread.
         3. `load_checkpoint` on every rank; `open_checkpoint` in its place, by a strategy that needs
            only parts of it.
@@ -53,7 +53,7 @@ class CheckpointIO(ABC):
         {'epoch': 3}
     """
 
-    takes_shards: bool = False
+    supports_shards: bool = False
     """Whether every rank hands over its part of the state, and writes it: strategies that shard
     then put `Shards` into a checkpoint, in the place of whole tensors on rank 0."""
 
@@ -79,7 +79,7 @@ class CheckpointIO(ABC):
         """Write `checkpoint` so that `path` holds it whole or holds what was there before.
 
         Raises:
-            CheckpointContentError: something in it is not plain data.
+            CheckpointContentError: something in it is not weights-only-safe data.
             CheckpointSaveError: storage refused it.
         """
 

@@ -127,8 +127,8 @@ def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
     for text in contradictions(
         kind.__name__,
         can,
-        clips=overrides(OWN_CLIPPING, lambda said: said.owns_clipping),
-        steps=overrides(OWN_STEP, lambda said: said.owns_step),
+        clips=overrides(OWN_CLIPPING, lambda said: said.engine_clips),
+        steps=overrides(OWN_STEP, lambda said: said.engine_steps),
         runs_backward=overrides(OWN_BACKWARD, lambda said: not said.manual_backward),
     ):
         raise ConfigurationError(text)

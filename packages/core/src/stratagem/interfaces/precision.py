@@ -100,7 +100,7 @@ class Precision(ABC):
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint holds, such as a loss scale; plain data."""
+        """Return the state that a checkpoint holds, such as a loss scale; safe data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from stratagem.errors import ConfigurationError
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
-DataShard = tuple[int, int]
+DataSplit = tuple[int, int]
 T = TypeVar("T")
 
 
@@ -29,15 +29,15 @@ class Ranks:
         local_rank: its rank on its node.
         node_rank: its node's rank.
         world_size: the number of ranks.
-        data_shards: the part of the data that each rank reads, (index, count), in the order of
+        data_splits: the part of the data that each rank reads, (index, count), in the order of
             ranks; None: one of its own for each rank.
 
     Attributes:
-        global_rank, local_rank, node_rank, world_size, data_shards: as given.
+        global_rank, local_rank, node_rank, world_size, data_splits: as given.
         device: where collectives return their tensors; None before the launch.
         data_groups: the ranks of each part of the data, in the order of its index. Those of one
             group work on the same batches, and count once where samples are counted.
-        data_part: which part of the training data all these ranks read together, (index, count),
+        run_split: which part of the training data all these ranks read together, (index, count),
             where other runs train along (replicas, peers); a strategy sets it in `make_ranks`.
 
     Raises:
@@ -48,7 +48,7 @@ class Ranks:
         >>> Ranks().all_gather(torch.ones(2)).shape
         torch.Size([1, 2])
         >>> # Two pipelines of two stages; ranks 0 and 2 read the first half of the data.
-        >>> Ranks(world_size=4, data_shards=[(0, 2), (1, 2), (0, 2), (1, 2)]).data_groups
+        >>> Ranks(world_size=4, data_splits=[(0, 2), (1, 2), (0, 2), (1, 2)]).data_groups
         ((0, 2), (1, 3))
     """
 
@@ -59,7 +59,7 @@ class Ranks:
         local_rank: int = 0,
         node_rank: int = 0,
         world_size: int = 1,
-        data_shards: Sequence[DataShard] | None = None,
+        data_splits: Sequence[DataSplit] | None = None,
     ) -> None:
         self.global_rank = global_rank
         self.local_rank = local_rank
@@ -67,9 +67,9 @@ class Ranks:
         self.world_size = world_size
         self.device: torch.device | None = None
         shards = [(rank, world_size) for rank in range(world_size)]
-        self.data_shards = tuple(shards if data_shards is None else data_shards)
-        self.data_groups = _groups(self.data_shards, world_size)
-        self.data_part: DataShard = (0, 1)
+        self.data_splits = tuple(shards if data_splits is None else data_splits)
+        self.data_groups = _groups(self.data_splits, world_size)
+        self.run_split: DataSplit = (0, 1)
 
     @property
     def is_global_zero(self) -> bool:
@@ -77,37 +77,37 @@ class Ranks:
         return self.global_rank == 0
 
     @property
-    def data_shard(self) -> DataShard:
+    def data_split(self) -> DataSplit:
         """This rank's part of the data, (index, count); ranks of a tensor-parallel group share one.
 
         What a sampler divides for training is divided by it; an IterableDataset divides itself by
-        it. With `data_part`, it counts the parts of other runs too.
+        it. With `run_split`, it counts the parts of other runs too.
 
         Example:
             >>> from stratagem.strategies import Ranks
             >>> ranks = Ranks(global_rank=1, world_size=2)
-            >>> ranks.data_part = (1, 3)  # the second of three runs
-            >>> ranks.data_shard, ranks.evaluation_shard
+            >>> ranks.run_split = (1, 3)  # the second of three runs
+            >>> ranks.data_split, ranks.eval_split
             ((3, 6), (1, 2))
         """
-        (index, count), (part, parts) = self.evaluation_shard, self.data_part
+        (index, count), (part, parts) = self.eval_split, self.run_split
         return part * count + index, parts * count
 
     @property
-    def evaluation_shard(self) -> DataShard:
+    def eval_split(self) -> DataSplit:
         """This rank's part of what these ranks evaluate, (index, count): together, all of it."""
-        return self.data_shards[self.global_rank]
+        return self.data_splits[self.global_rank]
 
     @final
     def by_data_group(self, gathered: Sequence[T]) -> list[list[T]]:
         """Return what was gathered from every rank, ordered by the part of the data they share.
 
         Args:
-            gathered: an item for each rank, in the order of ranks, as `gather_plain` returns it.
+            gathered: an item for each rank, in the order of ranks, as `gather_objects` returns it.
 
         Example:
             >>> from stratagem.strategies import Ranks
-            >>> ranks = Ranks(world_size=4, data_shards=[(0, 2), (1, 2), (0, 2), (1, 2)])
+            >>> ranks = Ranks(world_size=4, data_splits=[(0, 2), (1, 2), (0, 2), (1, 2)])
             >>> ranks.by_data_group(["a", "b", "a too", "b too"])
             [['a', 'a too'], ['b', 'b too']]
         """
@@ -122,7 +122,9 @@ class Ranks:
         """
         return tensor
 
-    def reduce_numbers(self, numbers: Sequence[int], op: Literal["sum", "max", "min"]) -> list[int]:
+    def all_reduce_ints(
+        self, numbers: Sequence[int], op: Literal["sum", "max", "min"]
+    ) -> list[int]:
         """Return integers reduced over ranks, on every rank, for decisions on the host.
 
         It waits for no device where the ranks can communicate over the CPU.
@@ -133,7 +135,7 @@ class Ranks:
 
         Example:
             >>> from stratagem.strategies import Ranks
-            >>> Ranks().reduce_numbers([3, -3], "max")
+            >>> Ranks().all_reduce_ints([3, -3], "max")
             [3, -3]
         """
         reduced: list[int] = self.all_reduce(torch.tensor(numbers, dtype=torch.long), op).tolist()
@@ -149,18 +151,18 @@ class Ranks:
         return tensor.unsqueeze(0)
 
     def broadcast(self, data: Any, src: int = 0) -> Any:
-        """Return rank `src`'s data on every rank; plain data: nothing received is executed."""
+        """Return rank `src`'s data on every rank; safe data: nothing received is executed."""
         return data
 
-    def gather_plain(self, data: Any) -> list[Any]:
-        """Return every rank's plain data, in the order of ranks, on every rank."""
+    def gather_objects(self, data: Any) -> list[Any]:
+        """Return every rank's weights-only-safe data, in the order of ranks, on every rank."""
         return [data]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in the order of ranks, on rank 0; [] on the others.
 
         For what only rank 0 needs: the others receive nothing, and nothing is decoded. By default
-        it is made of `gather_plain`.
+        it is made of `gather_objects`.
 
         Args:
             data: of about the same length on every rank, since each sends as many as the longest.
@@ -170,7 +172,7 @@ class Ranks:
             >>> Ranks().gather_bytes(b"a")
             [b'a']
         """
-        gathered = self.gather_plain(data)
+        gathered = self.gather_objects(data)
         return gathered if self.is_global_zero else []
 
     def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
@@ -224,7 +226,7 @@ class Ranks:
         """Let errors of communication say what a front end is doing ("fit, epoch 0, step 12")."""
 
 
-def _groups(shards: Sequence[DataShard], world_size: int) -> tuple[tuple[int, ...], ...]:
+def _groups(shards: Sequence[DataSplit], world_size: int) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each part of the data.
 
     Raises:
@@ -237,7 +239,7 @@ def _groups(shards: Sequence[DataShard], world_size: int) -> tuple[tuple[int, ..
     if len(shards) != world_size or counts != {len(groups)} or set(groups) != {*range(len(groups))}:
         listed = ", ".join(f"rank {rank}: {shard}" for rank, shard in enumerate(shards))
         raise ConfigurationError(
-            f"data_shard is {listed} for {world_size} rank(s); expected (index, count) for each "
+            f"data_split is {listed} for {world_size} rank(s); expected (index, count) for each "
             "rank, one count on all of them, and each index from 0 to count - 1 on at least one "
             "rank, so that all of the data is read"
         )

@@ -51,7 +51,7 @@ class Strategy(Stepping, ABC):
            device and communication. Collectives (`ranks.all_reduce`, ...) work from here on.
         4. `setup(trainer)`, at the start of each run of a Trainer.
         5. `model_context()` around the code that builds a model.
-        6. `take_batch_size` before a fit; then for each model `synchronize_batch_norm(module)`,
+        6. `set_batch_size` before a fit; then for each model `synchronize_batch_norm(module)`,
            where `sync_batchnorm` is set, and `prepare(module, optimizers)`: converts and moves it,
            calls `wrap(module)`, then makes the optimizers (without any, where `makes_optimizers`);
            `setup_optimizer` for one that a loop of the user's makes later. `PreparedModel.compile`
@@ -64,8 +64,8 @@ class Strategy(Stepping, ABC):
            `clip_gradients` and `optimizer_step` by themselves. An engine that does some of these
            itself overrides them; one that runs the whole step overrides `train_step`. Manual
            optimization runs in `backward_in_forward(prepared)`. Where a step has failed,
-           `explain(prepared, error)`, on the rank that it failed on. `join_training` comes before
-           the first of them.
+           `explain(prepared, error)`, on the rank that it failed on. `adopt_peer_state` comes
+           before the first of them.
         8. Each evaluation: in the context `evaluation(prepared)`. After the last step of a fit:
            `end_training(prepared)`.
         9. A save calls `model_state`, `optimizer_state` for each optimizer, then `state`; a load
@@ -207,7 +207,7 @@ class Strategy(Stepping, ABC):
 
     # -- what a front end is going to do
 
-    def take_batch_size(self, batch_size: int | None) -> None:
+    def set_batch_size(self, batch_size: int | None) -> None:
         """Learn this rank's batch size, from the Trainer's loader, before `prepare`.
 
         Args:
@@ -259,7 +259,7 @@ class Strategy(Stepping, ABC):
         Args:
             module: built by the user, on any device.
             optimizers: a function that makes them, called after wrapping and sharding; or existing
-                ones, where `capabilities.rebinds_optimizers`.
+                ones, where `capabilities.accepts_existing_optimizers`.
             move_to_device: move the parameters to this rank's device.
         """
         references = ParameterReferences(module, () if callable(optimizers) else optimizers)
@@ -304,7 +304,7 @@ class Strategy(Stepping, ABC):
         """
         return nullcontext()
 
-    def join_training(
+    def adopt_peer_state(
         self, prepared: PreparedModel, checkpoint: Callable[[], dict[str, Any]]
     ) -> dict[str, Any] | None:
         """Return a checkpoint of a run that trains already, to go on from; None: from here.
@@ -341,8 +341,8 @@ class Strategy(Stepping, ABC):
         """Return parameters and buffers by their canonical names.
 
         They alias the live ones: write or copy them before the next step. A strategy with sharded
-        state returns `Shards` on every rank where `checkpoint_io.takes_shards`, and otherwise whole
-        tensors on rank 0.
+        state returns `Shards` on every rank where `checkpoint_io.supports_shards`, and otherwise
+        whole tensors on rank 0.
         """
         return prepared.original.state_dict()
 
@@ -379,9 +379,9 @@ class Strategy(Stepping, ABC):
         """Return this strategy's own state for a checkpoint; {} where it has none.
 
         For what is neither a weight nor an optimizer's: weights as of the last average, a count of
-        rounds. Plain data and tensors, the same on every rank, since rank 0's is saved; what
-        differs by rank goes into `Shards`, where `checkpoint_io.takes_shards`. Loading under a
-        strategy of another class leaves it out.
+        rounds. Weights-only-safe data and tensors, the same on every rank, since rank 0's is saved;
+        what differs by rank goes into `Shards`, where `checkpoint_io.supports_shards`. Loading
+        under a strategy of another class leaves it out.
 
         Args:
             prepared: the model.

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from stratagem.launch.watch import run_as_rank as run_as_rank
     from stratagem.plan.plan import RunPlan as RunPlan, RunRequest as RunRequest
     from stratagem.plan.selection import Selection as Selection
-    from stratagem.state.plain_data import (
+    from stratagem.state.safe_data import (
         pack_result as pack_result,
         unpack_result as unpack_result,
     )
@@ -81,6 +81,6 @@ else:
             "stratagem.launch.watch": "run_as_rank",
             "stratagem.plan.plan": "RunPlan RunRequest",
             "stratagem.plan.selection": "Selection",
-            "stratagem.state.plain_data": "pack_result unpack_result",
+            "stratagem.state.safe_data": "pack_result unpack_result",
         },
     )

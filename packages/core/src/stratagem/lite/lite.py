@@ -229,11 +229,12 @@ class Lite:
         """Return rank `src`'s data on every rank.
 
         Args:
-            data: plain data: numbers, strings, tensors, and dicts, lists, tuples and sets of them.
+            data: weights-only-safe data: numbers, strings, tensors, and dicts, lists, tuples and
+                sets of them.
             src: the rank to broadcast from.
 
         Raises:
-            TypeError: it is not plain data; says where.
+            TypeError: it is not weights-only-safe data; says where.
         """
         return self.ranks.broadcast(data, src)
 
@@ -324,7 +325,7 @@ class Lite:
         Returns:
             The loader, or a list of them.
         """
-        index, count = self._runtime.launched_strategy().ranks.data_shard
+        index, count = self._runtime.launched_strategy().ranks.data_split
         rng_of = (self.strategy.accelerator, self.device)
         accelerator = self.strategy.accelerator
         moves = move_to_device and not accelerator.is_host
@@ -399,7 +400,7 @@ class Lite:
                 "clip_gradients() expects either clip_val or max_norm, received clip_val="
                 f"{clip_val!r} and max_norm={max_norm!r}"
             )
-        if self.plan.capabilities.owns_clipping:
+        if self.plan.capabilities.engine_clips:
             raise ConfigurationError(
                 f"the strategy {self.plan.strategy.name!r} clips gradients itself: configure it "
                 "there in place of calling clip_gradients()"
@@ -489,10 +490,10 @@ class Lite:
             path: where to, a local path or a URL.
             state: a dict of models and optimizers (as `setup` returned them), data loaders (as
                 `setup_dataloaders` returned them, with their place and the RNG states of every
-                rank), objects with `state_dict()`, and plain data.
+                rank), objects with `state_dict()`, and weights-only-safe data.
 
         Raises:
-            CheckpointContentError: something in it is not plain data; says what.
+            CheckpointContentError: something in it is not weights-only-safe data; says what.
 
         Example:
             >>> import tempfile

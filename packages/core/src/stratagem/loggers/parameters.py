@@ -1,4 +1,4 @@
-"""Hyperparameters in the forms that loggers store: mappings, plain data, flat texts."""
+"""Hyperparameters in the forms that loggers store: mappings, weights-only-safe data, flat texts."""
 
 from __future__ import annotations
 

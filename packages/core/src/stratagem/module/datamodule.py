@@ -70,7 +70,7 @@ class DataModule(HyperParametersMixin, DataHooks):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold; plain data."""
+        """Return what a checkpoint has to hold; weights-only-safe data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

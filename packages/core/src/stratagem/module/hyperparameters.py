@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from stratagem.errors import CheckpointMismatchError, UserCodeError
-from stratagem.state.plain_data import find_offending_value
+from stratagem.state.safe_data import find_offending_value
 
 
 class HyperParameters(dict[str, Any]):

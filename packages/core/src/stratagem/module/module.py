@@ -146,7 +146,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         return None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is saved; may add plain data to it."""
+        """Called before a checkpoint is saved; may add weights-only-safe data to it."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called when a checkpoint was read, before the model is filled from it."""

@@ -107,7 +107,7 @@ class StepHooks(nn.Module):
         """
         trainer: Any = self.trainer
         asked = trainer.step_options.clip
-        if trainer.plan.capabilities.owns_clipping:
+        if trainer.plan.capabilities.engine_clips:
             raise ConfigurationError(
                 f"the strategy {trainer.plan.strategy.name!r} clips gradients itself: pass "
                 "gradient_clip_val to the Trainer in place of calling clip_gradients()"

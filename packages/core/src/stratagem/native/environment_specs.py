@@ -88,7 +88,7 @@ def _slurm() -> ComponentSpec:
         variables=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS"),
         advice="this is a SLURM job, but srun has not started this process; start the script "
         "with srun to make it a rank, and to have SLURM's signals and requeueing",
-        objection=f"{_MODULES}.slurm:objection",
+        incompatible_because=f"{_MODULES}.slurm:incompatible_because",
         priority=10,
         world_size_variable="SLURM_NTASKS",
         local_world_size_variable="SLURM_STEP_TASKS_PER_NODE",
@@ -106,7 +106,7 @@ def _kubeflow() -> ComponentSpec:
         summary="pods of a Kubeflow PyTorchJob, one process in each",
         aliases=("KubeflowEnvironment",),
         variables=("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),
-        objection=f"{_MODULES}.kubeflow:objection",
+        incompatible_because=f"{_MODULES}.kubeflow:incompatible_because",
         priority=5,
         # One process a pod: whoever has a rank was started as one.
         local_rank_variable="RANK",

@@ -25,7 +25,7 @@ FSDP = Capabilities(
     multi_node=True,
     sharded_state=True,
     backward_in_forward=False,
-    uneven_evaluation=False,
+    allows_uneven_eval=False,
 )
 """What fully_shard can do: forward gathers parameters, so ranks run as many batches; it gets ready
 to reduce gradients at its end, so that a backward before it would be without effect."""
@@ -57,13 +57,13 @@ def strategies() -> tuple[ComponentSpec, ...]:
             api_version=1,
             summary="DataParallel, one process for several GPUs; deprecated, use ddp",
             capabilities=DP,
-            objection=_objection_of_dp,
+            incompatible_because=_dp_incompatible_because,
         ),
         *_sharding(),
     )
 
 
-def _objection_of_dp(plan: Any) -> str:
+def _dp_incompatible_because(plan: Any) -> str:
     kernels = getattr(plan.accelerator.source, "data_parallel_kernels", False)
     return why_no_dp(plan.accelerator.name, len(plan.devices), has_kernels=kernels)
 

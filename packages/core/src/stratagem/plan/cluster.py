@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from stratagem.discovery.registry import Candidate
 from stratagem.discovery.specs import ClusterEnvironmentSpec, asked_function
 from stratagem.errors import ConfigurationError, UnknownNameError
-from stratagem.plan.selection import NAMED, Question, Selection, given, selection_of
+from stratagem.plan.selection import NAMED, Resolution, Selection, given, selection_of
 
 CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 """Names the cluster environment; "none" switches detection off."""
@@ -22,16 +22,16 @@ class Cluster:
 
     Attributes:
         environment: the cluster environment.
-        has_started_this: whether it has started this process as one of its ranks.
+        launched_this_process: whether it has started this process as one of its ranks.
         why_not_started: why it has not, where it was chosen by name; "": it has, or need not.
-        passed_over: the environments that were looked for and not taken, each with the reason.
+        rejected: the environments that were looked for and not taken, each with the reason.
         environ: environment variables.
     """
 
     environment: Selection
-    has_started_this: bool
+    launched_this_process: bool
     why_not_started: str = ""
-    passed_over: tuple[Selection, ...] = ()
+    rejected: tuple[Selection, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -79,14 +79,14 @@ class Cluster:
         return int(text)
 
 
-def find_cluster(question: Question) -> Cluster:
+def find_cluster(resolution: Resolution) -> Cluster:
     """Return the cluster that was asked for, or the one that is detected.
 
     Raises:
         ConfigurationError: what was asked for is no cluster environment.
     """
-    environ = question.request.environ
-    asked = question.asked("cluster_environment", None)
+    environ = resolution.request.environ
+    asked = resolution.asked("cluster_environment", None)
     if asked is not None and not isinstance(asked, str):
         selected = given(
             "cluster_environment",
@@ -95,58 +95,60 @@ def find_cluster(question: Question) -> Cluster:
             base="stratagem.environments.ClusterEnvironment",
         )
         external = bool(asked.creates_processes_externally)
-        return Cluster(environment=selected, has_started_this=external, environ=environ)
+        return Cluster(environment=selected, launched_this_process=external, environ=environ)
     if asked is not None:
-        return _named(question.find("cluster_environment", asked, NAMED), environ)
+        return _named(resolution.find("cluster_environment", asked, NAMED), environ)
     switch = environ.get(CLUSTER_VARIABLE, "")
     if switch.casefold() == "none":
         why = f"detection is switched off by {CLUSTER_VARIABLE}=none"
-        plain = question.find("cluster_environment", PLAIN, why)
-        return Cluster(environment=plain, has_started_this=False, environ=environ)
+        plain = resolution.find("cluster_environment", PLAIN, why)
+        return Cluster(environment=plain, launched_this_process=False, environ=environ)
     if switch:
         try:
-            selected = question.find("cluster_environment", switch, f"{CLUSTER_VARIABLE}={switch}")
+            selected = resolution.find(
+                "cluster_environment", switch, f"{CLUSTER_VARIABLE}={switch}"
+            )
         except UnknownNameError as error:
             raise UnknownNameError(f"{CLUSTER_VARIABLE}={switch}: {error}") from None
         return _named(selected, environ)
-    return _detected(question)
+    return _detected(resolution)
 
 
 def _named(
-    selected: Selection, environ: Mapping[str, str], passed_over: tuple[Selection, ...] = ()
+    selected: Selection, environ: Mapping[str, str], rejected: tuple[Selection, ...] = ()
 ) -> Cluster:
     spec = selected.spec
     assert isinstance(spec, ClusterEnvironmentSpec)
     why_not = spec.why_not(environ)
     return Cluster(
         environment=selected,
-        has_started_this=not why_not and spec.local_rank_variable in environ,
+        launched_this_process=not why_not and spec.local_rank_variable in environ,
         why_not_started=why_not,
-        passed_over=passed_over,
+        rejected=rejected,
         environ=environ,
     )
 
 
-def _detected(question: Question) -> Cluster:
+def _detected(resolution: Resolution) -> Cluster:
     """Return the detected cluster, with the reason why each of the others was passed over."""
-    environ = question.request.environ
+    environ = resolution.request.environ
     candidates: list[tuple[Candidate, ClusterEnvironmentSpec]] = [
         (candidate, candidate.spec)
-        for candidate in question.registry.candidates("cluster_environment")
+        for candidate in resolution.registry.candidates("cluster_environment")
         if isinstance(candidate.spec, ClusterEnvironmentSpec) and candidate.spec.variables
     ]
     candidates.sort(key=lambda each: each[1].priority, reverse=True)
     detected: Selection | None = None
-    passed_over = []
+    rejected = []
     for candidate, spec in candidates:
         why_not = spec.why_not(environ)
         if not why_not and detected is not None:
             why_not = f"{detected.name} goes before it"
         if why_not:
-            passed_over.append(selection_of(candidate, why_not))
+            rejected.append(selection_of(candidate, why_not))
         else:
             verb = "is" if len(spec.variables) == 1 else "are"
             detected = selection_of(candidate, f"{', '.join(spec.variables)} {verb} set")
     if detected is None:
-        detected = question.find("cluster_environment", PLAIN, "no cluster was detected")
-    return _named(detected, environ, tuple(passed_over))
+        detected = resolution.find("cluster_environment", PLAIN, "no cluster was detected")
+    return _named(detected, environ, tuple(rejected))

@@ -18,15 +18,15 @@ from stratagem.plan.devices import is_zero
 from stratagem.plan.selection import (
     GIVEN,
     NAMED,
-    Question,
+    Resolution,
     Selection,
-    can,
+    accepts,
     capabilities_of,
     either,
     given,
+    is_compatible,
     selection_of,
-    takes,
-    uses,
+    supports,
 )
 
 ASYNC = "async"
@@ -37,12 +37,12 @@ DEFAULT_LAUNCHER = "script"
 
 
 def choose_accelerator(
-    question: Question, wanted: Capabilities | None, *, elsewhere: Selection | None
+    resolution: Resolution, wanted: Capabilities | None, *, elsewhere: Selection | None
 ) -> tuple[Selection, Availability]:
     """Return the accelerator, and what its probe found.
 
     Args:
-        question: what is to be resolved.
+        resolution: what is to be resolved.
         wanted: capabilities of the strategy that was named; None: none was.
         elsewhere: the launcher whose devices are not on this machine, if it is such a one; nothing
             is probed then.
@@ -50,7 +50,7 @@ def choose_accelerator(
     Raises:
         ConfigurationError: it is not available here, or none is.
     """
-    asked = question.asked("accelerator", "auto")
+    asked = resolution.asked("accelerator", "auto")
     if not isinstance(asked, str):
         name = getattr(asked, "name", None)
         if not isinstance(name, str) or isinstance(asked, type):
@@ -60,36 +60,36 @@ def choose_accelerator(
             )
         selected = Selection("accelerator", name, GIVEN, "you passed it", asked)
     elif asked != "auto":
-        selected = question.find("accelerator", asked, NAMED)
-    elif question.request.devices is None or is_zero(question.request.devices):
-        selected = question.find("accelerator", "cpu", f"devices={question.request.devices!r}")
+        selected = resolution.find("accelerator", asked, NAMED)
+    elif resolution.request.devices is None or is_zero(resolution.request.devices):
+        selected = resolution.find("accelerator", "cpu", f"devices={resolution.request.devices!r}")
     elif elsewhere is not None:
         raise ConfigurationError(
             "accelerator='auto' takes the best of this machine, but the launcher "
             f"{elsewhere.name!r} starts ranks elsewhere: name the accelerator that is there"
         )
     else:
-        return _best_accelerator(question, wanted)
+        return _best_accelerator(resolution, wanted)
     if elsewhere is not None:
         return selected, Availability(0, f"not looked for: {elsewhere.name} starts ranks elsewhere")
-    return selected, _available(question, selected)
+    return selected, _available(resolution, selected)
 
 
 def _best_accelerator(
-    question: Question, wanted: Capabilities | None
+    resolution: Resolution, wanted: Capabilities | None
 ) -> tuple[Selection, Availability]:
     accelerators = [
         (candidate, candidate.spec)
-        for candidate in question.registry.candidates("accelerator")
+        for candidate in resolution.registry.candidates("accelerator")
         if isinstance(candidate.spec, AcceleratorSpec)
     ]
     accelerators.sort(key=lambda each: each[1].priority, reverse=True)
     refused = []
     for candidate, spec in accelerators:
-        if wanted is not None and not uses(wanted, selection_of(candidate, "")):
+        if wanted is not None and not is_compatible(wanted, selection_of(candidate, "")):
             refused.append(f"{spec.name} (not for this strategy)")
             continue
-        found = question.probe(spec)
+        found = resolution.probe(spec)
         if found.free:
             why = f"the best that is available here ({found.reason})"
             return selection_of(candidate, why), found
@@ -101,8 +101,8 @@ def _best_accelerator(
     )
 
 
-def _available(question: Question, selected: Selection) -> Availability:
-    found = question.probe(selected.source)
+def _available(resolution: Resolution, selected: Selection) -> Availability:
+    found = resolution.probe(selected.source)
     if not found.free:
         raise ConfigurationError(
             f"accelerator={selected.name!r} is not available on this machine: {_why_not(found)}; "
@@ -141,28 +141,28 @@ def probe_accelerator(accelerator: Any) -> Availability:
 
 
 def asked_launcher(
-    question: Question, strategy: Selection | None, cluster: Cluster
+    resolution: Resolution, strategy: Selection | None, cluster: Cluster
 ) -> Selection | None:
     """Return the launcher that was asked for; None: none was, or the ranks are there already.
 
     Args:
-        question: what is to be resolved.
+        resolution: what is to be resolved.
         strategy: what it starts; None: not chosen yet.
         cluster: what the environment says.
 
     Raises:
         ConfigurationError: it cannot start ranks, or the strategy takes no such launcher.
     """
-    asked = question.asked("launcher", None)
-    if asked is None or cluster.has_started_this:
+    asked = resolution.asked("launcher", None)
+    if asked is None or cluster.launched_this_process:
         return None
     if strategy is not None:
-        _check_starts(question, strategy, asked)
+        _check_starts(resolution, strategy, asked)
     if not isinstance(asked, str):
         return given("launcher", asked, method="launch", base="stratagem.launch.Launcher")
-    of_strategy = question.request.launcher is None
-    selected = question.find("launcher", asked, "as the strategy asks" if of_strategy else NAMED)
-    if not can(selected, "starts_ranks"):
+    of_strategy = resolution.request.launcher is None
+    selected = resolution.find("launcher", asked, "as the strategy asks" if of_strategy else NAMED)
+    if not supports(selected, "starts_ranks"):
         raise ConfigurationError(
             f"launcher={asked!r} starts no ranks: expected one that does, such as "
             f"{DEFAULT_LAUNCHER!r} (`stratagem doctor` lists them)"
@@ -170,11 +170,11 @@ def asked_launcher(
     return selected
 
 
-def _check_starts(question: Question, strategy: Selection, asked: Any) -> None:
+def _check_starts(resolution: Resolution, strategy: Selection, asked: Any) -> None:
     """Refuse a launcher that does not go with a strategy."""
     capabilities = capabilities_of(strategy)
     if capabilities.one_process:
-        if question.request.launcher is None:
+        if resolution.request.launcher is None:
             return
         raise ConfigurationError(
             f"the strategy {strategy.name!r} trains in one process, so the launcher "
@@ -190,7 +190,7 @@ def _check_starts(question: Question, strategy: Selection, asked: Any) -> None:
 
 
 def choose_launcher(
-    question: Question,
+    resolution: Resolution,
     strategy: Selection,
     capabilities: Capabilities,
     cluster: Cluster,
@@ -199,7 +199,7 @@ def choose_launcher(
     """Return the launcher.
 
     Args:
-        question: what is to be resolved.
+        resolution: what is to be resolved.
         strategy, capabilities: what it starts.
         cluster: what the environment says.
         asked: the launcher that was asked for; None: none was.
@@ -208,19 +208,19 @@ def choose_launcher(
         ConfigurationError: it needs a script, and this is a notebook or an interpreter.
     """
     if capabilities.one_process:
-        return question.find("launcher", "in_process", "the strategy needs one process")
-    if cluster.has_started_this:
-        return question.find("launcher", "external", f"{cluster.name} has started the processes")
+        return resolution.find("launcher", "in_process", "the strategy needs one process")
+    if cluster.launched_this_process:
+        return resolution.find("launcher", "external", f"{cluster.name} has started the processes")
     how = f"how {strategy.name} starts its processes"
     if asked is None:
         names = capabilities.launchers or (DEFAULT_LAUNCHER,)
-        selected = question.find("launcher", names[0], how)
-    elif question.request.launcher is None:
+        selected = resolution.find("launcher", names[0], how)
+    elif resolution.request.launcher is None:
         selected = replace(asked, why=how)
     else:
         selected = asked
-    if question.request.interactive and not can(selected, "interactive"):
-        notebook = "ddp_notebook" in question.registry.names("strategy")
+    if resolution.request.interactive and not supports(selected, "interactive"):
+        notebook = "ddp_notebook" in resolution.registry.names("strategy")
         fork = capabilities.launchers is None or "fork" in capabilities.launchers
         raise ConfigurationError(
             f"the strategy {strategy.name!r} starts its processes by the launcher "
@@ -232,21 +232,21 @@ def choose_launcher(
     return selected
 
 
-def cluster_of_ranks(question: Question, launcher: Selection, cluster: Cluster) -> Cluster:
+def cluster_of_ranks(resolution: Resolution, launcher: Selection, cluster: Cluster) -> Cluster:
     """Return what runs already; where nothing does, with the environment of the launcher's ranks.
 
     Args:
-        question: what is to be resolved.
+        resolution: what is to be resolved.
         launcher: what starts the ranks.
         cluster: what the environment says.
     """
     named = getattr(launcher.source, "cluster_environment", PLAIN)
-    was_asked = question.asked("cluster_environment", None) is not None
-    if named == PLAIN or was_asked or cluster.has_started_this or cluster.name != PLAIN:
+    was_asked = resolution.asked("cluster_environment", None) is not None
+    if named == PLAIN or was_asked or cluster.launched_this_process or cluster.name != PLAIN:
         return cluster
-    environment = question.find("cluster_environment", named, f"that of {launcher.name}'s ranks")
-    others = tuple(other for other in cluster.passed_over if other.name != environment.name)
-    return replace(cluster, environment=environment, passed_over=others)
+    environment = resolution.find("cluster_environment", named, f"that of {launcher.name}'s ranks")
+    others = tuple(other for other in cluster.rejected if other.name != environment.name)
+    return replace(cluster, environment=environment, rejected=others)
 
 
 def _name_of(component: Any) -> str:
@@ -257,15 +257,15 @@ def _name_of(component: Any) -> str:
 
 
 def choose_precision(
-    question: Question, strategy: Selection, capabilities: Capabilities, accelerator: Selection
+    resolution: Resolution, strategy: Selection, capabilities: Capabilities, accelerator: Selection
 ) -> Selection:
     """Return the precision.
 
     Raises:
         ConfigurationError: it is none, or does not go with the strategy or the accelerator.
     """
-    asked = question.asked("precision", "32-true")
-    selected = _asked_precision(question, asked, strategy, capabilities)
+    asked = resolution.asked("precision", "32-true")
+    selected = _asked_precision(resolution, asked, strategy, capabilities)
     if capabilities.precisions is not None and selected.name not in capabilities.precisions:
         received = asked if isinstance(asked, (str, int)) else selected.name
         raise ConfigurationError(
@@ -274,7 +274,7 @@ def choose_precision(
             "the two"
         )
     spec = selected.spec
-    if isinstance(spec, PrecisionSpec) and not takes(spec.accelerators, accelerator):
+    if isinstance(spec, PrecisionSpec) and not accepts(spec.accelerators, accelerator):
         raise ConfigurationError(
             f"precision={asked!r} works on {either(spec.accelerators)}, received "
             f"accelerator={accelerator.name!r}: change one of the two"
@@ -288,7 +288,7 @@ def choose_precision(
 
 
 def _asked_precision(
-    question: Question, asked: Any, strategy: Selection, capabilities: Capabilities
+    resolution: Resolution, asked: Any, strategy: Selection, capabilities: Capabilities
 ) -> Selection:
     if not isinstance(asked, (str, int)):
         name = getattr(asked, "name", None)
@@ -301,7 +301,7 @@ def _asked_precision(
     why = "the default" if asked == "32-true" else NAMED
     of_engine = _of_engine(str(asked), capabilities)
     if of_engine is None:
-        return question.find("precision", str(asked), why)
+        return resolution.find("precision", str(asked), why)
     why += f"; {strategy.name} does it itself"
     return Selection("precision", of_engine.name, strategy.provider, why, of_engine)
 
@@ -323,24 +323,24 @@ def _of_engine(asked: str, capabilities: Capabilities) -> PrecisionSpec | None:
 # -- checkpoint format
 
 
-def choose_checkpoint_io(question: Question, capabilities: Capabilities) -> Selection:
+def choose_checkpoint_io(resolution: Resolution, capabilities: Capabilities) -> Selection:
     """Return the checkpoint format, asynchronous if that was asked for.
 
     Raises:
         ConfigurationError: what was asked for is no checkpoint format.
     """
-    asked = question.asked("checkpoint_io", None)
+    asked = resolution.asked("checkpoint_io", None)
     if asked is None:
-        selected = question.find("checkpoint_io", capabilities.checkpoint_io, "the default")
+        selected = resolution.find("checkpoint_io", capabilities.checkpoint_io, "the default")
     elif isinstance(asked, str):
-        selected = question.find("checkpoint_io", asked, NAMED)
+        selected = resolution.find("checkpoint_io", asked, NAMED)
     else:
         base = "stratagem.checkpoint.CheckpointIO"
         selected = given("checkpoint_io", asked, method="save_checkpoint", base=base)
-    if not question.request.async_save or selected.name == ASYNC:
+    if not resolution.request.async_save or selected.name == ASYNC:
         return selected
     why = f"async_save=True; it writes {selected.name}"
-    asynchronous = question.find("checkpoint_io", ASYNC, why)
+    asynchronous = resolution.find("checkpoint_io", ASYNC, why)
     assert asynchronous.spec is not None
     inner = selected.name if selected.spec is not None else selected.source
     return replace(asynchronous, source=replace(asynchronous.spec, init_args={"inner": inner}))

@@ -9,11 +9,11 @@ from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.specs import Availability
 from stratagem.errors import ConfigurationError
 from stratagem.plan.cluster import PLAIN, Cluster
-from stratagem.plan.selection import Question, Selection, can
+from stratagem.plan.selection import Resolution, Selection, supports
 
 
 def choose_devices(
-    question: Question,
+    resolution: Resolution,
     accelerator: Selection,
     found: Availability,
     wanted: Capabilities | None,
@@ -22,7 +22,7 @@ def choose_devices(
     """Return device indices on this node, and why these.
 
     Args:
-        question: what is to be resolved.
+        resolution: what is to be resolved.
         accelerator: what was chosen.
         found: what its probe found on this machine: some device is free.
         wanted: capabilities of the strategy that was named; None: none was.
@@ -31,14 +31,14 @@ def choose_devices(
     Raises:
         ConfigurationError: what was asked for is not there, or is no number of devices.
     """
-    asked = question.asked("devices", "auto")
+    asked = resolution.asked("devices", "auto")
     if is_zero(asked) and found.indexed:
         raise ConfigurationError(
             f"devices=0 leaves nothing to train on with accelerator={accelerator.name!r}: pass "
             "a number of devices, or accelerator='cpu'"
         )
     if asked is None or asked == "auto" or is_zero(asked):
-        return _automatic_devices(question, accelerator, found, wanted, cluster)
+        return _automatic_devices(resolution, accelerator, found, wanted, cluster)
     indices = parse_devices(asked, found, accelerator.name)
     if found.indexed and max(indices) >= found.count:
         raise ConfigurationError(
@@ -71,17 +71,17 @@ def _usable(
 
 
 def _automatic_devices(
-    question: Question,
+    resolution: Resolution,
     accelerator: Selection,
     found: Availability,
     wanted: Capabilities | None,
     cluster: Cluster,
 ) -> tuple[tuple[int, ...], str]:
     local = None
-    if cluster.has_started_this:
+    if cluster.launched_this_process:
         local = cluster.local_world_size
         if local is None and (world := cluster.world_size):
-            local = world // question.request.num_nodes
+            local = world // resolution.request.num_nodes
     if wanted is not None and not wanted.many_devices:
         return found.free[:1], f"the strategy uses one {accelerator.name} device"
     if local and not (wanted is not None and wanted.one_process):
@@ -90,14 +90,14 @@ def _automatic_devices(
 
 
 def devices_elsewhere(
-    question: Question, accelerator: Selection, launcher: Selection
+    resolution: Resolution, accelerator: Selection, launcher: Selection
 ) -> tuple[tuple[int, ...], str]:
     """Return device indices on each of the nodes that a launcher reaches; nothing is probed.
 
     Raises:
         ConfigurationError: it was left to this machine to count them.
     """
-    asked = question.request.devices
+    asked = resolution.request.devices
     if asked in (None, "auto", -1, "-1") or is_zero(asked):
         raise ConfigurationError(
             f"devices={asked!r} counts the devices of this machine, but the launcher "
@@ -109,7 +109,7 @@ def devices_elsewhere(
 
 
 def choose_num_nodes(
-    question: Question,
+    resolution: Resolution,
     local: int,
     cluster: Cluster,
     capabilities: Capabilities,
@@ -118,7 +118,7 @@ def choose_num_nodes(
     """Return how many nodes take part.
 
     Args:
-        question: what is to be resolved.
+        resolution: what is to be resolved.
         local: ranks on each node.
         cluster: what the environment says.
         capabilities: of the strategy.
@@ -127,17 +127,22 @@ def choose_num_nodes(
     Raises:
         ConfigurationError: it is no number of nodes, or nothing starts ranks on all of them.
     """
-    asked = question.request.num_nodes
+    asked = resolution.request.num_nodes
     if not is_index(asked) or asked < 1:
         raise ConfigurationError(f"num_nodes={asked!r}: expected a whole number of at least 1")
     if asked > 1 and not capabilities.multi_node:
         return asked  # which is refused in any cluster
-    spans_nodes = can(launcher, "spans_nodes")
-    if asked > 1 and not cluster.has_started_this and cluster.name == PLAIN and not spans_nodes:
+    spans_nodes = supports(launcher, "spans_nodes")
+    if (
+        asked > 1
+        and not cluster.launched_this_process
+        and cluster.name == PLAIN
+        and not spans_nodes
+    ):
         missing = [
             variable
             for variable in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-            if variable not in question.request.environ
+            if variable not in resolution.request.environ
         ]
         if missing:
             raise ConfigurationError(
@@ -145,7 +150,7 @@ def choose_num_nodes(
                 "with torchrun or a cluster's launcher, or set MASTER_ADDR, MASTER_PORT and "
                 f"NODE_RANK on each node (not set: {', '.join(missing)})"
             )
-    if asked == 1 and cluster.has_started_this and not capabilities.one_process:
+    if asked == 1 and cluster.launched_this_process and not capabilities.one_process:
         world = cluster.world_size or local
         return max(1, world // (cluster.local_world_size or local))
     return asked

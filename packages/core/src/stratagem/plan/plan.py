@@ -73,7 +73,7 @@ class RunPlan:
     launcher: Selection
     checkpoint_io: Selection
     num_nodes: int
-    environments_passed_over: tuple[Selection, ...] = ()
+    rejected_environments: tuple[Selection, ...] = ()
     """The cluster environments that were looked for and not taken, with the reason of each."""
 
     @property
@@ -87,7 +87,7 @@ class RunPlan:
         return self.processes_per_node * (1 if self.capabilities.one_process else self.num_nodes)
 
     @property
-    def runs_elsewhere(self) -> bool:
+    def remote(self) -> bool:
         """Whether ranks are new processes and the one that launches them is none of them."""
         return bool(getattr(self.launcher.source, "new_processes", False))
 
@@ -104,7 +104,7 @@ class RunPlan:
         rows = [(s.kind, s.name, s.provider, s.why) for s in selected]
         after = 1 + selected.index(self.cluster_environment)
         rows[after:after] = [
-            ("  not taken", s.name, s.provider, s.why) for s in self.environments_passed_over
+            ("  not taken", s.name, s.provider, s.why) for s in self.rejected_environments
         ]
         rows.insert(2, ("devices", _indices(self.devices), "", self.devices_why))
         world = f"{self.num_nodes} node(s) of {self.processes_per_node} process(es)"

@@ -30,14 +30,14 @@ from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.selection import (
     GIVEN,
     NAMED,
-    Question,
+    Resolution,
     Selection,
-    can,
+    accepts,
     capabilities_of,
     either,
-    preset_of,
-    takes,
-    uses,
+    is_compatible,
+    presets,
+    supports,
 )
 
 
@@ -60,30 +60,30 @@ def resolve(
             and what to do.
     """
     # Each decision needs those before it.
-    question = Question(request, registry, probe or probe_accelerator)
-    named = _named_strategy(question)
+    resolution = Resolution(request, registry, probe or probe_accelerator)
+    named = _named_strategy(resolution)
     wanted = None if named is None else capabilities_of(named)
-    question = replace(question, preset=preset_of(named))
-    cluster = find_cluster(question)
-    launcher = asked_launcher(question, named, cluster)
-    elsewhere = launcher if can(launcher, "devices_elsewhere") else None
-    accelerator, found = choose_accelerator(question, wanted, elsewhere=elsewhere)
+    resolution = replace(resolution, preset=presets(named))
+    cluster = find_cluster(resolution)
+    launcher = asked_launcher(resolution, named, cluster)
+    elsewhere = launcher if supports(launcher, "devices_elsewhere") else None
+    accelerator, found = choose_accelerator(resolution, wanted, elsewhere=elsewhere)
     if elsewhere is not None:
-        devices, devices_why = devices_elsewhere(question, accelerator, elsewhere)
+        devices, devices_why = devices_elsewhere(resolution, accelerator, elsewhere)
     else:
-        devices, devices_why = choose_devices(question, accelerator, found, wanted, cluster)
+        devices, devices_why = choose_devices(resolution, accelerator, found, wanted, cluster)
 
-    strategy = named or _auto_strategy(question, accelerator, devices, cluster, launcher)
+    strategy = named or _auto_strategy(resolution, accelerator, devices, cluster, launcher)
     capabilities = capabilities_of(strategy)
     if named is None:
-        question = replace(question, preset=preset_of(strategy))
-        launcher = asked_launcher(question, strategy, cluster)
-    num_nodes = choose_num_nodes(question, len(devices), cluster, capabilities, launcher)
-    _check_strategy(question, strategy, capabilities, accelerator, devices, num_nodes)
-    _check_world(question, strategy, capabilities, devices, num_nodes, cluster)
+        resolution = replace(resolution, preset=presets(strategy))
+        launcher = asked_launcher(resolution, strategy, cluster)
+    num_nodes = choose_num_nodes(resolution, len(devices), cluster, capabilities, launcher)
+    _check_strategy(resolution, strategy, capabilities, accelerator, devices, num_nodes)
+    _check_world(resolution, strategy, capabilities, devices, num_nodes, cluster)
 
-    launcher = choose_launcher(question, strategy, capabilities, cluster, launcher)
-    cluster = cluster_of_ranks(question, launcher, cluster)
+    launcher = choose_launcher(resolution, strategy, capabilities, cluster, launcher)
+    cluster = cluster_of_ranks(resolution, launcher, cluster)
     plan = RunPlan(
         request=request,
         accelerator=accelerator,
@@ -91,14 +91,14 @@ def resolve(
         devices_why=devices_why,
         strategy=strategy,
         capabilities=capabilities,
-        precision=choose_precision(question, strategy, capabilities, accelerator),
+        precision=choose_precision(resolution, strategy, capabilities, accelerator),
         cluster_environment=cluster.environment,
         launcher=launcher,
-        checkpoint_io=choose_checkpoint_io(question, capabilities),
+        checkpoint_io=choose_checkpoint_io(resolution, capabilities),
         num_nodes=num_nodes,
-        environments_passed_over=cluster.passed_over,
+        rejected_environments=cluster.rejected,
     )
-    _check_objections(plan)
+    _check_compatibility(plan)
     _tell_plugins(registry, plan)
     return plan
 
@@ -106,12 +106,12 @@ def resolve(
 # -- strategy
 
 
-def _named_strategy(question: Question) -> Selection | None:
-    wanted = question.request.strategy
+def _named_strategy(resolution: Resolution) -> Selection | None:
+    wanted = resolution.request.strategy
     if wanted is None or wanted == "auto":
         return None
     if isinstance(wanted, str):
-        return question.find("strategy", wanted, NAMED)
+        return resolution.find("strategy", wanted, NAMED)
     capabilities = getattr(wanted, "capabilities", None)
     if isinstance(wanted, type) or not isinstance(capabilities, Capabilities):
         raise ConfigurationError(
@@ -123,7 +123,7 @@ def _named_strategy(question: Question) -> Selection | None:
 
 
 def _auto_strategy(
-    question: Question,
+    resolution: Resolution,
     accelerator: Selection,
     devices: tuple[int, ...],
     cluster: Cluster,
@@ -131,34 +131,34 @@ def _auto_strategy(
 ) -> Selection:
     several = (
         len(devices) > 1
-        or question.request.num_nodes > 1
+        or resolution.request.num_nodes > 1
         or launcher is not None
-        or (cluster.has_started_this and (cluster.world_size or 1) > 1)
+        or (cluster.launched_this_process and (cluster.world_size or 1) > 1)
     )
     fitting = tuple(
         dict.fromkeys(  # a name that two distributions claim stands there once
             candidate.spec.name
-            for candidate in question.registry.candidates("strategy")
+            for candidate in resolution.registry.candidates("strategy")
             if isinstance(candidate.spec, StrategySpec)
-            and uses(candidate.spec.capabilities, accelerator)
+            and is_compatible(candidate.spec.capabilities, accelerator)
             and (candidate.spec.capabilities.many_devices or not several)
         )
     )
-    if (chosen := _chosen_by_plugin(question, fitting)) is not None:
+    if (chosen := _chosen_by_plugin(resolution, fitting)) is not None:
         return chosen
     if not several:
-        return question.find("strategy", "single_device", "one device and no strategy named")
+        return resolution.find("strategy", "single_device", "one device and no strategy named")
     why = f"{len(devices)} device(s) a node and no strategy named"
-    interactive = question.request.interactive and not cluster.has_started_this
+    interactive = resolution.request.interactive and not cluster.launched_this_process
     if interactive and launcher is None and "ddp_notebook" in fitting:
-        return question.find("strategy", "ddp_notebook", f"{why}, in a notebook")
-    return question.find("strategy", "ddp", why)
+        return resolution.find("strategy", "ddp_notebook", f"{why}, in a notebook")
+    return resolution.find("strategy", "ddp", why)
 
 
-def _chosen_by_plugin(question: Question, fitting: tuple[str, ...]) -> Selection | None:
+def _chosen_by_plugin(resolution: Resolution, fitting: tuple[str, ...]) -> Selection | None:
     """Return the first answer of a plugin's `stratagem_choose_strategy`, if there is one."""
-    arguments = {"request": question.request, "candidates": fitting}
-    hook = question.registry.plugins.hook.stratagem_choose_strategy
+    arguments = {"request": resolution.request, "candidates": fitting}
+    hook = resolution.registry.plugins.hook.stratagem_choose_strategy
     for implementation in reversed(hook.get_hookimpls()):
         plugin = implementation.plugin_name
         answer = _ask_plugin("stratagem_choose_strategy", implementation, arguments)
@@ -170,7 +170,7 @@ def _chosen_by_plugin(question: Question, fitting: tuple[str, ...]) -> Selection
                 f"one of {either(fitting)}: name a strategy, or disable the plugin with "
                 "STRATAGEM_DISABLE_PLUGINS"
             )
-        return question.find("strategy", answer, f"chosen by the plugin {plugin}")
+        return resolution.find("strategy", answer, f"chosen by the plugin {plugin}")
     return None
 
 
@@ -178,26 +178,26 @@ def _chosen_by_plugin(question: Question, fitting: tuple[str, ...]) -> Selection
 
 
 def _check_strategy(
-    question: Question,
+    resolution: Resolution,
     strategy: Selection,
     capabilities: Capabilities,
     accelerator: Selection,
     devices: tuple[int, ...],
     num_nodes: int,
 ) -> None:
-    if not takes(capabilities.accelerators, accelerator):
+    if not accepts(capabilities.accelerators, accelerator):
         raise ConfigurationError(
             f"the strategy {strategy.name!r} runs on "
             f"{either(capabilities.accelerators)}, received accelerator={accelerator.name!r}: "
             "change one of the two"
         )
-    if not uses(capabilities, accelerator):
+    if not is_compatible(capabilities, accelerator):
         raise ConfigurationError(
             f"accelerator={accelerator.name!r} takes strategies that were made for it alone, "
-            f"{either(_strategies_of(question, accelerator))}; received {strategy.name!r}: change "
-            "one of the two"
+            f"{either(_strategies_of(resolution, accelerator))}; received {strategy.name!r}: "
+            "change one of the two"
         )
-    steps = question.request.step_options
+    steps = resolution.request.step_options
     if not capabilities.gradient_clipping and steps is not None and steps.clip is not None:
         raise ConfigurationError(
             f"the strategy {strategy.name!r} cannot clip gradients, received gradient_clip_val="
@@ -208,42 +208,42 @@ def _check_strategy(
     if len(devices) > 1 and not capabilities.many_devices:
         raise ConfigurationError(
             f"the strategy {strategy.name!r} uses one device, received devices="
-            f"{question.request.devices!r} ({len(devices)} devices): pass devices=1"
-            + _or_another(question, accelerator, "many_devices", "several devices")
+            f"{resolution.request.devices!r} ({len(devices)} devices): pass devices=1"
+            + _or_another(resolution, accelerator, "many_devices", "several devices")
         )
     if num_nodes > 1 and not capabilities.multi_node:
         raise ConfigurationError(
             f"the strategy {strategy.name!r} runs on one node, received num_nodes={num_nodes}: "
-            "pass num_nodes=1" + _or_another(question, accelerator, "multi_node", "several nodes")
+            "pass num_nodes=1" + _or_another(resolution, accelerator, "multi_node", "several nodes")
         )
 
 
-def _or_another(question: Question, accelerator: Selection, capability: str, what: str) -> str:
+def _or_another(resolution: Resolution, accelerator: Selection, capability: str, what: str) -> str:
     """Return the advice to pass a strategy with a capability; "": none has it on these devices."""
     names = [
         candidate.spec.name
-        for candidate in question.registry.candidates("strategy")
+        for candidate in resolution.registry.candidates("strategy")
         if isinstance(candidate.spec, StrategySpec)
-        and uses(candidate.spec.capabilities, accelerator)
+        and is_compatible(candidate.spec.capabilities, accelerator)
         and getattr(candidate.spec.capabilities, capability)
     ]
     name = "ddp" if "ddp" in names else next(iter(names), "")
     return f", or a strategy for {what} such as {name!r}" if name else ""
 
 
-def _strategies_of(question: Question, accelerator: Selection) -> tuple[str, ...]:
+def _strategies_of(resolution: Resolution, accelerator: Selection) -> tuple[str, ...]:
     """Return the names of the strategies that were made for an accelerator."""
     return tuple(
         candidate.spec.name
-        for candidate in question.registry.candidates("strategy")
+        for candidate in resolution.registry.candidates("strategy")
         if isinstance(candidate.spec, StrategySpec)
         and candidate.spec.capabilities.accelerators is not None
-        and takes(candidate.spec.capabilities.accelerators, accelerator)
+        and accepts(candidate.spec.capabilities.accelerators, accelerator)
     )
 
 
 def _check_world(
-    question: Question,
+    resolution: Resolution,
     strategy: Selection,
     capabilities: Capabilities,
     devices: tuple[int, ...],
@@ -252,7 +252,7 @@ def _check_world(
 ) -> None:
     """Compare the processes of the plan with those that run already."""
     planned = len(devices) * num_nodes
-    if not cluster.has_started_this:
+    if not cluster.launched_this_process:
         if not capabilities.one_process and planned > 1 and cluster.why_not_started:
             raise ConfigurationError(
                 f"the cluster environment {cluster.name!r} ({cluster.environment.why}) has not "
@@ -275,8 +275,8 @@ def _check_world(
     local = cluster.local_world_size
     if local is not None and local != len(devices):
         raise ConfigurationError(
-            f"devices={question.request.devices!r} means {len(devices)} process(es) on each node, "
-            f"but {cluster.name} has started {local} here"
+            f"devices={resolution.request.devices!r} means {len(devices)} process(es) on each "
+            f"node, but {cluster.name} has started {local} here"
             f"{cluster.said_by('local_world_size', 'world_size')}: make the two "
             "agree, or leave devices='auto'"
         )
@@ -313,11 +313,11 @@ def _ask_plugin(hook: str, implementation: Any, arguments: Mapping[str, Any]) ->
         ) from error
 
 
-def _check_objections(plan: RunPlan) -> None:
+def _check_compatibility(plan: RunPlan) -> None:
     """Refuse a plan that the strategy or the precision, if selected by name, objects to."""
     for selection in (plan.strategy, plan.precision):
         spec = selection.spec
-        if not isinstance(spec, StrategySpec | PrecisionSpec) or spec.objection is None:
+        if not isinstance(spec, StrategySpec | PrecisionSpec) or spec.incompatible_because is None:
             continue
-        if problem := asked_function(spec, "objection", plan):
+        if problem := asked_function(spec, "incompatible_because", plan):
             raise ConfigurationError(problem)

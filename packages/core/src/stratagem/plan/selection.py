@@ -45,7 +45,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Question:
+class Resolution:
     """What is to be resolved: the request, and what there is to choose from.
 
     Attributes:
@@ -130,7 +130,7 @@ def capabilities_of(strategy: Selection) -> Capabilities:
     return capabilities
 
 
-def preset_of(strategy: Selection | None) -> dict[str, Any]:
+def presets(strategy: Selection | None) -> dict[str, Any]:
     """Return the components that a strategy was given when it was made or registered, by kind."""
     if strategy is None:
         return {}
@@ -145,12 +145,12 @@ def preset_of(strategy: Selection | None) -> dict[str, Any]:
     return {kind: value for kind, value in presets.items() if value is not None}
 
 
-def can(launcher: Selection | None, what: str) -> bool:
+def supports(launcher: Selection | None, what: str) -> bool:
     """Return what a launcher's spec, or its class, says of it; False where there is none."""
     return launcher is not None and bool(getattr(launcher.source, what, what == "starts_ranks"))
 
 
-def takes(accepted: tuple[str, ...] | None, accelerator: Selection) -> bool:
+def accepts(accepted: tuple[str, ...] | None, accelerator: Selection) -> bool:
     """Whether a list of accelerator names holds this one, under its name or an alias."""
     if accepted is None:
         return True
@@ -160,11 +160,11 @@ def takes(accepted: tuple[str, ...] | None, accelerator: Selection) -> bool:
     return not names.isdisjoint(accepted)
 
 
-def uses(capabilities: Capabilities, accelerator: Selection) -> bool:
+def is_compatible(capabilities: Capabilities, accelerator: Selection) -> bool:
     """Whether a strategy of these capabilities can use an accelerator."""
     if capabilities.accelerators is None:
-        return not getattr(accelerator.source, "own_strategies", False)
-    return takes(capabilities.accelerators, accelerator)
+        return not getattr(accelerator.source, "requires_dedicated_strategies", False)
+    return accepts(capabilities.accelerators, accelerator)
 
 
 def either(names: tuple[str, ...] | None) -> str:

@@ -25,8 +25,8 @@ class CheckpointWriter:
     Args:
         ranks: those that save together.
         io: the format.
-        reads_parts: whether each rank takes only its part of what was saved in shards: `load` then
-            leaves a `LazyTensor` for each such tensor. It is a strategy's `sharded_state`.
+        supports_shards: whether each rank takes only its part of what was saved in shards: `load`
+            then leaves a `LazyTensor` for each such tensor. It is a strategy's `sharded_state`.
 
     Example:
         >>> import tempfile
@@ -39,14 +39,14 @@ class CheckpointWriter:
         {'epoch': 3}
     """
 
-    def __init__(self, ranks: Ranks, io: CheckpointIO, *, reads_parts: bool = False) -> None:
+    def __init__(self, ranks: Ranks, io: CheckpointIO, *, supports_shards: bool = False) -> None:
         self.ranks = ranks
         self.io = io
-        self.reads_parts = reads_parts
+        self.supports_shards = supports_shards
 
     def save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Save; every rank returns once the checkpoint is durable, or copied to be written."""
-        if self.ranks.is_global_zero or self.io.takes_shards:
+        if self.ranks.is_global_zero or self.io.supports_shards:
             self.io.save_checkpoint(checkpoint, path)
         self.ranks.barrier("save_checkpoint")
 
@@ -57,7 +57,9 @@ class CheckpointWriter:
             CheckpointNotFoundError, CheckpointCorruptError: see `CheckpointIO.load_checkpoint`.
         """
         self.finish()
-        return self.io.open_checkpoint(path) if self.reads_parts else self.io.load_checkpoint(path)
+        return (
+            self.io.open_checkpoint(path) if self.supports_shards else self.io.load_checkpoint(path)
+        )
 
     def finish(self) -> None:
         """Return once everything that any rank has saved is durable."""
@@ -153,19 +155,19 @@ def _compared_with_other_ranks(
     of_ranks = ranks.all_gather(torch.tensor(numbers, dtype=torch.int64)).tolist()
     differing = [rank for rank, (count, *_) in enumerate(of_ranks) if count]
     if any(of_ranks[rank][:2] != of_ranks[0][:2] for rank in differing):
-        gathered = ranks.gather_plain(names)
+        gathered = ranks.gather_objects(names)
         rank = next(rank for rank in differing if of_ranks[rank][:2] != of_ranks[0][:2])
         apart = sorted(set(gathered[rank]) ^ set(gathered[0]))
         raise PluginError(
             f"{type(strategy).__name__}.model_state returned {len(gathered[0])} whole tensors on "
             f"rank 0 and {len(gathered[rank])} others on rank {rank} ({apart[0]!r} is on one of "
             "them only), and rank 0's alone would be saved: return the same names on every rank, "
-            "Shards of what a rank holds a part of (where checkpoint_io.takes_shards), or gather "
-            "all on rank 0 and return {} elsewhere"
+            "Shards of what a rank holds a part of (where checkpoint_io.supports_shards), or "
+            "gather all on rank 0 and return {} elsewhere"
         )
     if not all(lacking for *_, lacking in of_ranks):
         return []
-    everywhere = set(missing).intersection(*ranks.gather_plain(missing))
+    everywhere = set(missing).intersection(*ranks.gather_objects(missing))
     return [name for name in missing if name in everywhere]
 
 

@@ -51,7 +51,7 @@ class LiteOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         # An engine has gradients of its own, and clears them in one way.
-        if set_to_none or self.strategy.capabilities.owns_step:
+        if set_to_none or self.strategy.capabilities.engine_steps:
             self._clear_gradients()
         else:
             self.optimizer.zero_grad(set_to_none=False)

@@ -141,7 +141,7 @@ def check_setup(plan: RunPlan, optimizers: Sequence[Optimizer]) -> None:
     Raises:
         ConfigurationError: the optimizers were made too early.
     """
-    if optimizers and not plan.capabilities.rebinds_optimizers:
+    if optimizers and not plan.capabilities.accepts_existing_optimizers:
         raise ConfigurationError(
             f"the strategy {plan.strategy.name!r} cannot take an optimizer that was made "
             "before the model is sharded: call setup(model), make the optimizer from "

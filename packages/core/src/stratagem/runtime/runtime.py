@@ -118,7 +118,7 @@ class Runtime:
             RankFailedError: another rank failed; shows its traceback.
         """
         open_standard_streams()
-        remote = self.plan.runs_elsewhere
+        remote = self.plan.remote
         if this_rank.is_launched and remote and function is not None:
             # This process is already a rank of the launch that this call belongs to.
             return run_as_rank(self._run_on_rank, function, *args, **kwargs)
@@ -144,7 +144,7 @@ class Runtime:
         Raises:
             ConfigurationError: several ranks, or a remote one, were not launched yet.
         """
-        if not self.is_launched and self.plan.world_size == 1 and not self.plan.runs_elsewhere:
+        if not self.is_launched and self.plan.world_size == 1 and not self.plan.remote:
             self.launch()  # starts no process: this one is the only rank
         if not self.is_launched:
             raise ConfigurationError(
@@ -163,7 +163,9 @@ class Runtime:
         """Saves and loads checkpoints from all ranks together."""
         strategy = self.strategy
         return CheckpointWriter(
-            strategy.ranks, strategy.checkpoint_io, reads_parts=strategy.capabilities.sharded_state
+            strategy.ranks,
+            strategy.checkpoint_io,
+            supports_shards=strategy.capabilities.sharded_state,
         )
 
     @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from stratagem.errors import CheckpointCorruptError
-from stratagem.state import plain_data
+from stratagem.state import safe_data
 
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
@@ -28,7 +28,7 @@ def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
 
     Args:
         ranks: those that save together; all make the call.
-        state: this rank's; plain data.
+        state: this rank's; weights-only-safe data.
 
     Returns:
         `first`, rank 0's state; `changes`, of each rank the encoded list of what is different in
@@ -36,7 +36,7 @@ def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
         one process alone a list, as 0.1.0 saved them of all ranks.
 
     Raises:
-        TypeError: the state is no plain data; says where.
+        TypeError: the state is no weights-only-safe data; says where.
 
     Example:
         >>> from stratagem.strategies import Ranks
@@ -47,10 +47,10 @@ def gather_states(ranks: Ranks, state: State) -> dict[str, Any] | list[State]:
     if ranks.world_size == 1:
         return [state]
     # What cannot be encoded is refused before any rank waits for another.
-    plain_data.encode(state)
+    safe_data.encode(state)
     first: State = ranks.broadcast(state)
-    changes = plain_data.encode(_changes(state, first))
-    encoded = ranks.gather_bytes(plain_data.bytes_of(changes))
+    changes = safe_data.encode(_changes(state, first))
+    encoded = ranks.gather_bytes(safe_data.bytes_of(changes))
     if not ranks.is_global_zero:
         return {}
     return {
@@ -126,7 +126,7 @@ def _alike(one: Any, other: Any) -> bool:
 def _changed(state: Any, encoded: torch.Tensor, rank: int) -> State:
     """Return `state` with changes that `gather_states` has encoded; they come from a file."""
     name = f"the state of rank {rank}"
-    changes = plain_data.decode(encoded, name)
+    changes = safe_data.decode(encoded, name)
     try:
         for path, value in changes:
             state = _with(state, path, value)
@@ -134,7 +134,7 @@ def _changed(state: Any, encoded: torch.Tensor, rank: int) -> State:
         raise CheckpointCorruptError(
             f"{name} in the checkpoint is damaged: {type(error).__name__}: {error}"
         ) from error
-    if oversized := plain_data.find_oversized(state, name):
+    if oversized := safe_data.find_oversized(state, name):
         raise CheckpointCorruptError(f"the checkpoint was refused: {oversized}")
     changed: State = state
     return changed

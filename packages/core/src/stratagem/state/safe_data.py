@@ -1,6 +1,7 @@
-"""Plain data: what can be stored and sent so that reading it back executes nothing.
+"""Weights-only-safe data: what can be stored and sent so that reading it back executes nothing.
 
-Plain data are None, bool, int, float, complex, str, bytes, tensors, and dicts, lists, tuples and
+Weights-only-safe data are None, bool, int, float, complex, str, bytes, tensors, and dicts, lists,
+tuples and
 sets of them: what `torch.load(weights_only=True)` accepts from any version of torch.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import CheckpointContentError, ConfigurationError, shown
-from stratagem.state import plain_data
+from stratagem.state import safe_data
 from stratagem.state.reading.archive import load_archive
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
@@ -32,14 +33,14 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def find_offending_value(data: Any, path: str = "") -> str | None:
-    """Return which value in `data` is not plain data, and its type; None if all of it is.
+    """Return which value in `data` is not safe data, and its type; None if all of it is.
 
     Args:
         data: anything.
         path: what the answer calls `data`, such as "checkpoint".
 
     Example:
-        >>> from stratagem.state.plain_data import find_offending_value
+        >>> from stratagem.state.safe_data import find_offending_value
         >>> find_offending_value({"rate": 0.1, "seen": range(3)}, "checkpoint")
         "checkpoint['seen'] is of type builtins.range"
     """
@@ -74,7 +75,7 @@ def _find_offending_value(data: Any, path: str) -> str | None:
 
 
 def find_oversized(data: Any, path: str = "") -> str | None:
-    """Return what in plain data would grow far beyond what is stored; None if nothing would.
+    """Return what in safe data would grow far beyond what is stored; None if nothing would.
 
     Such data are small in a file and in memory, until somebody copies them or goes through them: a
     tensor that was expanded (`torch.zeros(1).expand(2**40)`), tensors that share all of their
@@ -151,15 +152,15 @@ class _Extent:
 
 
 def encode(data: Any) -> torch.Tensor:
-    """Return plain data as a tensor of bytes, to be sent to other ranks.
+    """Return weights-only-safe data as a tensor of bytes, to be sent to other ranks.
 
     Raises:
-        TypeError: something in it is not plain data; says where.
+        TypeError: something in it is not weights-only-safe data; says where.
     """
     if offending_value := find_offending_value(data):
         raise TypeError(
-            f"only plain data (numbers, strings, tensors, and dicts, lists, tuples and sets of "
-            f"them) can be sent to other ranks: {offending_value}"
+            "only weights-only-safe data (numbers, strings, tensors, and dicts, lists, tuples and "
+            f"sets of them) can be sent to other ranks: {offending_value}"
         )
     buffer = io.BytesIO()
     torch.save(data, buffer)
@@ -167,7 +168,7 @@ def encode(data: Any) -> torch.Tensor:
 
 
 def decode(encoded: torch.Tensor, name: str = "what a rank has sent") -> Any:
-    """Return the plain data that `encode` made, tensors on the CPU; nothing in it is executed.
+    """Return the safe data that `encode` made, tensors on the CPU; nothing in it is executed.
 
     Args:
         encoded: bytes.
@@ -220,19 +221,19 @@ def pack_result(result: Any) -> bytes:
     """Return what a rank's function has returned as bytes, for `unpack_result`.
 
     Raises:
-        ConfigurationError: it is not plain data; says where.
+        ConfigurationError: it is not weights-only-safe data; says where.
 
     Example:
         >>> from stratagem.launch import pack_result, unpack_result
         >>> unpack_result(pack_result({"losses": [0.5, 0.25]}))
         {'losses': [0.5, 0.25]}
     """
-    if offending_value := plain_data.find_offending_value(result):
+    if offending_value := safe_data.find_offending_value(result):
         raise ConfigurationError(
-            f"what the launched function returns comes back from another process, as plain data "
-            f"(numbers, strings, tensors, and dicts, lists, tuples and sets of them), but "
-            f"{offending_value}: return model.state_dict() in the place of a model, or save a "
-            "checkpoint"
+            "what the launched function returns comes back from another process, as "
+            "weights-only-safe data (numbers, strings, tensors, and dicts, lists, tuples and sets "
+            f"of them), but {offending_value}: return model.state_dict() in the place of a model, "
+            "or save a checkpoint"
         )
     buffer = io.BytesIO()
     torch.save(result, buffer)
@@ -246,4 +247,4 @@ def unpack_result(data: bytes) -> Any:
         CheckpointCorruptError: it is nothing that `pack_result` made.
     """
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return plain_data.decode(encoded, "what rank 0 has returned")
+    return safe_data.decode(encoded, "what rank 0 has returned")

@@ -144,7 +144,7 @@ Data = TypeVar("Data")
 
 
 def read_whole(data: Data) -> Data:
-    """Return plain data with every `LazyTensor` in it read whole; what is shared stays so."""
+    """Return safe data with every `LazyTensor` in it read whole; what is shared stays so."""
     return cast("Data", _read_whole(data, {}))
 
 

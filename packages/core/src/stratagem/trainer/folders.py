@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError
-from stratagem.plan.selection import can
+from stratagem.plan.selection import supports
 from stratagem.runtime.runtime import Runtime
 from stratagem.storage import paths
 
@@ -22,8 +22,8 @@ def check_before_launch(trainer: Trainer, runtime: Runtime, stage: str) -> None:
         ConfigurationError: one cannot be made or written to; nothing has been started.
     """
     plan = trainer.plan
-    is_elsewhere = plan.num_nodes > 1 or can(plan.launcher, "devices_elsewhere")
-    if runtime.is_launched or is_elsewhere or not can(plan.launcher, "starts_ranks"):
+    is_elsewhere = plan.num_nodes > 1 or supports(plan.launcher, "devices_elsewhere")
+    if runtime.is_launched or is_elsewhere or not supports(plan.launcher, "starts_ranks"):
         return
     if trainer.is_global_zero:
         _raise(_find_unwritable(trainer, stage))

@@ -206,12 +206,12 @@ class Run:
         checks.give_hints(strategy)
         path = self.resumed_from = self.resumed_from or self._find(self.asked)
         loader = open_fit_data(self)
-        strategy.take_batch_size(loader.batch_size)
+        strategy.set_batch_size(loader.batch_size)
         checks.hint_at_log_interval(trainer, loader.batches)
         prepared = self._prepare_to_train()
         if path is not None:
             self._restore(prepared, read_checkpoint(self.runtime.checkpoint_writer, path), path)
-        joined = strategy.join_training(prepared, self.checkpoint)
+        joined = strategy.adopt_peer_state(prepared, self.checkpoint)
         if joined is not None:
             self._restore(prepared, joined, "the run that this one joins")
         checks.hand_over_hyperparameters(self)

@@ -335,7 +335,7 @@ class Trainer(TrainerAttributes):
         self._state = RunState(job.stage, "running", job.stage)
         try:
             folders.check_before_launch(self, self.runtime, job.stage)
-            if self.plan.runs_elsewhere and not self.runtime.is_launched:
+            if self.plan.remote and not self.runtime.is_launched:
                 result = self._execute_elsewhere(job)
             else:
                 result = self.runtime.launch(self._run_on_rank, job)
@@ -401,6 +401,6 @@ class Trainer(TrainerAttributes):
         With `async_save=True` it returns once the state is copied.
 
         Raises:
-            CheckpointContentError: something in it is not plain data; says what.
+            CheckpointContentError: something in it is not weights-only-safe data; says what.
         """
         self.run.save(paths.parse_user_path(filepath), weights_only=weights_only)

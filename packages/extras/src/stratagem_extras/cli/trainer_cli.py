@@ -345,7 +345,7 @@ class TrainerCLI:
 
     @property
     def config_dump(self) -> dict[str, Any]:
-        """The config as plain data."""
+        """The config as weights-only-safe data."""
         text = self._parser().dump(
             self._of_subcommand(self.config), skip_unset=False, skip_link_targets=False
         )

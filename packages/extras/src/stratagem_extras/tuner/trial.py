@@ -54,7 +54,7 @@ def check_can_try(trainer: Trainer) -> None:
     Raises:
         ConfigurationError: its runs are in processes of their own.
     """
-    if trainer.plan.runs_elsewhere:
+    if trainer.plan.remote:
         raise ConfigurationError(
             f"a Tuner tries runs in this process, and the launcher {trainer.plan.launcher.name!r} "
             "starts processes of their own: tune with devices=1, or with strategy='ddp' in a script"

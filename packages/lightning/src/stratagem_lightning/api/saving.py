@@ -17,7 +17,7 @@ from stratagem.loggers import as_mapping, as_plain
 def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
     """Write hyperparameters as YAML; of an enumeration's member its name.
 
-    What is no plain data is left out, with a warning: it could not be read back.
+    What is no weights-only-safe data is left out, with a warning: it could not be read back.
 
     Args:
         config_yaml: the file; its folder must be there.

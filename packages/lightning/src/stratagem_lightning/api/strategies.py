@@ -46,7 +46,7 @@ def _find_lightning_name(strategy: Any, name: str) -> Any:
         )
     if name == "reduce_boolean_decision":
         return lambda decision, all=True: bool(
-            strategy.ranks.reduce_numbers([int(decision)], "min" if all else "max")[0]
+            strategy.ranks.all_reduce_ints([int(decision)], "min" if all else "max")[0]
         )
     own = getattr(type(strategy), name, None)
     if isinstance(own, property):

@@ -72,7 +72,7 @@ def check_source(spec: StrategySpec, registry: Registry) -> Iterator[str]:
 def _leaves_steps(base: str, registry: Registry) -> bool:
     """Whether a base class is one that neither clips nor runs backward in place of the user."""
     can = Capabilities() if base in _BASES else _capabilities_of_core(base, registry)
-    return can is not None and can.manual_backward and not (can.owns_clipping or can.owns_step)
+    return can is not None and can.manual_backward and not (can.engine_clips or can.engine_steps)
 
 
 def _capabilities_of_core(class_name: str, registry: Registry) -> Capabilities | None:

@@ -36,7 +36,7 @@ INTERFACES: dict[str, type | str] = {
 """What a component of each kind is an instance of."""
 
 _SAID_TWICE = {
-    "accelerator": ("own_strategies", "data_parallel_kernels"),
+    "accelerator": ("requires_dedicated_strategies", "data_parallel_kernels"),
     "precision": ("name", "shardable"),
     "launcher": (
         *("interactive", "new_processes", "spans_nodes", "devices_elsewhere"),
@@ -46,7 +46,7 @@ _SAID_TWICE = {
 """The fields of a spec that its class has too."""
 _OF_ONE_KIND = {"accelerator": ("process_group_backend",)}
 """What an interface only annotates, so that each class, or what is made of it, has its own."""
-_FUNCTIONS = {"probe": 0, "objection": 1, "local_world_size": 1}
+_FUNCTIONS = {"probe": 0, "incompatible_because": 1, "local_world_size": 1}
 """The fields that name a function, and with how many arguments it is called."""
 _NOT_MADE = ("cluster_environment", "logger")
 """Kinds whose constructors read the machine, or may write."""

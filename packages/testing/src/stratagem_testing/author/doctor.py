@@ -353,7 +353,7 @@ def _examined(candidate: Candidate, registry: Registry, mistakes: list[str]) -> 
 
 
 def as_data(examination: Examination) -> dict[str, Any]:
-    """Return an examination as plain data, for JSON."""
+    """Return an examination as weights-only-safe data, for JSON."""
     problems = examination.problems()
     return {"ok": not problems, "problems": problems, **asdict(examination)}
 

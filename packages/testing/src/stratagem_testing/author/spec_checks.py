@@ -34,7 +34,7 @@ def check_spec(spec: ComponentSpec, registry: Registry) -> Iterator[str]:
     why = why_missing(spec.target)
     if why:
         yield why
-    for field in ("probe", "objection", "local_world_size"):
+    for field in ("probe", "incompatible_because", "local_world_size"):
         if missing := why_missing(getattr(spec, field, None), what=field):
             yield missing
     if isinstance(spec, PrecisionSpec):

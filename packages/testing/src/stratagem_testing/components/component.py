@@ -1,4 +1,4 @@
-"""Component: what is tested, and how; it travels to another process as plain data."""
+"""Component: what is tested, and how; it travels to another process as weights-only-safe data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Component:
         kind: as in its spec; "logger", which has none; "plugin": a distribution.
         name: a discovered name; or where a class or a function without arguments is that makes
             one, "package.module:name" or "/path/of/file.py:name".
-        options: what its kit's class says besides; plain data.
+        options: what its kit's class says besides; weights-only-safe data.
         search_path: folders that are searched for modules and distributions before others.
     """
 

@@ -28,7 +28,7 @@ class ComponentConformance(Conformance):
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Return what the checks read of this class; plain data."""
+        """Return what the checks read of this class; weights-only-safe data."""
         return {}
 
     @classmethod

@@ -98,7 +98,7 @@ def note(lite: Lite, place: str, *args: Any, **kwargs: Any) -> None:
 
 
 def returns(lite: Lite) -> dict[str, Any]:
-    """Return plain data."""
+    """Return weights-only-safe data."""
     return {"rank": lite.global_rank, "text": "text", "tensor": torch.tensor([1.0, 2.0])}
 
 

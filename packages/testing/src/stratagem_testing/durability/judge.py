@@ -55,7 +55,7 @@ def _next_one(io: CheckpointIO, path: Path, subject: Subject, number: int) -> st
     io.remove_checkpoint(path)
     model = Model(subject.megabytes)
     model.train(number)
-    io.save_checkpoint(model.checkpoint(number, shards=io.takes_shards), path)
+    io.save_checkpoint(model.checkpoint(number, shards=io.supports_shards), path)
     io.wait()
     if (found := the_number(io, path)) != number:
         return f"stale: {number} was saved next, and {found} was there"

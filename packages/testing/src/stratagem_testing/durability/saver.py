@@ -111,7 +111,7 @@ def save_for_ever(subject: Subject, folder: Path, report: Report) -> None:
         io.wait,
         report,
         asynchronous=subject.asynchronous,
-        shards=io.takes_shards,
+        shards=io.supports_shards,
     )
 
 
@@ -156,7 +156,7 @@ def _save_on_rank(lite: Lite, subject: Subject, folder: Path, report: Report) ->
         writer.finish,
         report if lite.is_global_zero else _report_nothing,
         asynchronous=subject.asynchronous,
-        shards=io.takes_shards,
+        shards=io.supports_shards,
     )
 
 
@@ -169,13 +169,13 @@ def save_twice(subject: Subject, folder: Path, break_disk: Break, report: Report
     io = subject.make()
     model = Model(subject.megabytes)
     model.train(1)
-    io.save_checkpoint(model.checkpoint(1, shards=io.takes_shards), folder / NAME)
+    io.save_checkpoint(model.checkpoint(1, shards=io.supports_shards), folder / NAME)
     io.wait()
     report(durable=1)
     model.train(2)
     broke = break_disk()
     try:
-        io.save_checkpoint(model.checkpoint(2, shards=io.takes_shards), folder / NAME)
+        io.save_checkpoint(model.checkpoint(2, shards=io.supports_shards), folder / NAME)
         io.wait()
     except (OSError, CheckpointError) as error:
         report(refused=f"{type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stratagem_testing.strategies.probe import Probe
 
 Run = Callable[["Probe"], Any]
-"""What a rank does; returns plain data (JSON)."""
+"""What a rank does; returns weights-only-safe data (JSON)."""
 
 
 @dataclass(frozen=True, kw_only=True)

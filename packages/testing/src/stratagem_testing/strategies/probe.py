@@ -88,7 +88,7 @@ class Probe:
     def told(self, learner: models.Learner, trainer: Trainer) -> dict[str, Any]:
         """Return what a training has come to on this rank."""
         return {
-            "shard": list(trainer.ranks.data_shard),
+            "shard": list(trainer.ranks.data_split),
             "losses": learner.losses,
             "weights": self.weights(trainer),
             "own": self.own_weights(trainer.run.require_prepared().original),

@@ -1,4 +1,4 @@
-"""Target: which strategy is tested, and how; it travels to the ranks as plain data."""
+"""Target: which strategy is tested, and how; it travels to the ranks as weights-only-safe data."""
 
 from __future__ import annotations
 

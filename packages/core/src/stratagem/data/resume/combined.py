@@ -105,7 +105,7 @@ class CombinedResumable:
     # -- resuming
 
     def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
-        """Return what `resume` needs of this rank; plain data. See `Resumable.state`."""
+        """Return what `resume` needs of this rank; safe data. See `Resumable.state`."""
         parts = [part.state(within_epoch=within_epoch) for part in self._parts]
         return {"mode": self.loader.mode, "parts": parts}
 

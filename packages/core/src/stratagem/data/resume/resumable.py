@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.data.index_sequence import RULES, TORCH
 from stratagem.data.resume.resharding import Order, Reshard, order_of
-from stratagem.data.resume.resumable_sampler import Indices, has_exact_length
+from stratagem.data.resume.resumable_sampler import ResumableSampler, has_exact_length
 from stratagem.data.sharding import length_of
 from stratagem.rng import generator_states, generators_of, rng_state, set_generator_states
 
@@ -65,7 +65,7 @@ class Resumable:
         self._shard = shard
         self._generators: list[Any] = []
         self._order: Order | str = f"which samples a rank reads is up to {name}"
-        self._indices: Indices | None = None
+        self._indices: ResumableSampler | None = None
         self._stateful: Any = None
         """What has a state of its own: the loader, its dataset, or None."""
         self._reshard: Reshard | None = None
@@ -117,7 +117,7 @@ class Resumable:
             self.inexact = f"{self._name} has in_order=False, so its batches come in any order"
         self._order = order_of(loader, self._shard[1])
         self._user_loader = loader
-        self._indices = Indices(
+        self._indices = ResumableSampler(
             inner,
             self._generators,
             is_batched=is_batched,
@@ -330,7 +330,7 @@ class Resumable:
     # -- saving
 
     def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
-        """Return what `resume` needs of this rank; plain data.
+        """Return what `resume` needs of this rank; weights-only-safe data.
 
         Warns, once and on rank 0, if a resume would not be exact.
 

@@ -34,10 +34,10 @@ from stratagem.rng import (
     set_generator_states,
     set_rng_state,
 )
-from stratagem.state.plain_data import encode, find_offending_value
+from stratagem.state.safe_data import encode, find_offending_value
 
 
-class Indices:
+class ResumableSampler:
     """What a loader takes its indices from: its own sampler, from any place of an epoch on.
 
     The RNG states when a sampler draws are kept (`start`), so that it can draw the
@@ -156,7 +156,7 @@ class _Draw:
 
     def __init__(
         self,
-        owner: Indices,
+        owner: ResumableSampler,
         source: Any,
         done: int,
         start: dict[str, Any] | None,

@@ -34,8 +34,8 @@ from stratagem.checkpoint.directory import (
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.ranks import Ranks
-from stratagem.state.plain_data import find_oversized
 from stratagem.state.reading.archive import load_archive
+from stratagem.state.safe_data import find_oversized
 from stratagem.storage import paths
 
 # A manifest has to fit in the archive's comment.
@@ -115,7 +115,7 @@ class MappedFile:
             comment: how many bytes follow the archive's end record.
 
         Raises:
-            CheckpointCorruptError: it is no whole archive of plain data.
+            CheckpointCorruptError: it is no whole archive of weights-only-safe data.
         """
         size = self._size if size is None else size
         loaded = load_archive(self._storage, path, start=start, size=size, comment=comment)
@@ -294,7 +294,7 @@ def _open_directory(
             verify_files(directory, own)
         except CheckpointCorruptError as error:
             found = str(error)
-        for damage in [found] if ranks is None else ranks.gather_plain(found):
+        for damage in [found] if ranks is None else ranks.gather_objects(found):
             if damage:
                 raise CheckpointCorruptError(damage)
     with open_member(path, LAYOUT) as file:

@@ -18,7 +18,7 @@ from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.ranks import Ranks
 from stratagem.launch.rank import at_end_of_rank, record_failure, this_rank
 from stratagem.native.checkpoint.snapshot import Snapshots
-from stratagem.state.plain_data import check_contents
+from stratagem.state.safe_data import check_contents
 from stratagem.state.shards import Shards
 
 _GRACE = 20.0
@@ -69,7 +69,7 @@ class AsyncCheckpointIO(CheckpointIO):
                 f"AsyncCheckpointIO(inner={inner!r}): it is asynchronous already; pass the format "
                 "that it writes, or leave async_save out"
             )
-        self.takes_shards = self.inner.takes_shards
+        self.supports_shards = self.inner.supports_shards
         self._snapshots = Snapshots()
         self._pins_memory = False
         self._write: _Write | None = None
@@ -90,7 +90,8 @@ class AsyncCheckpointIO(CheckpointIO):
         """Copy `checkpoint` and begin to write it; see `CheckpointIO.save_checkpoint`.
 
         Raises:
-            CheckpointContentError: something in it is not plain data; nothing was copied.
+            CheckpointContentError: something in it is not weights-only-safe data; nothing was
+                copied.
             CheckpointSaveError: the save before this one failed; this one was not begun.
         """
         check_contents(_with_plain_shards(checkpoint), path)
@@ -134,7 +135,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def _link_or_save(self, snapshot: dict[str, Any], target: str | Path, path: str | Path) -> None:
         if self.inner.link_checkpoint(target, path):
             return
-        if self.takes_shards:
+        if self.supports_shards:
             # A second time all ranks would have to save together.
             raise CheckpointSaveError(
                 f"cannot save {str(path)!r}: {type(self.inner).__name__} cannot link it to "

@@ -8,7 +8,7 @@ from typing import Any
 from stratagem.errors import CheckpointSaveError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.native.checkpoint.archive_io import CheckpointReader, manifest_of, write_archive
-from stratagem.state.plain_data import check_contents
+from stratagem.state.safe_data import check_contents
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 from stratagem.storage.local import DurableFile
@@ -44,7 +44,7 @@ class SingleFileCheckpointIO(CheckpointIO):
         """Write `checkpoint` to `path`; see `CheckpointIO.save_checkpoint`.
 
         Raises:
-            CheckpointContentError: something in it is not plain data.
+            CheckpointContentError: something in it is not weights-only-safe data.
             CheckpointSaveError: the file system refused; what was at the path is still there.
         """
         path = paths.to_location(path)

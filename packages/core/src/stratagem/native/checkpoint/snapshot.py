@@ -42,10 +42,10 @@ class Snapshots:
         self._memory: dict[tuple[int, bool], list[Tensor]] = {}
 
     def take(self, checkpoint: dict[str, Any], *, pin_memory: bool = False) -> dict[str, Any]:
-        """Return a copy of plain data, and of the `Shards` in it; it is complete upon return.
+        """Return a copy of safe data, and of the `Shards` in it; it is complete upon return.
 
         Args:
-            checkpoint: plain data; its tensors may lie on a device.
+            checkpoint: weights-only-safe data; its tensors may lie on a device.
             pin_memory: copy what lies on a device into page-locked memory, all at once.
         """
         taking = _Taking(self._memory, pin_memory=pin_memory)

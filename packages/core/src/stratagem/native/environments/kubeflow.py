@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 
 
-def objection(environ: Mapping[str, str]) -> str:
+def incompatible_because(environ: Mapping[str, str]) -> str:
     """Return why a process in a pod is no rank of its own: another launcher has started it."""
     if "LOCAL_RANK" in environ:
         return "LOCAL_RANK is set: another launcher has started this process in its pod"

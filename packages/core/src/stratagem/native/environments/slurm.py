@@ -15,7 +15,7 @@ from stratagem.native.environments.rendezvous import AnnouncedPortEnvironment
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-def objection(environ: Mapping[str, str]) -> str:
+def incompatible_because(environ: Mapping[str, str]) -> str:
     """Return why a process in a step is no rank: it runs in the shell of `srun --pty`.
 
     The variables of such a shell cannot be told from those of a rank. Steps that are started from
@@ -119,7 +119,7 @@ class SLURMEnvironment(AnnouncedPortEnvironment):
     @property
     def creates_processes_externally(self) -> bool:
         """Whether srun has started this process as a rank."""
-        return "SLURM_STEP_ID" in os.environ and not objection(os.environ)
+        return "SLURM_STEP_ID" in os.environ and not incompatible_because(os.environ)
 
     @property
     def main_address(self) -> str:

@@ -30,7 +30,7 @@ from stratagem.launch.packed import Call, become_rank, pack, run_call, run_packe
 from stratagem.launch.supervisor import Failure, Output, RankProcesses
 from stratagem.launch.watch import forget_parents_ranks, run_as_rank
 from stratagem.plan.plan import RunPlan
-from stratagem.state.plain_data import pack_result, unpack_result
+from stratagem.state.safe_data import pack_result, unpack_result
 
 _END_GRACE = 20.0
 """Seconds that ranks have to end by themselves after Ctrl-C or a signal."""
@@ -39,8 +39,8 @@ _END_GRACE = 20.0
 class ProcessesLauncher(Launcher):
     """Runs the function in new processes, one a rank; this process waits and is no rank itself.
 
-    What the function returns on rank 0 comes back, if it is plain data; nothing else does: objects
-    that the ranks change are copies.
+    What the function returns on rank 0 comes back, if it is weights-only-safe data; nothing else
+    does: objects that the ranks change are copies.
 
     Args:
         start_method: "spawn" starts new interpreters, to which the function and its arguments are

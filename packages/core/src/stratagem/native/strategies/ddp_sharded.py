@@ -117,7 +117,7 @@ class DDPShardedStrategy(DDPStrategy):
         What is no tensor goes to all ranks at once; tensors go to rank 0 one by one, so that only
         rank 0 ever holds more than its shard.
         """
-        described = self.ranks.gather_plain(
+        described = self.ranks.gather_objects(
             {
                 name: {
                     key: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else [value]

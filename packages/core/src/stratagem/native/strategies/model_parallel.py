@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.prepared_model import PreparedModel
-from stratagem.interfaces.ranks import DataShard
+from stratagem.interfaces.ranks import DataSplit
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.native.sharding.deferred import DeferredBuild
@@ -36,7 +36,7 @@ class ModelParallelStrategy(ShardedStrategy):
     optimizer state are spread over all ranks.
 
     The ranks of a tensor-parallel group read the same batches. That holds for what a sampler
-    divides; an IterableDataset must divide itself by `trainer.ranks.data_shard`, not by rank.
+    divides; an IterableDataset must divide itself by `trainer.ranks.data_split`, not by rank.
 
     Args:
         data_parallel_size: groups of ranks; "auto": as many as there are nodes, or as
@@ -112,7 +112,7 @@ class ModelParallelStrategy(ShardedStrategy):
             )
         return sizes, ("data_parallel", "tensor_parallel")
 
-    def data_shard_of(self, rank: int, world_size: int) -> DataShard:
+    def data_split_of(self, rank: int, world_size: int) -> DataSplit:
         """Return a rank's part of the data: that of its tensor-parallel group."""
         (groups, ranks), _ = self.mesh_shape()
         return rank // ranks, groups
@@ -135,12 +135,12 @@ class ModelParallelStrategy(ShardedStrategy):
         sums: list[str] = []  # in words, since NaN differs from NaN
         map_tensors(lambda tensor: sums.append(str(float(tensor.double().sum()))), batch)
         by_group: dict[int, list[str]] = {}
-        for group, of_rank in self.ranks.gather_plain((self.ranks.data_shard[0], sums)):
+        for group, of_rank in self.ranks.gather_objects((self.ranks.data_split[0], sums)):
             if by_group.setdefault(group, of_rank) != of_rank:
                 raise UserCodeError(
                     f"ranks of the tensor-parallel group {group} read different batches; expected "
                     "the same batch on each. Let a sampler divide the data, or, in an "
-                    "IterableDataset, divide it by trainer.ranks.data_shard, not by rank"
+                    "IterableDataset, divide it by trainer.ranks.data_split, not by rank"
                 )
 
     def shard(self, module: nn.Module) -> None:

@@ -248,7 +248,7 @@ class ShardedStrategy(ParallelStrategy):
         prepared.reshard()
         state = named_state(optimizer, prepared.original)
         saved = {name: self._to_save(entry) for name, entry in state["state"].items()}
-        keeps = self.ranks.is_global_zero or self.checkpoint_io.takes_shards
+        keeps = self.ranks.is_global_zero or self.checkpoint_io.supports_shards
         return {**state, "state": saved if keeps else {}}
 
     def load_optimizer_state(
@@ -267,7 +267,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def _to_save(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return shards; or whole copies on rank 0, which every rank takes part in gathering."""
-        if self.checkpoint_io.takes_shards:
+        if self.checkpoint_io.supports_shards:
             return {name: shards_of(tensor) for name, tensor in tensors.items()}
         gathered = {}
         for name, tensor in tensors.items():

@@ -28,7 +28,7 @@ def load_archive(
         comment: how many bytes follow the archive's end record.
 
     Raises:
-        CheckpointCorruptError: it is no whole archive of plain data.
+        CheckpointCorruptError: it is no whole archive of weights-only-safe data.
     """
     # The same memory: what is checked is what is loaded.
     octets = (ctypes.c_uint8 * size).from_address(memory.data_ptr() + start)
@@ -69,7 +69,7 @@ def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointCorruptError(
             f"{path!r} holds something that loading would have to execute, so it was "
-            f"refused: {error}. Only load checkpoints of plain data"
+            f"refused: {error}. Only load checkpoints of weights-only-safe data"
         ) from error
     except Refused as error:
         raise refused(path, error) from error

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stratagem.checkpoint.entries import Refused
 from stratagem.errors import shown
-from stratagem.state.reading.unpickler import PlainUnpickler, check_dims
+from stratagem.state.reading.unpickler import SafeUnpickler, check_dims
 
 ReadStorage = Callable[[str, int, torch.dtype], torch.UntypedStorage]
 """Returns the storage of a key and a size in bytes, of elements of a dtype."""
@@ -36,7 +36,7 @@ class Stored:
         self.device = storage.device
 
 
-class ArchiveUnpickler(PlainUnpickler):
+class ArchiveUnpickler(SafeUnpickler):
     """Reads the `data.pkl` of an archive, whose tensors are views of its storages.
 
     Args:

@@ -35,7 +35,7 @@ def check_dims(size: Sequence[Any]) -> None:
         raise Refused(f"a tensor has {len(size)} dims, expected at most {_MOST_DIMS}")
 
 
-class PlainUnpickler:
+class SafeUnpickler:
     """Reads one pickle, of the protocols that torch and Python write.
 
     Args:
@@ -230,7 +230,7 @@ class PlainUnpickler:
             setattr(made, name, value)
 
 
-_Operation = Callable[[PlainUnpickler], None]
+_Operation = Callable[[SafeUnpickler], None]
 
 
 def _constant(value: Any) -> _Operation:
@@ -242,14 +242,14 @@ def _empty(kind: type) -> _Operation:
 
 
 def _number(size: int, *, signed: bool = False) -> _Operation:
-    def read(reader: PlainUnpickler) -> None:
+    def read(reader: SafeUnpickler) -> None:
         reader._stack.append(int.from_bytes(reader._take(size), "little", signed=signed))
 
     return read
 
 
 def _sized(size: int, decode: Callable[[bytes], Any]) -> _Operation:
-    def read(reader: PlainUnpickler) -> None:
+    def read(reader: SafeUnpickler) -> None:
         length = int.from_bytes(reader._take(size), "little")
         reader._stack.append(decode(reader._take(length)))
 
@@ -261,7 +261,7 @@ def _text(data: bytes) -> str:
 
 
 def _tuple_of(count: int) -> _Operation:
-    def make(reader: PlainUnpickler) -> None:
+    def make(reader: SafeUnpickler) -> None:
         if len(reader._stack) < count:
             raise EOFError
         reader._stack[-count:] = [tuple(reader._stack[-count:])]
@@ -270,14 +270,14 @@ def _tuple_of(count: int) -> _Operation:
 
 
 def _get(size: int) -> _Operation:
-    def read(reader: PlainUnpickler) -> None:
+    def read(reader: SafeUnpickler) -> None:
         reader._stack.append(reader._memo[int.from_bytes(reader._take(size), "little")])
 
     return read
 
 
 def _put(size: int) -> _Operation:
-    def read(reader: PlainUnpickler) -> None:
+    def read(reader: SafeUnpickler) -> None:
         reader._memo[int.from_bytes(reader._take(size), "little")] = reader._stack[-1]
 
     return read
@@ -286,18 +286,18 @@ def _put(size: int) -> _Operation:
 _OPERATIONS: dict[int, _Operation] = {
     code[0]: operation
     for code, operation in {
-        pickle.PROTO: PlainUnpickler._pass_protocol,
-        pickle.FRAME: PlainUnpickler._pass_frame,
-        pickle.MARK: PlainUnpickler._mark,
-        pickle.POP: PlainUnpickler._pop,
+        pickle.PROTO: SafeUnpickler._pass_protocol,
+        pickle.FRAME: SafeUnpickler._pass_frame,
+        pickle.MARK: SafeUnpickler._mark,
+        pickle.POP: SafeUnpickler._pop,
         pickle.NONE: _constant(None),
         pickle.NEWTRUE: _constant(True),
         pickle.NEWFALSE: _constant(False),
         pickle.BININT: _number(4, signed=True),
         pickle.BININT1: _number(1),
         pickle.BININT2: _number(2),
-        pickle.LONG1: PlainUnpickler._long,
-        pickle.BINFLOAT: PlainUnpickler._float,
+        pickle.LONG1: SafeUnpickler._long,
+        pickle.BINFLOAT: SafeUnpickler._float,
         pickle.BINUNICODE: _sized(4, _text),
         pickle.SHORT_BINUNICODE: _sized(1, _text),
         pickle.SHORT_BINSTRING: _sized(1, _text),
@@ -306,24 +306,24 @@ _OPERATIONS: dict[int, _Operation] = {
         pickle.EMPTY_LIST: _empty(list),
         pickle.EMPTY_DICT: _empty(dict),
         pickle.EMPTY_TUPLE: _constant(()),
-        pickle.TUPLE: PlainUnpickler._tuple,
+        pickle.TUPLE: SafeUnpickler._tuple,
         pickle.TUPLE1: _tuple_of(1),
         pickle.TUPLE2: _tuple_of(2),
         pickle.TUPLE3: _tuple_of(3),
-        pickle.APPEND: PlainUnpickler._append,
-        pickle.APPENDS: PlainUnpickler._appends,
-        pickle.SETITEM: PlainUnpickler._set_item,
-        pickle.SETITEMS: PlainUnpickler._set_items,
-        pickle.MEMOIZE: PlainUnpickler._memoize,
+        pickle.APPEND: SafeUnpickler._append,
+        pickle.APPENDS: SafeUnpickler._appends,
+        pickle.SETITEM: SafeUnpickler._set_item,
+        pickle.SETITEMS: SafeUnpickler._set_items,
+        pickle.MEMOIZE: SafeUnpickler._memoize,
         pickle.BINPUT: _put(1),
         pickle.LONG_BINPUT: _put(4),
         pickle.BINGET: _get(1),
         pickle.LONG_BINGET: _get(4),
-        pickle.GLOBAL: PlainUnpickler._global,
-        pickle.STACK_GLOBAL: PlainUnpickler._stack_global,
-        pickle.BINPERSID: PlainUnpickler._persistent,
-        pickle.REDUCE: PlainUnpickler._reduce,
-        pickle.NEWOBJ: PlainUnpickler._new,
-        pickle.BUILD: PlainUnpickler._build,
+        pickle.GLOBAL: SafeUnpickler._global,
+        pickle.STACK_GLOBAL: SafeUnpickler._stack_global,
+        pickle.BINPERSID: SafeUnpickler._persistent,
+        pickle.REDUCE: SafeUnpickler._reduce,
+        pickle.NEWOBJ: SafeUnpickler._new,
+        pickle.BUILD: SafeUnpickler._build,
     }.items()
 }

@@ -100,9 +100,9 @@ def shard(
     loader = source
     if divide:
         ranks = strategy.ranks
-        index, count = ranks.data_shard if training else ranks.evaluation_shard
+        index, count = ranks.data_split if training else ranks.eval_split
         # Ranks must run as many steps in training, and in evaluation where forward communicates.
-        even = training or not strategy.capabilities.uneven_evaluation
+        even = training or not strategy.capabilities.allows_uneven_eval
         loader = shard_loader(source, index, count, even=even, name=name)
     # A rank may have none of an evaluation's few samples, where others have some.
     nothing_for_this_rank = not training and length_of(source) > 0

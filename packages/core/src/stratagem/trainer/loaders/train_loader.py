@@ -73,7 +73,7 @@ class TrainLoader:
         ranks = strategy.ranks
         combines = isinstance(sharded, CombinedLoader)
         kind: type[Resumable | CombinedResumable] = CombinedResumable if combines else Resumable
-        self._data = kind(sharded, NAME, ranks.global_rank, ranks.data_shard)
+        self._data = kind(sharded, NAME, ranks.global_rank, ranks.data_split)
         self.loader = self._data.loader
         self.batches = limit_batches(
             length_of(sharded), limit, name=NAME, limit_name="limit_train_batches"
@@ -104,11 +104,11 @@ class TrainLoader:
         own = _ENDLESS if self.batches == UNKNOWN else int(self.batches)
         most, fewest, all_known, all_relied_on = (
             abs(number)
-            for number in ranks.reduce_numbers([own, -own, -int(known), -int(relied_on)], "max")
+            for number in ranks.all_reduce_ints([own, -own, -int(known), -int(relied_on)], "max")
         )
         joins, kind = strategy.join_uneven_inputs, type(strategy).__name__
         if most != fewest and not joins and all_known:
-            batches = ranks.gather_plain(own)
+            batches = ranks.gather_objects(own)
             listed = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(batches))
             raise UserCodeError(
                 f"{NAME} has different numbers of batches on the ranks ({listed}), and every "
@@ -171,7 +171,7 @@ class TrainLoader:
             # No `zip`, which would keep the batch before the last one.
             return ((batch,) for batch in islice(self._epoch, left))
         # Several ranks rely on the length in any case.
-        if self._data.has_exact_length or self._strategy.ranks.data_shard[1] > 1:
+        if self._data.has_exact_length or self._strategy.ranks.data_split[1] > 1:
             return self._lazy_steps(accumulate)
         return self._read_ahead_steps(accumulate)
 
@@ -181,7 +181,7 @@ class TrainLoader:
         Raises:
             UserCodeError: nothing, or fewer than the length said that other ranks rely on.
         """
-        if self._uneven is None and done < self.end and self._strategy.ranks.data_shard[1] > 1:
+        if self._uneven is None and done < self.end and self._strategy.ranks.data_split[1] > 1:
             raise UserCodeError(_broken_promise(done, self.end))
         if done == 0:
             raise UserCodeError(f"{NAME} yielded no batch; expected at least one")
@@ -214,7 +214,7 @@ class TrainLoader:
     # -- resuming
 
     def state(self, *, within_epoch: bool = True) -> dict[str, Any]:
-        """Return where this rank is in its data; plain data. See `Resumable.state`."""
+        """Return where this rank is in its data; weights-only-safe data. See `Resumable.state`."""
         return self._data.state(within_epoch=within_epoch)
 
     def resume(self, states: Sequence[dict[str, Any]], done: int) -> int:

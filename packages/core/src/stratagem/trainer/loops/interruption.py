@@ -90,7 +90,7 @@ class Interruption(AbstractContextManager["Interruption"]):
         times = [int((now - since) * 1e6) for since in (self._looked_at, self._began)]
         own = [int(self._received), int(self.is_time_up()), *times]
         # Numbers, and not a tensor, which would wait for a device.
-        most = self._ranks.reduce_numbers(own, "max")
+        most = self._ranks.all_reduce_ints(own, "max")
         self._agreed = most[3] / 1e6
         fitting = int(self._interval * _EVERY / max(most[2] / 1e6, 1e-6))
         # Grows slowly: the next steps may take longer than these.

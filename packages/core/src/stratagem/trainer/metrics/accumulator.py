@@ -39,7 +39,7 @@ def reduction(asked: Any) -> Any:
 
 
 class Summary(NamedTuple):
-    """The value of an epoch on one rank or of one loader; plain data, for other ranks.
+    """The value of an epoch on one rank or of one loader; weights-only-safe data, for other ranks.
 
     Attributes:
         reduce_fx: "mean", "sum", "max" or "min".
@@ -211,10 +211,10 @@ def over_ranks(own: Mapping[str, Summary], ranks: Ranks) -> dict[str, Summary]:
         [(name, *summary._replace(number=0.0, weight=0.0)) for name, summary in own.items()]
     )
     digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
-    most, least = ranks.reduce_numbers([digest, -digest], "max")
+    most, least = ranks.all_reduce_ints([digest, -digest], "max")
     if most != -least:
         plain = {name: tuple(summary) for name, summary in own.items()}
-        groups = ranks.by_data_group(ranks.gather_plain(plain))
+        groups = ranks.by_data_group(ranks.gather_objects(plain))
         return merged(_first_of_each(group) for group in groups)
     if not own:
         return {}

@@ -201,7 +201,7 @@ class Metrics:
     def _reduced(self, entry: EpochValue, value: Any) -> Any:
         op: ReduceOp = entry.reduce_fx if isinstance(entry.reduce_fx, str) else "mean"  # type: ignore[assignment]
         own = torch.as_tensor(value, dtype=torch.float32)
-        index, count = self._ranks.evaluation_shard
+        index, count = self._ranks.eval_split
         if op in ("max", "min") or count == self._ranks.world_size:
             return _read(entry.name, self._ranks.all_reduce(own, op))
         # Ranks that share a part of the data count as one, however many they are.

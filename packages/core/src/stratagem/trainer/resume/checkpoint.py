@@ -40,8 +40,8 @@ from stratagem.runtime.checkpoint_writer import (
     nonfinite_weights,
     strategy_state,
 )
-from stratagem.state.plain_data import find_offending_value
 from stratagem.state.rank_states import RankStates, gather_states
+from stratagem.state.safe_data import find_offending_value
 from stratagem.state.state_dict import with_names
 from stratagem.trainer.loaders.open import reopen_for_resume
 from stratagem.trainer.resume.rank_state import state_of_rank
@@ -83,7 +83,8 @@ def collect_checkpoint(run: Run, weights: Weights, *, weights_only: bool) -> dic
         weights_only: leave optimizer and loop state out.
 
     Raises:
-        CheckpointContentError: something that the user stores is not plain data; says whose.
+        CheckpointContentError: something that the user stores is not weights-only-safe data; says
+            whose.
     """
     trainer, module, strategy = run.trainer, run.module, run.strategy
     prepared = run.require_prepared()

@@ -34,18 +34,18 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
             "pass a path"
         )
     found, problem = "", ""
-    passed_over: list[str] = []
+    rejected: list[str] = []
     if trainer.is_global_zero:
         try:
             if asked == "best":
                 found = next((c.best_model_path for c in savers if c.best_model_path), "")
             else:
-                found, passed_over = first_whole(
+                found, rejected = first_whole(
                     _candidates(savers), trainer.strategy.checkpoint_io.verify_checkpoint
                 )
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
-    for text in passed_over:
+    for text in rejected:
         warnings.warn(f"ckpt_path='last': {text}", stacklevel=2)
     found, problem = trainer.ranks.broadcast([found, problem])
     folders = ", ".join(str(c.dirpath) for c in savers if c.dirpath is not None)
@@ -58,8 +58,8 @@ def find_checkpoint(trainer: Trainer, asked: str | Path) -> paths.Location:
             f"ckpt_path={str(asked)!r}: no checkpoint has been saved yet"
             f"{f' in {folders}' if folders else ''}: fit first, or pass a path. A "
             "new run saves in a new folder, unless ModelCheckpoint is given dirpath="
-            if not passed_over
-            else f"ckpt_path='last': none of the {len(passed_over)} checkpoint(s) in {folders} is "
+            if not rejected
+            else f"ckpt_path='last': none of the {len(rejected)} checkpoint(s) in {folders} is "
             "whole"
         )
     return paths.to_location(found)

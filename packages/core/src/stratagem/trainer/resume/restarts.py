@@ -72,7 +72,7 @@ class Restarts:
         if self._run_id is None:
             return asked
         environment = self._strategy.cluster_environment
-        of_ranks = self._strategy.ranks.gather_plain(
+        of_ranks = self._strategy.ranks.gather_objects(
             [environment.restart_count(), environment.agent_id()]
         )
         self._agents = sorted({agent for _, agent in of_ranks if agent is not None})
@@ -122,8 +122,8 @@ class Restarts:
         for gone in itertools.takewhile(lambda path: path not in there, checkpoints):
             self._say(f"has saved {gone!r}, which is gone")
         check = self._strategy.checkpoint_io.verify_checkpoint
-        whole, passed_over = first_whole(map(paths.to_location, there), check)
-        for text in passed_over:
+        whole, rejected = first_whole(map(paths.to_location, there), check)
+        for text in rejected:
             self._say(f"has saved what cannot be used: {text}")
         given = "" if asked is None else f"ckpt_path={str(asked)!r}"
         if not whole:

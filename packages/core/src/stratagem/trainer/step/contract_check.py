@@ -40,7 +40,7 @@ class StrategyCheck:
         self, strategy: Strategy, prepared: PreparedModel, clip: GradientClip | None
     ) -> None:
         self._kind = type(strategy)
-        self._owns_clipping = strategy.capabilities.owns_clipping
+        self._owns_clipping = strategy.capabilities.engine_clips
         self._prepared = prepared
         self._clip = clip
         self.clip_was_read = False
@@ -92,7 +92,7 @@ class StrategyCheck:
             raise PluginError(
                 f"{who} has not read step.clip, so that gradient_clip_val={self._clip.value} does "
                 "nothing: call self.clip_gradients(prepared, optimizer, step.clip) where it is not "
-                "None, as Strategy.finish_step does, or set Capabilities.owns_clipping where the "
+                "None, as Strategy.finish_step does, or set Capabilities.engine_clips where the "
                 "engine clips by self.components.step.clip"
             )
         for optimizer in self._prepared.optimizers:

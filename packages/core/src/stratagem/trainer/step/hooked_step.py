@@ -78,11 +78,11 @@ def check_step_hooks(
         own = [name for name in own if name == "backward"]
     problem = _taken_as_a_whole(strategy, plan, options)
     can = plan.capabilities
-    if not problem and (can.owns_clipping or can.owns_step):
+    if not problem and (can.engine_clips or can.engine_steps):
         engines = {
-            "backward": can.owns_step,
-            "optimizer_zero_grad": can.owns_step,
-            "configure_gradient_clipping": can.owns_clipping,
+            "backward": can.engine_steps,
+            "optimizer_zero_grad": can.engine_steps,
+            "configure_gradient_clipping": can.engine_clips,
         }
         own = [name for name in own if engines.get(name)]
         problem = f"the engine of the strategy {plan.strategy.name!r} does that itself"
@@ -108,7 +108,7 @@ def check_closure(
         pass
     elif strategy.precision.scales_loss:
         problem = f"precision={strategy.precision.name!r} scales the loss"
-    elif plan.capabilities.sharded_state or plan.capabilities.owns_step:
+    elif plan.capabilities.sharded_state or plan.capabilities.engine_steps:
         problem = f"the strategy {plan.strategy.name!r} spreads what it computes with over ranks"
     elif options.most_micro_batches > 1:
         problem = "accumulate_grad_batches has several batches in a step, of which none is kept"
@@ -151,7 +151,7 @@ class HookedStep(Step):
         foreign = not type(self._inner).__module__.startswith("torch.")
         can = strategy.capabilities
         self._hands_closure_over = (needs_closure(self._inner) or foreign) and not (
-            strategy.precision.scales_loss or can.owns_clipping or can.owns_step
+            strategy.precision.scales_loss or can.engine_clips or can.engine_steps
         )
         clip = self.clip
         self._clip_options = (None, None) if clip is None else (clip.value, clip.algorithm)
@@ -166,7 +166,7 @@ class HookedStep(Step):
         self._before_clearing = self._on_before_zero_grad
         self._on_before_zero_grad = ()
         # An engine's does not clear, but refuses to drop what awaits its step.
-        self._check_updated = prepared.clear_gradients[0] if can.owns_step else _nothing
+        self._check_updated = prepared.clear_gradients[0] if can.engine_steps else _nothing
         prepared.clear_gradients[0] = _nothing
         self._is_watched = False
         self._last: tuple[Any] | None = None

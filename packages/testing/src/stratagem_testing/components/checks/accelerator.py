@@ -261,16 +261,17 @@ def _forking(bench: Bench) -> None:
 
 @check(KIND, "training/as on the CPU", needs_device=True)
 def _training(bench: Bench) -> None:
-    """A model trains on its device as on the CPU; own_strategies refuses single_device."""
+    """A model trains as on the CPU; requires_dedicated_strategies refuses single_device."""
     accelerator = bench.make()
 
     def train() -> list[float]:
         return losses_of(bench.lite(accelerator=bench.component.given))
 
-    if accelerator.own_strategies:
+    if accelerator.requires_dedicated_strategies:
         error = bench.error(train)
         assert type(error).__name__ == "ConfigurationError", (
-            "own_strategies=True, and strategy='single_device' was not refused: " + brief(error)
+            "requires_dedicated_strategies=True, and strategy='single_device' was not refused: "
+            + brief(error)
         )
         assert "single_device" in str(error), f"the refusal does not name the strategy: {error}"
         return

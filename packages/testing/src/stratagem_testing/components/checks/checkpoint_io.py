@@ -30,7 +30,7 @@ def contents(number: int = 0, *, shards: bool = False) -> dict[str, Any]:
 
 def saved(io: CheckpointIO, path: Path, number: int) -> None:
     """Save a checkpoint, and wait until it is durable."""
-    io.save_checkpoint(contents(number, shards=io.takes_shards), path)
+    io.save_checkpoint(contents(number, shards=io.supports_shards), path)
     io.wait()
 
 
@@ -127,7 +127,7 @@ def _round_trip(bench: Bench) -> None:
 
 @check(KIND, "values/refused")
 def _refused(bench: Bench) -> None:
-    """What is not plain data is refused by its place in the checkpoint, and nothing is written."""
+    """What is not safe data is refused by its place in the checkpoint, and nothing is written."""
     io = bench.make()
     path = bench.folder / NAME
 
@@ -139,7 +139,7 @@ def _refused(bench: Bench) -> None:
     assert isinstance(error, CheckpointContentError), (
         "a checkpoint that holds a Path was not refused with CheckpointContentError, but ended "
         f"with {brief(error)}: whoever loads it would have to execute something "
-        "(stratagem.state.plain_data.check_contents finds it)"
+        "(stratagem.state.safe_data.check_contents finds it)"
     )
     assert "here" in str(error), f"the refusal does not say where the value is: {error}"
     assert not bench.files(), f"the refused save left {', '.join(bench.files())}"
@@ -149,9 +149,9 @@ def _refused(bench: Bench) -> None:
 def _snapshot(bench: Bench) -> None:
     """A checkpoint holds what tensors were when save_checkpoint returned, not what they become."""
     io = bench.make()
-    made = contents(1, shards=io.takes_shards)
+    made = contents(1, shards=io.supports_shards)
     weight: Any = made["state_dict"]["weight"]
-    tensors = [piece for _, piece in weight.chunks] if io.takes_shards else [weight]
+    tensors = [piece for _, piece in weight.chunks] if io.supports_shards else [weight]
     io.save_checkpoint(made, bench.folder / NAME)
     for tensor in tensors:
         tensor.fill_(2.0)  # as the next step of training does
@@ -294,7 +294,7 @@ def _durable(bench: Bench) -> None:
     io = bench.make()
     path = bench.folder / NAME
     called: list[bool] = []
-    io.save_checkpoint(contents(5, shards=io.takes_shards), path)
+    io.save_checkpoint(contents(5, shards=io.supports_shards), path)
     io.when_durable(lambda: called.append(path.exists()))
     if not io.asynchronous:
         assert called == [True], (
@@ -314,7 +314,7 @@ def _prepared(bench: Bench) -> None:
     """What prepare_save returns writes the checkpoint in another thread."""
     io = bench.make()
     path = bench.folder / NAME
-    rest = io.prepare_save(contents(6, shards=io.takes_shards), path)
+    rest = io.prepare_save(contents(6, shards=io.supports_shards), path)
     errors: list[BaseException] = []
 
     def write() -> None:
@@ -337,7 +337,7 @@ def _teardown(bench: Bench) -> None:
     io = bench.make()
     path = bench.folder / NAME
     before = {thread.ident for thread in threading.enumerate()}
-    io.save_checkpoint(contents(7, shards=io.takes_shards), path)
+    io.save_checkpoint(contents(7, shards=io.supports_shards), path)
     io.teardown()
     io.teardown()
     error = bench.error(lambda: bench.make().verify_checkpoint(path))

@@ -45,8 +45,8 @@ def _files(path: Path) -> list[Path]:
 
 def _not_executed(bench: Bench, what: str) -> None:
     assert not (bench.folder / _MARK).exists(), (
-        f"{what} executed code that the checkpoint named: read weights and plain data only "
-        "(torch.load with weights_only=True)"
+        f"{what} executed code that the checkpoint named: read weights and weights-only-safe data "
+        "only (torch.load with weights_only=True)"
     )
 
 

@@ -242,17 +242,17 @@ def _result(bench: Bench) -> None:
 
 @check(KIND, "launch/result not executed", slow=True)
 def _executed(bench: Bench) -> None:
-    """A result of new processes that is not plain data is refused, and nothing of it executed."""
+    """A result of new processes that is not safe data is refused, and nothing of it executed."""
     if not (_can(bench, "new_processes") and bench.option("plain_results")):
         return  # it never leaves the process, or the test's class says that it is pickled
     code, stderr = _run(bench, "hostile")
     assert not (bench.folder / "executed").exists(), (
-        "a result that has code of its own was unpickled in the launching process: send plain data "
-        "(stratagem.state.plain_data) and read it by torch.load(weights_only=True), or say "
-        "plain_results = False"
+        "a result that has code of its own was unpickled in the launching process: send "
+        "weights-only-safe data (stratagem.state.safe_data) and read it by "
+        "torch.load(weights_only=True), or say plain_results = False"
     )
-    assert code != 0, "a result that is not plain data came back as something else"
-    assert "plain data" in stderr, f"the refusal does not say why:\n{stderr[-2000:]}"
+    assert code != 0, "a result that is not weights-only-safe data came back as something else"
+    assert "weights-only-safe data" in stderr, f"the refusal does not say why:\n{stderr[-2000:]}"
 
 
 @check(KIND, "failure/error of a rank", slow=True)

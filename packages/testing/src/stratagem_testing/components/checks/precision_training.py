@@ -117,7 +117,7 @@ def _skipped(bench: Bench) -> None:
 
 @check(KIND, "state/round trip")
 def _state(bench: Bench) -> None:
-    """state_dict is plain data that load_state_dict restores; {} begins anew."""
+    """state_dict is weights-only-safe data that load_state_dict restores; {} begins anew."""
     precision = bound(bench)
     parameter, optimizer = _one_parameter()
     for factor in (1.0, float("inf"), 1.0):  # so that a scale is not the first one
@@ -127,7 +127,7 @@ def _state(bench: Bench) -> None:
     state = precision.state_dict()
     assert isinstance(state, dict), f"state_dict returned {state!r}; expected a dict"
     offending = find_offending_value(state, "state_dict()")
-    assert offending is None, f"{offending}: a checkpoint holds plain data only"
+    assert offending is None, f"{offending}: a checkpoint holds weights-only-safe data only"
     again = bound(bench)
     again.load_state_dict(dict(state))
     assert again.state_dict() == state, (

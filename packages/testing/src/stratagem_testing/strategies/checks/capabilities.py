@@ -176,12 +176,12 @@ def _judge_rebinds(found: Found) -> None:
     can = found.capabilities
     if not can.manual_backward:
         return
-    if not can.rebinds_optimizers:
+    if not can.accepts_existing_optimizers:
         judge_refused(
-            found, "Lite.setup(model, optimizer)", "rebinds_optimizers=False", "optimizer"
+            found, "Lite.setup(model, optimizer)", "accepts_existing_optimizers=False", "optimizer"
         )
         return
-    judge_accepted(found, "Lite.setup(model, optimizer) (rebinds_optimizers=True)")
+    judge_accepted(found, "Lite.setup(model, optimizer) (accepts_existing_optimizers=True)")
     for rank, told in enumerate(found.ranks):
         assert told["changed"], (
             f"rank {rank}: an optimizer that was made before Lite.setup(model, optimizer) does not "

@@ -40,7 +40,7 @@ def _all_reduce(probe: Probe) -> dict[str, Any]:
             told[f"{op} of {dtype}"] = reduced.double().tolist()
             told.setdefault("changed", []).append(not torch.equal(own, before))
     for op in ("sum", "max", "min"):
-        told[f"numbers: {op}"] = ranks.reduce_numbers([int(v) for v in _of(probe.rank)], op)  # type: ignore[arg-type]
+        told[f"numbers: {op}"] = ranks.all_reduce_ints([int(v) for v in _of(probe.rank)], op)  # type: ignore[arg-type]
     return told
 
 
@@ -52,7 +52,7 @@ def _judge_reductions(found: Found) -> None:
         for what, received in told.items():
             op = what.removeprefix("numbers: ").split()[0]
             expected = [float(REDUCTIONS[op](column)) for column in columns]
-            name = "reduce_numbers" if what.startswith("numbers") else "all_reduce"
+            name = "all_reduce_ints" if what.startswith("numbers") else "all_reduce"
             assert [float(value) for value in received] == expected, (
                 f"{name}({what}) returned {received} on rank {rank}, expected {expected}: another "
                 f"reduction than {op!r}, or not over all ranks"
@@ -121,10 +121,10 @@ def _judge_broadcast(found: Found) -> None:
 
 @check("collectives/gather")
 def _gather(probe: Probe) -> dict[str, Any]:
-    """gather_plain returns every rank's data in the order of ranks, of whatever size."""
+    """gather_objects returns every rank's data in the order of ranks, of whatever size."""
     ranks = probe.lite().ranks
     uneven = torch.arange(float(2 * probe.rank + 1)) + probe.rank
-    gathered = ranks.gather_plain({"rank": probe.rank, "uneven": uneven, "none": None})
+    gathered = ranks.gather_objects({"rank": probe.rank, "uneven": uneven, "none": None})
     own = bytes([65 + probe.rank]) * (probe.rank + 2)
     to_zero = ranks.gather_bytes(own)
     handed = [b"part %d" % rank for rank in range(probe.world_size)]
@@ -141,8 +141,8 @@ def _judge_gather(found: Found) -> None:
     expected = [[r, [float(r + i) for i in range(2 * r + 1)]] for r in range(count)]
     for rank, told in enumerate(found.ranks):
         assert told["gathered"] == expected, (
-            f"gather_plain returned {told['gathered']} on rank {rank}, expected {expected}: in the "
-            "order of ranks, tensors of different lengths as they are"
+            f"gather_objects returned {told['gathered']} on rank {rank}, expected {expected}: in "
+            "the order of ranks, tensors of different lengths as they are"
         )
         wanted = [chr(65 + r) * (r + 2) for r in range(count)] if rank == 0 else []
         assert told["bytes"] == wanted, (

@@ -19,8 +19,8 @@ def _sampler(probe: Probe) -> dict[str, Any]:
     trainer = probe.fit(learner, 36)
     ranks = trainer.ranks
     return {
-        "shard": list(ranks.data_shard),
-        "shards": [list(shard) for shard in ranks.data_shards],
+        "shard": list(ranks.data_split),
+        "shards": [list(shard) for shard in ranks.data_splits],
         "rank": [ranks.global_rank, ranks.world_size],
         "seen": learner.seen,
         "batches": trainer.num_training_batches,
@@ -35,7 +35,7 @@ def _judge_sampler(found: Found) -> None:
             f"ranks say that rank {rank} of {world} is rank {told['rank'][0]} of {told['rank'][1]}"
         )
         assert told["shards"][rank] == told["shard"], (
-            f"data_shard of rank {rank} is {told['shard']}, and its data_shards have "
+            f"data_split of rank {rank} is {told['shard']}, and its data_splits have "
             f"{told['shards'][rank]} for it"
         )
         assert told["shards"] == found.ranks[0]["shards"], "ranks disagree on the parts of the data"
@@ -138,7 +138,7 @@ def _logging(probe: Probe) -> dict[str, Any]:
     learner = Learner()
     trainer = probe.fit(learner)
     return {
-        "shard": list(trainer.ranks.data_shard),
+        "shard": list(trainer.ranks.data_split),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "losses": learner.losses,
     }
@@ -170,7 +170,7 @@ def _uneven(probe: Probe) -> dict[str, Any]:
     (tested,) = trainer.test(learner, probe.loader(9), verbose=False)
     half = len(learner.evaluated) // 2
     return {
-        "shard": list(trainer.ranks.data_shard),
+        "shard": list(trainer.ranks.data_split),
         "val_loss": validated["val_loss"],
         "test_loss": tested["val_loss"],
         "evaluated": learner.evaluated[:half],
@@ -184,12 +184,12 @@ def _judge_evaluation(found: Found) -> None:
     assert set(numbers) == set(range(9)), (
         f"samples {sorted(set(range(9)) - set(numbers))} of 9 were not evaluated"
     )
-    if found.capabilities.uneven_evaluation:
+    if found.capabilities.allows_uneven_eval:
         assert len(numbers) == 9, f"{len(numbers) - 9} of 9 samples were evaluated twice"
     else:
         counts = {len(part) for part in parts}
         assert len(counts) == 1, (
-            "uneven_evaluation=False in the capabilities, and ranks ran different numbers of "
+            "allows_uneven_eval=False in the capabilities, and ranks ran different numbers of "
             f"batches: {counts}"
         )
     expected = sum(loss for part in parts for _, loss in part) / len(numbers)

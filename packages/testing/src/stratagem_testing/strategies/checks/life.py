@@ -113,7 +113,7 @@ def _twice(probe: Probe) -> dict[str, Any]:
         if number == 0:
             # Validation prepares the model again, and so does the next fit.
             trainer.validate(learner, probe.loader(8), verbose=False)
-    told["shard"] = list(trainer.ranks.data_shard)
+    told["shard"] = list(trainer.ranks.data_split)
     return told
 
 

@@ -24,7 +24,7 @@ def _parameters(net: nn.Module) -> list[nn.Parameter]:
 def _set_up(lite: Any, net: nn.Module, *, afterwards: bool = False) -> tuple[Any, Any]:
     """Set up a model and its optimizer, made before or after."""
     make = OPTIMIZERS["momentum"]
-    if lite.plan.capabilities.rebinds_optimizers and not afterwards:
+    if lite.plan.capabilities.accepts_existing_optimizers and not afterwards:
         model, optimizer = lite.setup(net, make(_parameters(net)))
         return model, optimizer
     model = lite.setup(net)
@@ -48,13 +48,13 @@ def _loop(
             losses.append(float(loss.detach()))
             if not last:
                 continue
-            if clip is not None and not lite.plan.capabilities.owns_clipping:
+            if clip is not None and not lite.plan.capabilities.engine_clips:
                 norm = lite.clip_gradients(model, optimizer, max_norm=clip)
                 norms.append(None if norm is None else float(norm))
             optimizer.step()
             optimizer.zero_grad()
     return {
-        "shard": list(lite.ranks.data_shard),
+        "shard": list(lite.ranks.data_split),
         "losses": losses,
         "norms": norms,
         "own": probe.own_weights(net),
@@ -91,7 +91,7 @@ def _clip(probe: Probe) -> dict[str, Any]:
     capabilities = probe.target.capabilities()
     if not capabilities.manual_backward:
         return {}
-    if not capabilities.owns_clipping:
+    if not capabilities.engine_clips:
         return _loop(probe, accumulate=2, clip=0.2)
     lite = probe.lite()
     model, optimizer = _set_up(lite, build("dense"))
@@ -103,7 +103,7 @@ def _clip(probe: Probe) -> dict[str, Any]:
 def _judge_clip(found: Found) -> None:
     if not found.capabilities.manual_backward:
         return
-    if not found.capabilities.owns_clipping:
+    if not found.capabilities.engine_clips:
         judge_losses(found)
         for rank, told in enumerate(found.ranks if found.target.equal else []):
             for own, expected in zip(told["norms"], found.reference["norms"], strict=True):
@@ -113,7 +113,7 @@ def _judge_clip(found: Found) -> None:
                     "clip_gradients has to return it"
                 )
         return
-    judge_refused(found, "Lite.clip_gradients", "owns_clipping=True", "clips gradients itself")
+    judge_refused(found, "Lite.clip_gradients", "engine_clips=True", "clips gradients itself")
 
 
 @check("lite/state")
@@ -144,7 +144,7 @@ def _state(probe: Probe) -> dict[str, Any]:
     state = {"optimizer": optimizer, "model": model, "step": 0}
     again.load(path, state)
     return {
-        "shard": list(lite.ranks.data_shard),
+        "shard": list(lite.ranks.data_split),
         "losses": steps(again, model, optimizer, 3),
         "expected": expected,
         "step": state["step"],

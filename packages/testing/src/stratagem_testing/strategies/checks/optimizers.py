@@ -86,7 +86,7 @@ def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[R
 
 def _told(probe: Probe, lite: Any, net: nn.Module, losses: list[float]) -> dict[str, Any]:
     return {
-        "shard": list(lite.ranks.data_shard),
+        "shard": list(lite.ranks.data_split),
         "losses": losses,
         "own": probe.own_weights(net),
     }
@@ -266,7 +266,7 @@ def _scaled(probe: Probe) -> dict[str, Any]:
 def _scaled_and_clipped(probe: Probe) -> dict[str, Any]:
     """Gradients of a scaled loss are unscaled before they are clipped."""
     capabilities = probe.target.capabilities()
-    clips = capabilities.gradient_clipping and not capabilities.owns_clipping
+    clips = capabilities.gradient_clipping and not capabilities.engine_clips
     options: dict[str, Any] = {"gradient_clip_val": 0.3} if clips else {}
 
     def train() -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _one_step(probe: Probe, count: int = 1, **options: Any) -> dict[str, Any]:
         for old, new in zip(before[name], after[name], strict=True)
     ]
     return {
-        "shard": list(trainer.ranks.data_shard),
+        "shard": list(trainer.ranks.data_split),
         "gradient": gradient,
         # What torch alone finds for this rank's samples.
         "alone": plain_gradient(learner.seen),
@@ -159,12 +159,12 @@ def _register(name: str, about: str, count: int, algorithm: str = "") -> None:
                 "gradient_clipping=False",
                 "cannot clip gradients",
             )
-        elif algorithm == "value" and can.owns_clipping and found.ranks[0]["refused"]:
+        elif algorithm == "value" and can.engine_clips and found.ranks[0]["refused"]:
             # An engine may know norms only, if it says so.
             judge_refused(
                 found,
                 "gradient_clip_algorithm='value'",
-                "owns_clipping=True",
+                "engine_clips=True",
                 "gradient_clip_algorithm",
             )
         else:

@@ -32,7 +32,7 @@ from stratagem.native.checkpoint.sharded.layout import encode_layout
 from stratagem.native.checkpoint.sharded.save_plan import Held, SavePlan, make_plan
 from stratagem.native.checkpoint.sharded.shard_writer import file_of, write_share
 from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO
-from stratagem.state.plain_data import why_refused
+from stratagem.state.safe_data import why_refused
 from stratagem.state.shards import Shards, has_shards, read_whole
 from stratagem.storage import paths
 from stratagem.storage.durable_directory import DurableDirectory
@@ -65,7 +65,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         {'weights': tensor([1., 1.])}
     """
 
-    takes_shards = True
+    supports_shards = True
 
     def __init__(self, *, verify: bool = True) -> None:
         self.verify = verify

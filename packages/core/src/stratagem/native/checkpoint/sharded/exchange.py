@@ -25,7 +25,7 @@ class Exchange(Protocol):
         """Return every rank's bytes, in the order of ranks, on rank 0; [] on the others."""
 
     def broadcast(self, data: Any) -> Any:
-        """Return rank 0's plain data on every rank."""
+        """Return rank 0's weights-only-safe data on every rank."""
 
 
 # A rank that lives writes its share in this time.
@@ -75,7 +75,7 @@ class StoreExchange:
         return [data, *self._wait_for(self._receive_all)]
 
     def broadcast(self, data: Any) -> Any:
-        """Return rank 0's plain data on every rank.
+        """Return rank 0's weights-only-safe data on every rank.
 
         Raises:
             CheckpointSaveError: rank 0 has said nothing within an hour, or `stop` was called.

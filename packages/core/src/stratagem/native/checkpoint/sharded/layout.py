@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from stratagem.native.checkpoint.sharded.save_plan import GlobalPlan
-from stratagem.state.plain_data import bytes_of
+from stratagem.state.safe_data import bytes_of
 
 # Newer protocols number by themselves what is remembered.
 _PROTOCOL = 2

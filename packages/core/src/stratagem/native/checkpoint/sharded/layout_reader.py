@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from stratagem.checkpoint.entries import Refused
 from stratagem.errors import CheckpointCorruptError, shown
-from stratagem.state.reading.unpickler import PlainUnpickler, check_dims
+from stratagem.state.reading.unpickler import SafeUnpickler, check_dims
 
 # Where a tensor stands in a checkpoint: so many keys lead to it.
 _DEEPEST = 256
@@ -75,12 +75,12 @@ def read_layout(folder: Path, data: bytes) -> Metadata:
         CheckpointCorruptError: it is none, or asks for something to be executed.
     """
     try:
-        metadata = PlainUnpickler(data, _MAKERS, _CLASSES, _VALUES).load()
+        metadata = SafeUnpickler(data, _MAKERS, _CLASSES, _VALUES).load()
         _check_kinds(metadata)
     except pickle.UnpicklingError as error:
         raise CheckpointCorruptError(
             f"{str(folder / '.metadata')!r} was refused: it asks for {error}, and a layout of "
-            "tensors has no need of that. Only load checkpoints of plain data"
+            "tensors has no need of that. Only load checkpoints of weights-only-safe data"
         ) from error
     except Exception as error:
         raise CheckpointCorruptError(

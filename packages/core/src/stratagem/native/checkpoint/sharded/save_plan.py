@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from stratagem.interfaces.ranks import Ranks
-from stratagem.state.plain_data import bytes_of
+from stratagem.state.safe_data import bytes_of
 from stratagem.state.shards import Shards
 
 HeldTensors = Mapping[str, Tensor | Shards]
