@@ -25,7 +25,7 @@ from stratagem.errors import (
     ConfigurationError,
     PluginError,
 )
-from stratagem.native.checkpoint.weights import convert
+from stratagem_extras.checkpoints.weights import convert
 
 INSTALL = "pip install stratagem-lightning"
 Read = Callable[[dict[str, Any], str], Any]
