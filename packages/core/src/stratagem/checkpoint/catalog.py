@@ -52,6 +52,12 @@ def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[paths.Entry]:
     read, so that it is not passed over in silence, and after them what names no step. Within these,
     and at URLs, they go by when they were modified; where that is the same too, the one with the
     higher numbers in its name is first.
+
+    Example:
+        >>> import tempfile
+        >>> from stratagem.checkpoint import find_all
+        >>> find_all([tempfile.mkdtemp()])
+        []
     """
     found = {
         str(entry.path): entry

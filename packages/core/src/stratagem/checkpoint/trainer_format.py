@@ -50,6 +50,12 @@ def check_trainer_checkpoint(
     Raises:
         CheckpointCorruptError: it is of another format version, or an entry is of another kind.
         CheckpointMismatchError: it has no weights.
+
+    Example:
+        >>> from stratagem.checkpoint import FORMAT_VERSION, check_trainer_checkpoint
+        >>> saved = {"format_version": FORMAT_VERSION, "state_dict": {}}
+        >>> check_trainer_checkpoint(saved, "last.ckpt") is saved
+        True
     """
     if "format_version" not in checkpoint:
         checkpoint = _converted(checkpoint, str(path))

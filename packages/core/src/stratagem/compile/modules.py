@@ -253,6 +253,13 @@ def own_module(module: Any) -> Any:
 
     Its options and its compiled code stay; its parameters have the module's own names, without
     the `_orig_mod.` that the wrapper puts before them. Anything else is returned as it is.
+
+    Example:
+        >>> from torch import nn
+        >>> from stratagem.strategies import own_module
+        >>> layer = nn.Linear(1, 1)
+        >>> own_module(layer) is layer
+        True
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
@@ -265,7 +272,17 @@ def own_module(module: Any) -> Any:
 
 
 def adopt_compiled(model: nn.Module) -> None:
-    """Put the module itself in the place of each submodule that `torch.compile` has wrapped."""
+    """Put the module itself in the place of each submodule that `torch.compile` has wrapped.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from stratagem.strategies import adopt_compiled
+        >>> model = nn.Sequential(torch.compile(nn.Linear(1, 1)))
+        >>> adopt_compiled(model)
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias']
+    """
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None:

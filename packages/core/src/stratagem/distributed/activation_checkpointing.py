@@ -26,6 +26,11 @@ def check_activation_checkpointing(choice: ActivationCheckpointing) -> Activatio
 
     Raises:
         ConfigurationError: it is none of the forms.
+
+    Example:
+        >>> from stratagem.strategies import check_activation_checkpointing
+        >>> check_activation_checkpointing({nn.Linear})
+        {<class 'torch.nn.modules.linear.Linear'>}
     """
     if choice is None or isinstance(choice, bool) or callable(choice):
         return choice

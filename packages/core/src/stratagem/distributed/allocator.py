@@ -43,6 +43,12 @@ def use_huge_pages() -> None:
     """Let torch use huge pages, in this process if it has no tensor yet, and in those it starts.
 
     Nothing changes where the system has none, or where the user has set the variable.
+
+    Example:
+        >>> from stratagem.strategies import use_huge_pages
+        >>> use_huge_pages()
+        >>> os.environ[HUGE_PAGES_VARIABLE]
+        '1'
     """
     os.environ.setdefault(HUGE_PAGES_VARIABLE, "1")
 

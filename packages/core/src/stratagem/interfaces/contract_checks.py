@@ -34,6 +34,15 @@ def check_overrides(kind: type, base: type, *, by_name: bool = False) -> None:
 
     Raises:
         ConfigurationError: names the method, and shows both signatures; or the method is final.
+
+    Example:
+        >>> from stratagem.strategies import Strategy, check_overrides
+        >>> class Mine(Strategy):
+        ...     def teardown(self, now):
+        ...         pass
+        >>> check_overrides(Mine, Strategy)
+        Traceback (most recent call last):
+        stratagem.errors.ConfigurationError: Mine.teardown(self, now) cannot be called as ...
     """
     if (kind, base, by_name) in _checked or not issubclass(kind, base):
         return
@@ -115,6 +124,14 @@ def check_capabilities(kind: type, base: type, can: Capabilities) -> None:
 
     Raises:
         ConfigurationError: names the capability.
+
+    Example:
+        >>> from stratagem.strategies import Capabilities, Strategy, check_capabilities
+        >>> class Mine(Strategy):
+        ...     capabilities = Capabilities(engine_steps=True)
+        >>> check_capabilities(Mine, Strategy, Mine.capabilities)
+        Traceback (most recent call last):
+        stratagem.errors.ConfigurationError: Mine.capabilities has engine_steps=True, but ...
     """
 
     def overrides(methods: Iterable[str], says: Callable[[Capabilities], bool]) -> bool:

@@ -141,7 +141,14 @@ class EnginePrecision(Precision):
 
 
 def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Return a context in which new floating-point tensors have `dtype`."""
+    """Return a context in which new floating-point tensors have `dtype`.
+
+    Example:
+        >>> from stratagem.precision import default_dtype
+        >>> with default_dtype(torch.float64):
+        ...     torch.ones(1).dtype
+        torch.float64
+    """
     return _DefaultDtype(dtype)
 
 

@@ -41,6 +41,7 @@ def as_plain(value: Any) -> Any:
     """Return nested hyperparameters of dicts, lists, texts, numbers and None; of others the text.
 
     Example:
+        >>> import torch
         >>> as_plain({"sizes": (1, 2), 7: Namespace(dtype=torch.float32)})
         {'sizes': [1, 2], '7': {'dtype': 'torch.float32'}}
     """

@@ -144,7 +144,13 @@ Data = TypeVar("Data")
 
 
 def read_whole(data: Data) -> Data:
-    """Return safe data with every `LazyTensor` in it read whole; what is shared stays so."""
+    """Return safe data with every `LazyTensor` in it read whole; what is shared stays so.
+
+    Example:
+        >>> from stratagem.checkpoint import read_whole
+        >>> read_whole({"step": 3, "sizes": [1, 2]})
+        {'step': 3, 'sizes': [1, 2]}
+    """
     return cast("Data", _read_whole(data, {}))
 
 

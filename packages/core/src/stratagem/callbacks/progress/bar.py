@@ -271,6 +271,12 @@ def batches_to_train(trainer: Trainer) -> float:
     """Return after how many batches an epoch ends, by its data or by `max_steps`.
 
     Asked for between two steps. Infinity: that is not known, as where steps are taken by hand.
+
+    Example:
+        >>> from stratagem import Trainer
+        >>> from stratagem.callbacks import batches_to_train
+        >>> batches_to_train(Trainer(accelerator="cpu", devices=1, logger=False))
+        inf
     """
     batches, model = trainer.num_training_batches, trainer.model
     max_steps, epoch = trainer.options.max_steps, trainer.current_epoch
@@ -286,6 +292,18 @@ def batches_to_evaluate(trainer: Trainer, what: str) -> list[float]:
     Args:
         trainer: of the run; in its sanity check there are fewer.
         what: "validation", "test" or "predict".
+
+    Example:
+        >>> import torch
+        >>> from stratagem import Module, Trainer
+        >>> from stratagem.callbacks import batches_to_evaluate
+        >>> class Line(Module):
+        ...     def predict_step(self, batch):
+        ...         return batch
+        >>> trainer = Trainer(accelerator="cpu", devices=1, enable_progress_bar=False, logger=False)
+        >>> _ = trainer.predict(Line(), torch.utils.data.DataLoader(torch.ones(6, 1), 2))
+        >>> batches_to_evaluate(trainer, "predict")
+        [3.0]
     """
     steps = trainer.options.num_sanity_val_steps if trainer.sanity_checking else -1
     most = float("inf") if steps == -1 else steps
