@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from stratagem.native.checkpoint.weights import convert
 from torch import nn
 
 import stratagem.native.plugin
@@ -25,7 +26,6 @@ from stratagem.errors import (
     ConfigurationError,
     PluginError,
 )
-from stratagem.native.checkpoint.weights import convert
 
 INSTALL = "pip install stratagem-lightning"
 Read = Callable[[dict[str, Any], str], Any]
