@@ -12,9 +12,9 @@ from program import CORE, Program
 
 from stratagem import __version__
 from stratagem.cli import COMMANDS, run_command
-from stratagem.cli.plugins import plugin_commands
-from stratagem.cli.system import nvidia_gpus
-from stratagem.cli.tables import aligned, print_table
+from stratagem.cli.console import aligned, print_table
+from stratagem.cli.doctor import nvidia_gpus
+from stratagem.cli.program import plugin_commands
 from stratagem.discovery.registry import Registry, get_registry
 
 

@@ -39,7 +39,7 @@ from stratagem.errors import (
     CheckpointSaveError,
 )
 from stratagem.state.reading.unpickler import SafeUnpickler
-from stratagem.storage.durable_directory import DurableDirectory
+from stratagem.storage.local import DurableDirectory
 
 SCRIPT = Path(__file__).parent / "directory_scripts.py"
 
@@ -348,7 +348,7 @@ def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(
             sys.executable,
             "-c",
             "import os, pathlib, sys\n"
-            "from stratagem.storage.durable_directory import DurableDirectory\n"
+            "from stratagem.storage.local import DurableDirectory\n"
             "print(DurableDirectory(pathlib.Path(sys.argv[1]) / 'dead').temporary, flush=True)\n"
             "os.kill(os.getpid(), 9)",
             str(tmp_path),

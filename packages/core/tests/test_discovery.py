@@ -33,8 +33,7 @@ from stratagem.discovery.entry_points import (
     why_incompatible,
 )
 from stratagem.discovery.installed import version_of
-from stratagem.discovery.loading import PluginReport
-from stratagem.discovery.registry import Registry
+from stratagem.discovery.registry import PluginReport, Registry
 from stratagem.errors import AmbiguousNameError, ConfigurationError, PluginError, UnknownNameError
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -521,7 +520,7 @@ def test_a_plugin_of_a_later_api_says_what_was_expected_and_what_to_install(
 def test_a_plugin_of_an_earlier_api_is_told_to_be_newer(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.discovery.loading.PLUGIN_API_VERSION", 2)
+    monkeypatch.setattr("stratagem.discovery.registry.PLUGIN_API_VERSION", 2)
     site.install("stranger")
     module = plugin_of(strategy("mine"))
     monkeypatch.setitem(sys.modules, "plugin_module", module)
@@ -537,14 +536,14 @@ def test_a_plugin_of_an_earlier_api_is_told_to_be_newer(
 def test_a_core_of_any_later_version_takes_a_plugin_of_its_api(
     core: str, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.discovery.loading.__version__", core)
+    monkeypatch.setattr("stratagem.discovery.registry.__version__", core)
     assert installed_with(site, monkeypatch, "stratagem-core>=0.1").status == "loaded"
 
 
 def test_a_core_beyond_what_a_plugin_requires_leaves_it_out_before_its_import(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.discovery.loading.__version__", "0.2.0")
+    monkeypatch.setattr("stratagem.discovery.registry.__version__", "0.2.0")
     report = installed_with(site, monkeypatch, "stratagem-core<0.2,>=0.1")
     assert (report.status, report.stage) == ("incompatible", "metadata")
     assert report.reason == (

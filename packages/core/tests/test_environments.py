@@ -25,7 +25,7 @@ import pytest
 import torch.distributed
 
 from stratagem.discovery.registry import get_registry
-from stratagem.distributed.diagnosis.bounded_store import BoundedStore
+from stratagem.distributed.diagnosis.status_exchange import BoundedStore
 from stratagem.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,

@@ -23,8 +23,8 @@ from stratagem import Lite, Module, Trainer
 from stratagem.accelerators import CPUAccelerator
 from stratagem.environments import PlainEnvironment
 from stratagem.errors import ConfigurationError
-from stratagem.launch.cores import threads_per_rank
 from stratagem.launch.environment import environment_of_request
+from stratagem.launch.process import threads_per_rank
 from stratagem.launch.rank import OWNER_VARIABLE
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 

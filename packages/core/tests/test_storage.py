@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from stratagem import Lite, Module, Trainer
 from stratagem.checkpoint import DirectoryCheckpointIO, SingleFileCheckpointIO
-from stratagem.checkpoint.describe import describe_checkpoint
+from stratagem.checkpoint.catalog import describe_checkpoint
 from stratagem.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,

@@ -113,7 +113,7 @@ if len(sys.argv) > 1:
     taken = os.open("taken", os.O_WRONLY | os.O_CREAT)
     assert taken == 1
     os.set_inheritable(1, True)
-from stratagem.launch.streams import open_standard_streams
+from stratagem.launch.process import open_standard_streams
 open_standard_streams()
 print("to stdout", flush=True)
 print("to stderr", file=sys.stderr, flush=True)

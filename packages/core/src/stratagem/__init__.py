@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from stratagem.callbacks import Callback as Callback
-    from stratagem.discovery.strategy_registry import StrategyRegistry as StrategyRegistry
+    from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
     from stratagem.lite.lite import Lite as Lite
     from stratagem.module import DataModule as DataModule, Module as Module
     from stratagem.rng import seed_everything as seed_everything
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "stratagem.callbacks": "Callback",
-        "stratagem.discovery.strategy_registry": "StrategyRegistry",
+        "stratagem.discovery.registry": "StrategyRegistry",
         "stratagem.lite.lite": "Lite",
         "stratagem.module": "DataModule Module",
         "stratagem.rng": "seed_everything",

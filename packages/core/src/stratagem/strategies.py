@@ -9,7 +9,7 @@ from stratagem.discovery.exports import exporter
 if TYPE_CHECKING:
     from stratagem.compile.modules import adopt_compiled as adopt_compiled, own_module as own_module
     from stratagem.discovery.capabilities import Capabilities as Capabilities
-    from stratagem.discovery.strategy_registry import StrategyRegistry as StrategyRegistry
+    from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
     from stratagem.distributed.activation_checkpointing import (
         ActivationCheckpointing as ActivationCheckpointing,
         apply_activation_checkpointing as apply_activation_checkpointing,
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from stratagem.native.strategies.model_parallel import (
         ModelParallelStrategy as ModelParallelStrategy,
     )
-    from stratagem.plan.compilation import Compilation as Compilation
     from stratagem.plan.step_options import (
+        Compilation as Compilation,
         GradientClip as GradientClip,
         StepOptions as StepOptions,
         seconds as seconds,
@@ -65,7 +65,7 @@ else:
         {
             "stratagem.compile.modules": "adopt_compiled own_module",
             "stratagem.discovery.capabilities": "Capabilities",
-            "stratagem.discovery.strategy_registry": "StrategyRegistry",
+            "stratagem.discovery.registry": "StrategyRegistry",
             "stratagem.distributed.activation_checkpointing": (
                 "ActivationCheckpointing apply_activation_checkpointing "
                 "check_activation_checkpointing"
@@ -83,7 +83,6 @@ else:
             "stratagem.interfaces.strategy": "Strategy",
             "stratagem.native.single_device": "SingleDeviceStrategy",
             "stratagem.native.strategies.communication_hooks": "CommHook CommWrapper",
-            "stratagem.plan.compilation": "Compilation",
-            "stratagem.plan.step_options": "GradientClip StepOptions seconds",
+            "stratagem.plan.step_options": "Compilation GradientClip StepOptions seconds",
         },
     )

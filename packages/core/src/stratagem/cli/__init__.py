@@ -10,27 +10,29 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stratagem.launch.streams import open_standard_streams
+from stratagem.launch.process import open_standard_streams
 
 if TYPE_CHECKING:
-    from stratagem.cli.arguments import at_least as at_least, parser_of as parser_of
+    from stratagem.cli.console import (
+        at_least as at_least,
+        parser_of as parser_of,
+        print_table as print_table,
+    )
     from stratagem.cli.doctor import (
         SLOW_IMPORT as SLOW_IMPORT,
         listed_component as listed_component,
         plugins_checks as plugins_checks,
     )
-    from stratagem.cli.plugins import failed_commands as failed_commands
+    from stratagem.cli.program import failed_commands as failed_commands
     from stratagem.cli.strategies import why_not as why_not
-    from stratagem.cli.tables import print_table as print_table
 
     def __getattr__(name: str) -> Any: ...  # names that installed distributions add
 else:
     _HOMES = {
-        "stratagem.cli.arguments": "at_least parser_of",
+        "stratagem.cli.console": "at_least parser_of print_table",
         "stratagem.cli.doctor": "SLOW_IMPORT listed_component plugins_checks",
-        "stratagem.cli.plugins": "failed_commands",
+        "stratagem.cli.program": "failed_commands",
         "stratagem.cli.strategies": "why_not",
-        "stratagem.cli.tables": "print_table",
     }
 
     def __getattr__(name: str) -> Any:

@@ -12,9 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stratagem.checkpoint.describe import Description, describe_checkpoint
-from stratagem.cli.arguments import parser_of
-from stratagem.cli.tables import print_table
+from stratagem.checkpoint.catalog import Description, describe_checkpoint
+from stratagem.cli.console import parser_of, print_table
 from stratagem.errors import CheckpointError
 
 _INSPECT = """Show who saved a checkpoint, under what, and what is in it.

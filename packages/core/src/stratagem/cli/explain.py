@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from stratagem.cli.arguments import parser_of
+from stratagem.cli.console import parser_of
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import StratagemError
 from stratagem.plan.plan import RunRequest

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stratagem.cli.arguments import at_least
+from stratagem.cli.console import at_least
 from stratagem.errors import StratagemError
 from stratagem.launch import network, rank
-from stratagem.launch.cores import threads_per_rank
 from stratagem.launch.environment import rank_environment
+from stratagem.launch.process import threads_per_rank
 from stratagem.launch.supervisor import Command, Failure, Output, RankProcesses
 
 SUMMARY = "Run a script in several processes, one for each device."

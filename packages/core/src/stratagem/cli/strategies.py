@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stratagem.cli.arguments import parser_of
-from stratagem.cli.tables import print_table
+from stratagem.cli.console import parser_of, print_table
 from stratagem.discovery import Availability, ComponentSpec, StrategySpec
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.registry import Candidate, Registry, get_registry, says_its_preset

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.plan.compilation import Compilation
+from stratagem.plan.step_options import Compilation
 
 _MARK = "_stratagem_compiled"
 _codes: dict[Any, CodeType] = {}

@@ -53,19 +53,20 @@ if TYPE_CHECKING:
     )
     from stratagem.discovery.installed import (
         TorchBuild as TorchBuild,
+        find_module as find_module,
         require_package as require_package,
         torch_build as torch_build,
         version_of as version_of,
+        why_missing as why_missing,
     )
-    from stratagem.discovery.loading import PluginReport as PluginReport
     from stratagem.discovery.registry import (
         Candidate as Candidate,
+        PluginReport as PluginReport,
         Registry as Registry,
         get_registry as get_registry,
         nearest_of as nearest_of,
     )
     from stratagem.discovery.specs import load_target as load_target
-    from stratagem.discovery.targets import find_module as find_module, why_missing as why_missing
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -78,11 +79,13 @@ else:
                 "misplaced_entries normalise read_text why_not_lasting"
             ),
             "stratagem.discovery.hints": "distribution_of installation_hint names_by_distribution",
-            "stratagem.discovery.installed": "TorchBuild require_package torch_build version_of",
-            "stratagem.discovery.loading": "PluginReport",
-            "stratagem.discovery.registry": "Candidate Registry get_registry nearest_of",
+            "stratagem.discovery.installed": (
+                "TorchBuild find_module require_package torch_build version_of why_missing"
+            ),
+            "stratagem.discovery.registry": (
+                "Candidate PluginReport Registry get_registry nearest_of"
+            ),
             "stratagem.discovery.specs": "load_target",
-            "stratagem.discovery.targets": "find_module why_missing",
         },
     )[0]
 

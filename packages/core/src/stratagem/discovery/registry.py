@@ -1,17 +1,20 @@
-"""The registry: every component by kind and name, where it came from, and what went wrong."""
+"""The registry: loads plugins, and finds each component by kind and name."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pluggy
 
 from stratagem import __version__
 from stratagem.discovery import hookspecs
+from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.entry_points import (
     CORE,
     DISABLE_VARIABLE,
@@ -19,10 +22,11 @@ from stratagem.discovery.entry_points import (
     installed_entries,
     misplaced_entries,
     normalise,
+    why_disabled,
+    why_incompatible,
 )
 from stratagem.discovery.hints import distribution_of, installation_hint
-from stratagem.discovery.loading import PluginReport, load_plugin
-from stratagem.discovery.specs import ComponentSpec
+from stratagem.discovery.specs import PLUGIN_API_VERSION, ComponentSpec, StrategySpec
 from stratagem.errors import (
     AmbiguousNameError,
     ConfigurationError,
@@ -30,6 +34,182 @@ from stratagem.errors import (
     StratagemError,
     UnknownNameError,
 )
+
+Key = tuple[str, str]
+"""A kind, and a name in lower case."""
+
+_LONGEST = 100
+"""Characters of what a plugin has returned, in a message."""
+
+
+@dataclass(frozen=True)
+class PluginReport:
+    """What became of one entry point.
+
+    Attributes:
+        distribution, version, entry_point, value: where it stands.
+        status: "loaded", "disabled", "incompatible" or "broken".
+        stage: where it stopped: "environment", "metadata", "import", "hooks" or "specs".
+        reason: why it is not loaded, in one line; empty if it is.
+        detail: the traceback, for a broken one.
+        seconds: how long importing it took.
+        components: how many components it provides.
+        notes: its author's mistakes that do not stop it, such as a reserved name that it claims.
+    """
+
+    distribution: str
+    version: str
+    entry_point: str
+    value: str
+    status: Literal["loaded", "disabled", "incompatible", "broken"]
+    stage: str = ""
+    reason: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+    components: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def load_plugin(
+    entry: PluginEntry,
+    environ: Mapping[str, str],
+    plugins: pluggy.PluginManager,
+    claimed: Collection[Key],
+) -> tuple[PluginReport, list[ComponentSpec]]:
+    """Return what became of an entry point, and the specs that it provides.
+
+    Args:
+        entry: what to load.
+        environ: where the variables that disable plugins are read.
+        plugins: its hooks are registered here, unless it fails.
+        claimed: the names that its distribution has claimed already.
+    """
+    report = PluginReport(
+        entry.distribution, entry.version, entry.name, entry.value, status="loaded"
+    )
+    if reason := why_disabled(entry, environ):
+        return replace(report, status="disabled", stage="environment", reason=reason), []
+    if reason := why_incompatible(entry, __version__):
+        return replace(report, status="incompatible", stage="metadata", reason=reason), []
+
+    name = f"{entry.distribution}:{entry.name}"
+    had_torch = "torch" in sys.modules
+    # The boundary at which a plugin's failure is isolated: whatever it raises (an SDK may raise
+    # OSError or even call sys.exit) becomes its report, and discovery goes on.
+    stage, began = "import", time.perf_counter()
+    try:
+        plugin = entry.load()
+        report = replace(report, seconds=time.perf_counter() - began)
+        stage = "hooks"
+        _register_hooks(plugin, name, plugins, entry.value)
+        stage = "specs"
+        specs = _specs_of(plugin, plugins)
+        _refuse_repeated_names(specs, entry.distribution, claimed)
+    except (Exception, SystemExit) as error:
+        import traceback  # which takes as long to import as all plugins, and is seldom needed
+
+        plugins.unregister(name=name)
+        broken = replace(
+            report,
+            status="broken",
+            stage=stage,
+            reason=f"{type(error).__name__}: {error}".strip().replace("\n", " "),
+            detail="".join(traceback.format_exception(error)),
+            seconds=time.perf_counter() - began,
+        )
+        return broken, []
+
+    if reason := _why_other_api(specs, entry.distribution):
+        plugins.unregister(name=name)
+        return replace(report, status="incompatible", stage="specs", reason=reason), []
+    notes: tuple[str, ...] = ()
+    if not had_torch and "torch" in sys.modules:
+        notes = (
+            f"{entry.value} imports torch ({report.seconds:.1f} s), which every program that uses "
+            "Stratagem pays: import it in the modules that the specs' targets name",
+        )
+    return replace(report, components=len(specs), notes=notes), specs
+
+
+def _register_hooks(plugin: object, name: str, plugins: pluggy.PluginManager, value: str) -> None:
+    plugins.register(plugin, name=name)
+    callers = plugins.get_hookcallers(plugin)
+    if not callers:
+        module, _, attribute = value.partition("[")[0].partition(":")
+        of_object = (
+            f"; its entry point names {attribute.strip()!r} in the module {module.strip()}: where "
+            "the hooks are functions of a module, name that alone"
+        )
+        raise PluginError(
+            "it implements no hook; expected functions decorated with stratagem.discovery.hookimpl"
+            + of_object * bool(attribute)
+        )
+    for caller in callers:
+        if not caller.has_spec():
+            raise PluginError(
+                f"it implements {caller.name!r}, which is not a hook of Stratagem; hooks are "
+                + ", ".join(n for n in dir(hookspecs) if n.startswith("stratagem_"))
+            )
+
+
+def _specs_of(plugin: object, plugins: pluggy.PluginManager) -> list[ComponentSpec]:
+    specs: list[ComponentSpec] = []
+    for implementation in plugins.hook.stratagem_components.get_hookimpls():
+        if implementation.plugin is plugin:
+            returned: Any = implementation.function()
+            if not isinstance(returned, Iterable):
+                raise PluginError(
+                    f"stratagem_components() returned {_shortly(returned)}; expected an iterable "
+                    "of ComponentSpec objects: yield each of them"
+                )
+            specs.extend(returned)
+    for spec in specs:
+        if not isinstance(spec, ComponentSpec):
+            raise PluginError(
+                f"stratagem_components() returned {_shortly(spec)} among its specs; expected "
+                "ComponentSpec objects such as StrategySpec"
+            )
+    return specs
+
+
+def _shortly(found: object) -> str:
+    """Return what a plugin has returned, for a message: of a spec only whose it is."""
+    if isinstance(found, ComponentSpec):
+        return f"the {found.kind} spec {found.name!r}"
+    text = repr(found)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _refuse_repeated_names(
+    specs: Iterable[ComponentSpec], distribution: str, claimed: Collection[Key]
+) -> None:
+    """Refuse a name that a distribution claims twice: no qualified form would be unique."""
+    seen = set(claimed)
+    for spec in specs:
+        for name in (spec.name, *spec.aliases):
+            key = (spec.kind, name.casefold())
+            if key in seen:
+                raise PluginError(
+                    f"{distribution} provides the {spec.kind} name {name!r} twice; expected "
+                    "each name and alias once in a distribution"
+                )
+            seen.add(key)
+
+
+def _why_other_api(specs: Iterable[ComponentSpec], distribution: str) -> str:
+    """Return which spec was made for another version of the plugin API; "": none."""
+    for spec in specs:
+        if spec.api_version != PLUGIN_API_VERSION:
+            remedy = f"install a release of {distribution} made for version {PLUGIN_API_VERSION}"
+            if spec.api_version > PLUGIN_API_VERSION:
+                remedy = f"pip install --upgrade {CORE}, or {remedy}"
+            return (
+                f"its {spec.kind} {spec.name!r} was made for plugin API version "
+                f"{spec.api_version}, but {CORE} {__version__} has version "
+                f"{PLUGIN_API_VERSION}: {remedy}"
+            )
+    return ""
+
 
 RUN_TIME = "registered-in-this-process"
 """Stands for the distribution of what code registered at run time."""
@@ -360,3 +540,98 @@ def nearest_of(name: str, known: list[str]) -> str:
     best = max(ratios.values(), default=0.0)
     among = [one for one in near if ratios[one] > best - 0.15]
     return min(among, key=lambda one: abs(len(one) - len(name)), default="")
+
+
+class _StrategyRegistry:
+    """Strategies by name, for code that registers them at run time.
+
+    Example:
+        >>> from stratagem import StrategyRegistry
+        >>> from stratagem.strategies import DDPStrategy
+        >>> StrategyRegistry.register("ddp_static", DDPStrategy, description="DDP, static graph",
+        ...                           static_graph=True)
+        >>> "ddp_static" in StrategyRegistry.available_strategies()
+        True
+        >>> StrategyRegistry.remove("ddp_static")
+    """
+
+    def register(
+        self,
+        name: str,
+        strategy: type[Any],
+        *,
+        description: str = "",
+        override: bool = False,
+        **init_params: Any,
+    ) -> None:
+        """Make `Trainer(strategy=name)` mean `strategy(**init_params)`, in this process.
+
+        Args:
+            name: the name to select it by.
+            strategy: a Strategy class.
+            description: one line for listings.
+            override: replace a strategy that has this name.
+            **init_params: keyword arguments of the class.
+
+        Raises:
+            ConfigurationError: the name is taken and `override` is False; or `strategy` is not a
+                Strategy class.
+        """
+        capabilities = getattr(strategy, "capabilities", None)
+        if not isinstance(strategy, type) or not isinstance(capabilities, Capabilities):
+            raise ConfigurationError(
+                f"StrategyRegistry.register({name!r}, ...) expected a subclass of "
+                f"stratagem.strategies.Strategy, received {strategy!r}"
+            )
+        get_registry().add(
+            StrategySpec(
+                name=name,
+                target=strategy,
+                api_version=PLUGIN_API_VERSION,
+                summary=description or (strategy.__doc__ or "").strip().partition("\n")[0],
+                init_args=init_params,
+                capabilities=capabilities,
+            ),
+            override=override,
+        )
+
+    def get(self, name: str) -> Any:
+        """Return a new instance of a strategy, with its preset arguments.
+
+        Raises:
+            UnknownNameError: no strategy has that name.
+        """
+        return get_registry().find("strategy", name).spec.build()
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        """Return what is registered: "strategy", its class, with "init_params" and "description".
+
+        Raises:
+            UnknownNameError: no strategy has that name.
+        """
+        spec = get_registry().find("strategy", name).spec
+        return {
+            "strategy": spec.load(),
+            "strategy_name": spec.name,
+            "description": spec.summary,
+            "init_params": dict(spec.init_args),
+        }
+
+    def remove(self, name: str) -> None:
+        """Take back a registration made in this process; what it had replaced is found again."""
+        get_registry().remove("strategy", name)
+
+    def available_strategies(self) -> list[str]:
+        """Return the names of all strategies, discovered and registered, sorted."""
+        return get_registry().names("strategy")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.available_strategies()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.available_strategies())
+
+
+StrategyRegistry = _StrategyRegistry()
+"""Strategies by name; see `register`, `get`, `remove` and `available_strategies`;
+`StrategyRegistry["ddp"]` is what is registered."""

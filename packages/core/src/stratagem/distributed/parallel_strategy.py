@@ -15,7 +15,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.components import Components
 from stratagem.interfaces.ranks import DataSplit, Ranks
 from stratagem.interfaces.strategy import Strategy
-from stratagem.launch.cores import threads_per_rank
+from stratagem.launch.process import threads_per_rank
 
 _LONGEST_TIMEOUT = 10 * 365 * 86400.0
 

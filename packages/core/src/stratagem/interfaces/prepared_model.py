@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from stratagem.compile.modules import compile_model
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.step_module import StepModule
-from stratagem.plan.compilation import Compilation
+from stratagem.plan.step_options import Compilation
 
 Optimizers = Sequence[Optimizer] | Callable[[], Sequence[Optimizer]]
 

@@ -43,7 +43,6 @@ from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.interfaces.launcher import Launcher as Launcher
-    from stratagem.launch.cores import available_cores as available_cores
     from stratagem.launch.environment import rank_environment as rank_environment
     from stratagem.launch.network import free_port as free_port
     from stratagem.launch.packed import (
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
         rank_failure as rank_failure,
         run_packed as run_packed,
     )
+    from stratagem.launch.process import available_cores as available_cores
     from stratagem.launch.rank import (
         LISTEN_FD_VARIABLE as LISTEN_FD_VARIABLE,
         this_rank as this_rank,
@@ -62,8 +62,11 @@ if TYPE_CHECKING:
         rank_zero_warn as rank_zero_warn,
     )
     from stratagem.launch.watch import run_as_rank as run_as_rank
-    from stratagem.plan.plan import RunPlan as RunPlan, RunRequest as RunRequest
-    from stratagem.plan.selection import Selection as Selection
+    from stratagem.plan.plan import (
+        RunPlan as RunPlan,
+        RunRequest as RunRequest,
+        Selection as Selection,
+    )
     from stratagem.state.safe_data import (
         pack_result as pack_result,
         unpack_result as unpack_result,
@@ -73,7 +76,7 @@ else:
         __name__,
         {
             "stratagem.interfaces.launcher": "Launcher",
-            "stratagem.launch.cores": "available_cores",
+            "stratagem.launch.process": "available_cores",
             "stratagem.launch.environment": "rank_environment",
             "stratagem.launch.network": "free_port",
             "stratagem.launch.packed": "pack rank_failure run_packed",
@@ -82,8 +85,7 @@ else:
                 "rank_zero_debug rank_zero_info rank_zero_only rank_zero_warn"
             ),
             "stratagem.launch.watch": "run_as_rank",
-            "stratagem.plan.plan": "RunPlan RunRequest",
-            "stratagem.plan.selection": "Selection",
+            "stratagem.plan.plan": "RunPlan RunRequest Selection",
             "stratagem.state.safe_data": "pack_result unpack_result",
         },
     )

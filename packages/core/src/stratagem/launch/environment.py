@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from stratagem.launch.cores import threads_per_rank
+from stratagem.launch.process import threads_per_rank
 from stratagem.launch.rank import LAUNCH_VARIABLE, forget_foreign_variables
 
 

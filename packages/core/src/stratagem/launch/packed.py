@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError, RankFailedError
 from stratagem.launch import rank
-from stratagem.launch.streams import open_standard_streams
+from stratagem.launch.process import open_standard_streams
 from stratagem.launch.supervisor import Failure
 from stratagem.launch.watch import run_as_rank
 

@@ -9,7 +9,7 @@ from stratagem.loggers.logger import Logger as Logger
 
 if TYPE_CHECKING:
     from stratagem.loggers.csv_logger import CSVLogger as CSVLogger
-    from stratagem.loggers.parameters import (
+    from stratagem.loggers.logger import (
         as_mapping as as_mapping,
         as_plain as as_plain,
     )
@@ -25,8 +25,7 @@ else:
         "logger",
         {
             "stratagem.loggers.csv_logger": "CSVLogger",
-            "stratagem.loggers.logger": "Logger",
-            "stratagem.loggers.parameters": "as_mapping as_plain",
+            "stratagem.loggers.logger": "Logger as_mapping as_plain",
             "stratagem.loggers.version_folder": "VersionFolder local_folder",
         },
     )

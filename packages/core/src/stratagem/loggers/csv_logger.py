@@ -13,8 +13,7 @@ from typing import IO, Any, BinaryIO, Literal
 from torch import Tensor
 
 from stratagem.errors import ConfigurationError
-from stratagem.loggers.logger import Logger
-from stratagem.loggers.parameters import as_mapping, as_plain
+from stratagem.loggers.logger import Logger, as_mapping, as_plain
 from stratagem.loggers.version_folder import VersionFolder, local_folder
 
 _PIECE = 2**20

@@ -8,16 +8,17 @@ from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
     from stratagem.plan.cluster import CLUSTER_VARIABLE as CLUSTER_VARIABLE
-    from stratagem.plan.components import probe_accelerator as probe_accelerator
-    from stratagem.plan.devices import parse_devices as parse_devices
+    from stratagem.plan.components import (
+        parse_devices as parse_devices,
+        probe_accelerator as probe_accelerator,
+    )
     from stratagem.plan.resolution import resolve as resolve
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
             "stratagem.plan.cluster": "CLUSTER_VARIABLE",
-            "stratagem.plan.components": "probe_accelerator",
-            "stratagem.plan.devices": "parse_devices",
+            "stratagem.plan.components": "parse_devices probe_accelerator",
             "stratagem.plan.resolution": "resolve",
         },
     )

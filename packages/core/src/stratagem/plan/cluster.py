@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from stratagem.discovery.registry import Candidate
 from stratagem.discovery.specs import ClusterEnvironmentSpec, asked_function
 from stratagem.errors import ConfigurationError, UnknownNameError
-from stratagem.plan.selection import NAMED, Resolution, Selection, given, selection_of
+from stratagem.plan.plan import NAMED, Resolution, Selection, given, selection_of
 
 CLUSTER_VARIABLE = "STRATAGEM_CLUSTER"
 """Names the cluster environment; "none" switches detection off."""

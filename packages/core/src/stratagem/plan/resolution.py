@@ -15,22 +15,24 @@ from stratagem.discovery.registry import Registry
 from stratagem.discovery.specs import Availability, PrecisionSpec, StrategySpec, asked_function
 from stratagem.errors import ConfigurationError
 from stratagem.plan.cluster import CLUSTER_VARIABLE, Cluster, find_cluster
-from stratagem.plan.compilation import check_compiles
 from stratagem.plan.components import (
     asked_launcher,
     choose_accelerator,
     choose_checkpoint_io,
+    choose_devices,
     choose_launcher,
+    choose_num_nodes,
     choose_precision,
     cluster_of_ranks,
+    devices_elsewhere,
     probe_accelerator,
 )
-from stratagem.plan.devices import choose_devices, choose_num_nodes, devices_elsewhere
-from stratagem.plan.plan import RunPlan, RunRequest
-from stratagem.plan.selection import (
+from stratagem.plan.plan import (
     GIVEN,
     NAMED,
     Resolution,
+    RunPlan,
+    RunRequest,
     Selection,
     accepts,
     capabilities_of,
@@ -39,6 +41,7 @@ from stratagem.plan.selection import (
     presets,
     supports,
 )
+from stratagem.plan.step_options import check_compiles
 
 
 def resolve(

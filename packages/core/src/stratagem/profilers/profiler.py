@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
-from stratagem.launch.streams import printable
+from stratagem.launch.process import printable
 
 Result = TypeVar("Result")
 

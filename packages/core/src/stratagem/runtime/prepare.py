@@ -17,8 +17,8 @@ from stratagem.errors import ConfigurationError, PluginError
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
 from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.strategy import Strategy
-from stratagem.plan.compilation import Compilation, check_compiles
 from stratagem.plan.plan import RunPlan
+from stratagem.plan.step_options import Compilation, check_compiles
 
 Compile = bool | Mapping[str, Any] | None
 """What `Lite.setup` takes as `compile`."""

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from stratagem._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from stratagem.storage.durable_directory import DurableDirectory as DurableDirectory
-    from stratagem.storage.local import sync_directory as sync_directory
+    from stratagem.storage.local import (
+        DurableDirectory as DurableDirectory,
+        sync_directory as sync_directory,
+    )
     from stratagem.storage.paths import (
         Location as Location,
         check_is_new as check_is_new,
@@ -25,8 +27,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "stratagem.storage.durable_directory": "DurableDirectory",
-            "stratagem.storage.local": "sync_directory",
+            "stratagem.storage.local": "DurableDirectory sync_directory",
             "stratagem.storage.paths": (
                 "Location check_is_new exists is_url join parse_user_path read to_location "
                 "try_folder write"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigurationError
-from stratagem.plan.selection import supports
+from stratagem.plan.plan import supports
 from stratagem.runtime.runtime import Runtime
 from stratagem.storage import paths
 

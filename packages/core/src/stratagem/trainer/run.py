@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from stratagem.callbacks.callback import LOGGED
 from stratagem.errors import ConfigurationError, UserCodeError
+from stratagem.launch.process import printable
 from stratagem.launch.rank import this_rank
-from stratagem.launch.streams import printable
 from stratagem.runtime.device_errors import explain_device_error
 from stratagem.runtime.optimizer import wrap_optimizer
 from stratagem.runtime.prepare import prepare, release

@@ -21,9 +21,8 @@ from stratagem.launch.rank import leave_unprinted
 from stratagem.loggers.adapted import Loggers, make_loggers
 from stratagem.module.datamodule import DataModule
 from stratagem.module.module import Module
-from stratagem.plan.compilation import Compilation
 from stratagem.plan.plan import RunPlan
-from stratagem.plan.step_options import StepOptions, gradient_clip, seconds
+from stratagem.plan.step_options import Compilation, StepOptions, gradient_clip, seconds
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
 from stratagem.runtime.request import Devices, Plugin, as_list
 from stratagem.runtime.runtime import Runtime

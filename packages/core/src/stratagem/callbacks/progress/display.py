@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
-from stratagem.launch.streams import printable
+from stratagem.launch.process import printable
 from stratagem.plan.plan import is_interactive
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from stratagem.callbacks.callback import Callback
 from stratagem.data.pytree import move_to_device
 from stratagem.errors import ConfigurationError
-from stratagem.launch.streams import printable
+from stratagem.launch.process import printable
 from stratagem.rng import preserve_rng_state
 
 if TYPE_CHECKING:

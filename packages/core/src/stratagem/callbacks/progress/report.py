@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.utils.data import TensorDataset
 
 from stratagem.callbacks.progress.model_summary import ModelSummary, full_numel, short_count
-from stratagem.launch.cores import available_cores
+from stratagem.launch.process import available_cores
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module

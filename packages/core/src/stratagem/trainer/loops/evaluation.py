@@ -12,7 +12,7 @@ import torch
 
 from stratagem.data.combined_loader import CombinedLoader
 from stratagem.errors import UserCodeError
-from stratagem.launch.streams import printable
+from stratagem.launch.process import printable
 from stratagem.trainer.hooks import is_users, positional_parameters
 from stratagem.trainer.loaders.loaders import set_epoch_of
 from stratagem.trainer.metrics.log_buffer import LogBuffer

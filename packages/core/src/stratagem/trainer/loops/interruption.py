@@ -12,8 +12,8 @@ from typing import Any
 
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import Ranks
+from stratagem.launch.process import printable
 from stratagem.launch.rank import this_rank
-from stratagem.launch.streams import printable
 
 _EVERY = 0.5
 """Seconds between two exchanges with the other ranks, as far as steps allow."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.checkpoint.catalog import find_all, first_whole
-from stratagem.checkpoint.describe import describe_checkpoint
+from stratagem.checkpoint.catalog import describe_checkpoint, find_all, first_whole
 from stratagem.errors import CheckpointError, CheckpointNotFoundError
 from stratagem.storage import paths
 from stratagem.trainer.resume.restarts import Restarts

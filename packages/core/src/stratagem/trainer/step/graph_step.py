@@ -18,7 +18,7 @@ from stratagem.trainer.step.step import Step
 
 if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import PreparedModel
-    from stratagem.plan.compilation import Compilation
+    from stratagem.plan.step_options import Compilation
     from stratagem.trainer.run import Run
 
 _HOOKS = (

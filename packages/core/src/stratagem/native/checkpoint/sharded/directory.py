@@ -35,8 +35,7 @@ from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO
 from stratagem.state.safe_data import why_refused
 from stratagem.state.shards import Shards, has_shards, read_whole
 from stratagem.storage import paths
-from stratagem.storage.durable_directory import DurableDirectory
-from stratagem.storage.local import StreamedFile
+from stratagem.storage.local import DurableDirectory, StreamedFile
 
 Record = dict[str, Any]
 """What a rank tells of its part of a save, or rank 0 of all of it; "error" says why it failed."""
