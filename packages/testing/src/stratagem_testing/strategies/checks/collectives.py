@@ -166,7 +166,7 @@ def _barrier(probe: Probe) -> dict[str, list[bool]]:
         lite.ranks.barrier("of the conformance kit")
         waited.append(came.exists())
         probe.meet(f"barrier.{late}")
-    return {"waited": waited}
+    return {"ranks.barrier": waited}
 
 
 @judge_of(_barrier)
