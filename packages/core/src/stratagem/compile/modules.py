@@ -278,7 +278,7 @@ def adopt_compiled(model: nn.Module) -> None:
         >>> import torch
         >>> from torch import nn
         >>> from stratagem.strategies import adopt_compiled
-        >>> model = nn.Sequential(torch.compile(nn.Linear(1, 1)))
+        >>> model = nn.Sequential(torch.compile(nn.Linear(1, 1), backend="eager"))
         >>> adopt_compiled(model)
         >>> list(model.state_dict())
         ['0.weight', '0.bias']
