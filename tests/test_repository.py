@@ -23,6 +23,7 @@ GUESTS = [
     "stratagem-backend-cuda",
     "stratagem-backend-deepspeed",
     "stratagem-backend-hpu-ipu",
+    "stratagem-backend-xla",
     "stratagem-extras",
     "stratagem-lightning",
     "stratagem-testing",
@@ -34,7 +35,16 @@ EXTRAS_OF_CORE = {
     "lightning": "stratagem-lightning",
     **{
         name: f"stratagem-extras[{name}]"
-        for name in ("onnx", "tensorboard", "mlflow", "wandb", "comet", "neptune", "cli")
+        for name in (
+            "onnx",
+            "tensorboard",
+            "mlflow",
+            "wandb",
+            "comet",
+            "neptune",
+            "cli",
+            "safetensors",
+        )
     },
 }
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
