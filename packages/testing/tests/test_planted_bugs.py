@@ -124,7 +124,7 @@ AT_THE_END = [
 
 def item(name: str, check: str) -> Item:
     equal = name not in NOT_EQUAL
-    return Target(strategy=f"{FILE}:{name}", devices=2, parts=2, equal=equal), check
+    return Target(strategy=f"{FILE}:{name}", devices=2, data_groups=2, equal=equal), check
 
 
 def said(outcome: Outcome, check: str) -> str:

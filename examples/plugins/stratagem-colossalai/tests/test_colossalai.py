@@ -17,7 +17,7 @@ class TestColossalAI(StrategyConformance):
     strategy = "colossalai"
     deadline = 400.0  # importing colossalai takes a minute on busy cores
     # Importing colossalai sets it.
-    kept = ("the environment variable CUDA_DEVICE_MAX_CONNECTIONS",)
+    allowed_leftovers = ("the environment variable CUDA_DEVICE_MAX_CONNECTIONS",)
 
 
 def test_plugins_that_need_a_gpu_are_refused_with_the_reason() -> None:

@@ -38,7 +38,7 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Result:
     """What a check is judged by.
 
     Attributes:
@@ -64,7 +64,7 @@ class Found:
         return self.capabilities.replicated and not self.capabilities.sharded_state
 
 
-Judge = Callable[[Found], None]
+Judge = Callable[[Result], None]
 """Raises AssertionError with what is wrong."""
 
 
@@ -138,5 +138,5 @@ def judge_of(judged: Check) -> Callable[[Judge], Judge]:
     return register
 
 
-def _unjudged(found: Found) -> None:
+def _unjudged(found: Result) -> None:
     raise NotImplementedError("a check that nobody judges")

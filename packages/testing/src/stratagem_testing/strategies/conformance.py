@@ -27,8 +27,8 @@ class StrategyConformance(Conformance):
             the top of a module; or the place of one, "package.module:name".
         accelerator: a discovered name.
         devices: how many ranks; None: 2, or 1 where the capabilities say `one_process`.
-        parts: into how many parts the data is divided; None: as many as there are ranks. Fewer
-            where ranks work on the same batches (tensor parallel, stages of a pipeline).
+        data_groups: the number of groups of ranks with different data; None: one for each rank.
+            Ranks that work on the same batches (tensor parallel, stages of a pipeline) are one group.
         tolerance: how far a loss may be from `single_device`'s, relative and absolute, in float32.
         models: functions without arguments that make a model of inputs (n, 6) and outputs (n, 1),
             which is trained beside the kit's own.
@@ -37,8 +37,8 @@ class StrategyConformance(Conformance):
             first loss is compared, and training has to make losses smaller.
         zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero, as
             flat buffers of gradients have it: weight decay and momentum move it on.
-        kept: what a library that the strategy stands on keeps until its process ends, and gives no
-            way to end: the beginnings of what the kit says is left ("the thread TimeoutManager").
+        allowed_leftovers: resources that a library of the strategy keeps until its process ends:
+            the beginnings of the kit's descriptions, such as "the thread TimeoutManager".
         deadline: seconds that a check may take.
 
     Example:
@@ -52,12 +52,12 @@ class StrategyConformance(Conformance):
     strategy: ClassVar[str | Callable[..., Any]]
     accelerator: ClassVar[str] = "cpu"
     devices: ClassVar[int | None] = None
-    parts: ClassVar[int | None] = None
+    data_groups: ClassVar[int | None] = None
     tolerance: ClassVar[float] = 1e-5
     models: ClassVar[Sequence[str | Callable[[], Any]]] = ()
     equal_to_single_device: ClassVar[bool | None] = None
     zeros_for_unused: ClassVar[bool] = False
-    kept: ClassVar[Sequence[str]] = ()
+    allowed_leftovers: ClassVar[Sequence[str]] = ()
 
     @classmethod
     def target(cls) -> Target:
@@ -72,12 +72,12 @@ class StrategyConformance(Conformance):
             strategy=strategy,
             accelerator=cls.accelerator,
             devices=devices,
-            parts=((1 if one else devices) if cls.parts is None else cls.parts),
+            data_groups=((1 if one else devices) if cls.data_groups is None else cls.data_groups),
             tolerance=cls.tolerance,
             models=tuple(map(place_of, cls.models)),
             equal=capabilities.replicated if equal is None else equal,
             zeros_for_unused=cls.zeros_for_unused,
-            kept=tuple(cls.kept),
+            allowed_leftovers=tuple(cls.allowed_leftovers),
         )
 
     @classmethod

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stratagem_testing.strategies.check import Found
+from stratagem_testing.strategies.check import Result
 
 Flat = Sequence[float]
 
@@ -31,7 +31,7 @@ def mean_losses(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
     return [sum(values) / len(values) for values in zip(*parts, strict=True)]
 
 
-def judge_losses(found: Found, precision: str = "32-true") -> None:
+def judge_losses(found: Result, precision: str = "32-true") -> None:
     """Compare losses, and what ranks hold, with single_device's.
 
     Raises:
@@ -62,7 +62,7 @@ def judge_losses(found: Found, precision: str = "32-true") -> None:
     judge_replicas(found, tolerance)
 
 
-def judge_losses_of(found: Found, meaning: str) -> None:
+def judge_losses_of(found: Result, meaning: str) -> None:
     """Compare losses as `judge_losses`; what a difference means here is said first."""
     try:
         judge_losses(found)
@@ -84,7 +84,7 @@ def _judge_loosely(own: Flat, expected: Flat, tolerance: float) -> None:
         )
 
 
-def judge_replicas(found: Found, tolerance: float = 1e-6) -> None:
+def judge_replicas(found: Result, tolerance: float = 1e-6) -> None:
     """Compare the whole parameters that ranks have, where capabilities say they are alike.
 
     Raises:
@@ -124,13 +124,13 @@ def judge_refusal(what: str, capability: str, said: Any, *names: str) -> None:
     )
 
 
-def judge_refused(found: Found, what: str, capability: str, *names: str) -> None:
+def judge_refused(found: Result, what: str, capability: str, *names: str) -> None:
     """Judge what every rank was to refuse in `probe.attempt`; as `judge_refusal`."""
     for told in found.ranks:
         judge_refusal(what, capability, told["refused"], *names)
 
 
-def judge_accepted(found: Found, what: str) -> None:
+def judge_accepted(found: Result, what: str) -> None:
     """Judge that no rank has refused what was tried in `probe.attempt`.
 
     Raises:

@@ -72,7 +72,7 @@ class Probe:
 
     def loader(self, samples: int, *, shuffle: bool = False) -> Any:
         """Return this rank's DataLoader; all together read batches of 8 samples."""
-        return models.loader(samples, self.target.parts, shuffle=shuffle)
+        return models.loader(samples, self.target.data_groups, shuffle=shuffle)
 
     def fit(
         self, learner: models.Learner, samples: int = 32, *, shuffle: bool = False, **options: Any
@@ -85,7 +85,7 @@ class Probe:
         trainer.fit(learner, self.loader(samples, shuffle=shuffle), ckpt_path=path)
         return trainer
 
-    def told(self, learner: models.Learner, trainer: Trainer) -> dict[str, Any]:
+    def report(self, learner: models.Learner, trainer: Trainer) -> dict[str, Any]:
         """Return what a training has come to on this rank."""
         return {
             "shard": list(trainer.ranks.data_split),

@@ -13,7 +13,7 @@ from typing import Any
 
 from stratagem_testing.processes import clean_environment, end_session
 from stratagem_testing.reports import failure_of
-from stratagem_testing.strategies.check import CHECKS, Ended, Found
+from stratagem_testing.strategies.check import CHECKS, Ended, Result
 from stratagem_testing.strategies.checks import load_checks
 from stratagem_testing.strategies.rank import Session, Work
 from stratagem_testing.strategies.target import REFERENCE, Target
@@ -44,7 +44,7 @@ class Outcome:
         failure: why; "" where none failed.
     """
 
-    found: Found | None = None
+    found: Result | None = None
     failure: str = ""
 
     def judge(self, name: str) -> None:
@@ -78,7 +78,9 @@ class Reference:
 
     def of(self, target: Target, names: Sequence[str]) -> tuple[Path, dict[str, _Ran]]:
         """Return the folder, and what came of some checks for a target; run what is missing."""
-        plain = replace(target, strategy=REFERENCE, devices=1, parts=1, tolerance=0.0, equal=True)
+        plain = replace(
+            target, strategy=REFERENCE, devices=1, data_groups=1, tolerance=0.0, equal=True
+        )
         own = self._folders.setdefault(plain, self.folder / f"reference{len(self._folders)}")
         missing = [name for name in names if (plain, name) not in self._ran]
         if missing:
@@ -162,7 +164,7 @@ class _Ran:
 
 def _plain(target: Target) -> Target:
     """Return the target of which the numbers are right."""
-    return replace(target, strategy=REFERENCE, devices=1, parts=1)
+    return replace(target, strategy=REFERENCE, devices=1, data_groups=1)
 
 
 def _work(item: Item, folder: Path, reference: Path) -> Work:
@@ -182,7 +184,7 @@ def _outcome(item: Item, ran: _Ran, references: Mapping[str, _Ran], after: _Ran 
     if after is not None and after.failure:
         return Outcome(failure=f"{REFERENCE}, with what the ranks have left: {after.failure}")
     return Outcome(
-        Found(
+        Result(
             target=target,
             capabilities=target.capabilities(),
             ranks=ran.ranks,

@@ -26,31 +26,31 @@ class Target:
             one, "package.module:name" or "/path/of/file.py:name".
         accelerator: a discovered name.
         devices: the number of ranks, or of the devices of the one process.
-        parts: into how many parts the data is divided; ranks that share a part count once.
+        data_groups: into how many parts the data is divided; ranks that share a part count once.
         tolerance: how far losses may be from those of `single_device`, relative and absolute.
         models: names of models of the kit, or places of functions that make one; see `models.py`.
         equal: whether losses are to be those of `single_device`.
         zeros_for_unused: whether a parameter without a gradient is stepped as if it were zero.
-        kept: beginnings of what may be left after the end, in the kit's words.
+        allowed_leftovers: beginnings of what may be left after the end, in the kit's words.
         search_path: folders that ranks search for modules, besides their own.
     """
 
     strategy: str
     accelerator: str = "cpu"
     devices: int = 1
-    parts: int = 1
+    data_groups: int = 1
     tolerance: float = 1e-5
     models: tuple[str, ...] = ()
     equal: bool = True
     zeros_for_unused: bool = False
-    kept: tuple[str, ...] = ()
+    allowed_leftovers: tuple[str, ...] = ()
     search_path: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Target:
         """Return a target that went through JSON, which knows no tuples."""
         fields: dict[str, Any] = dict(told)
-        for name in ("models", "kept", "search_path"):
+        for name in ("models", "allowed_leftovers", "search_path"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
 

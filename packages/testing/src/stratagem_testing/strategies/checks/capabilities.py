@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from stratagem.discovery import StrategySpec, get_registry
-from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     judge_accepted,
     judge_losses,
@@ -45,7 +45,7 @@ def _refusals(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_refusals)
-def _judge_refusals(found: Found) -> None:
+def _judge_refusals(found: Result) -> None:
     can, told = found.capabilities, found.ranks[0]
     if not can.many_devices:
         judge_refusal(
@@ -90,7 +90,7 @@ def _spec(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_spec)
-def _judge_spec(found: Found) -> None:
+def _judge_spec(found: Result) -> None:
     told = found.ranks[0]
     if not told:
         return
@@ -125,13 +125,13 @@ def _manual(probe: Probe) -> dict[str, Any]:
 
     def train() -> dict[str, Any]:
         learner = _Manual("dense", "momentum")
-        return probe.told(learner, probe.fit(learner, max_epochs=2))
+        return probe.report(learner, probe.fit(learner, max_epochs=2))
 
     return probe.attempt(train)
 
 
 @judge_of(_manual)
-def _judge_manual(found: Found) -> None:
+def _judge_manual(found: Result) -> None:
     can = found.capabilities
     what = "a Module with automatic_optimization = False"
     if not (can.manual_backward and can.backward_in_forward):
@@ -172,7 +172,7 @@ def _rebinds(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_rebinds)
-def _judge_rebinds(found: Found) -> None:
+def _judge_rebinds(found: Result) -> None:
     can = found.capabilities
     if not can.manual_backward:
         return

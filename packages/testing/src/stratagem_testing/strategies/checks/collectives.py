@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import ratio
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe
@@ -45,7 +45,7 @@ def _all_reduce(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_all_reduce)
-def _judge_reductions(found: Found) -> None:
+def _judge_reductions(found: Result) -> None:
     columns = list(zip(*(_of(rank) for rank in range(len(found.ranks))), strict=True))
     for rank, told in enumerate(found.ranks):
         assert not any(told.pop("changed")), f"all_reduce changed the tensor of rank {rank}"
@@ -75,7 +75,7 @@ def _all_gather(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_all_gather)
-def _judge_all_gather(found: Found) -> None:
+def _judge_all_gather(found: Result) -> None:
     count = len(found.ranks)
     expected = [[_of(rank)] for rank in range(count)]
     for rank, told in enumerate(found.ranks):
@@ -108,7 +108,7 @@ def _broadcast(probe: Probe) -> list[Any]:
 
 
 @judge_of(_broadcast)
-def _judge_broadcast(found: Found) -> None:
+def _judge_broadcast(found: Result) -> None:
     expected = [[src, _of(src), [src] * 3] for src in range(len(found.ranks))]
     for rank, received in enumerate(found.ranks):
         for src, (data, wanted) in enumerate(zip(received, expected, strict=True)):
@@ -136,7 +136,7 @@ def _gather(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_gather)
-def _judge_gather(found: Found) -> None:
+def _judge_gather(found: Result) -> None:
     count = len(found.ranks)
     expected = [[r, [float(r + i) for i in range(2 * r + 1)]] for r in range(count)]
     for rank, told in enumerate(found.ranks):
@@ -170,7 +170,7 @@ def _barrier(probe: Probe) -> dict[str, list[bool]]:
 
 
 @judge_of(_barrier)
-def _judge_barrier(found: Found) -> None:
+def _judge_barrier(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
         for name, waited in told.items():
             assert all(waited), (
@@ -204,7 +204,7 @@ def _reduces(name: str) -> bool:
 
 
 @judge_of(_no_sync)
-def _judge_no_sync(found: Found) -> None:
+def _judge_no_sync(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
         assert not told["held"], (
             f"a backward pass within no_sync(prepared) communicated gradients on rank {rank} "

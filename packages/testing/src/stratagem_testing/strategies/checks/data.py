@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from stratagem.callbacks import Callback
-from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import by_part, close
 from stratagem_testing.strategies.models import Learner, Numbered
 from stratagem_testing.strategies.probe import Probe
@@ -28,7 +28,7 @@ def _sampler(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_sampler)
-def _judge_sampler(found: Found) -> None:
+def _judge_sampler(found: Result) -> None:
     world = len(found.ranks)
     for rank, told in enumerate(found.ranks):
         assert told["rank"] == [rank, world], (
@@ -40,8 +40,8 @@ def _judge_sampler(found: Found) -> None:
         )
         assert told["shards"] == found.ranks[0]["shards"], "ranks disagree on the parts of the data"
     parts = len({told["shard"][0] for told in found.ranks})
-    assert parts == found.target.parts, (
-        f"ranks divide the data into {parts} part(s), expected {found.target.parts}: say "
+    assert parts == found.target.data_groups, (
+        f"ranks divide the data into {parts} part(s), expected {found.target.data_groups}: say "
         "parts = ... in the test where ranks share their data"
     )
     for told in found.ranks:
@@ -55,7 +55,7 @@ def _judge_sampler(found: Found) -> None:
         "batch was dropped"
     )
     twice = len(read) - len(set(read))
-    assert twice <= found.target.parts, (
+    assert twice <= found.target.data_groups, (
         f"{twice} of 36 samples were read more than once: the parts of the data overlap"
     )
 
@@ -115,7 +115,7 @@ def _hooks(probe: Probe) -> list[str]:
 
 
 @judge_of(_hooks)
-def _judge_hooks(found: Found) -> None:
+def _judge_hooks(found: Result) -> None:
     expected = found.reference
     for rank, called in enumerate(found.ranks):
         left_out = OPTIONAL - set(called)
@@ -145,7 +145,7 @@ def _logging(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_logging)
-def _judge_logging(found: Found) -> None:
+def _judge_logging(found: Result) -> None:
     parts = by_part(found.ranks, "losses")
     expected = dict(found.reference["metrics"])
     # Of the losses that there were, which are another check's affair.
@@ -178,7 +178,7 @@ def _uneven(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_uneven)
-def _judge_evaluation(found: Found) -> None:
+def _judge_evaluation(found: Result) -> None:
     parts = by_part(found.ranks, "evaluated")
     numbers = sorted(number for part in parts for batch, _ in part for number in batch)
     assert set(numbers) == set(range(9)), (
@@ -268,7 +268,7 @@ def _one_model(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_one_model)
-def _judge_one_model(found: Found) -> None:
+def _judge_one_model(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
         assert not any(told["evaluation"]), f"rank {rank} evaluates a model in training mode"
         assert all(told["training"]), (

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe
 
@@ -26,7 +26,7 @@ def _end(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_end)
-def _judge_end(found: Found) -> None:
+def _judge_end(found: Result) -> None:
     ended = found.ended
     assert ended.exit_code is not None, (
         f"the ranks did not end within {ended.seconds:.0f} s after training:\n"
@@ -40,7 +40,7 @@ def _judge_end(found: Found) -> None:
     )
     assert not ended.processes, f"left running: {'; '.join(ended.processes)}"
     for rank, left in sorted((ended.left or {}).items()):
-        left = [one for one in left if not one.startswith(found.target.kept)]
+        left = [one for one in left if not one.startswith(found.target.allowed_leftovers)]
         assert not left, (
             f"rank {rank} has after its end {'; '.join(left)}: undo it in teardown(), and call "
             "super().teardown()"
@@ -67,7 +67,7 @@ def _fail(probe: Probe) -> None:
 
 
 @judge_of(_fail)
-def _judge_failure(found: Found) -> None:
+def _judge_failure(found: Result) -> None:
     ended = found.ended
     rank = found.target.devices - 1
     assert ended.exit_code is not None, (

@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from stratagem.strategies import Strategy
-from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import close
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe
@@ -55,7 +55,7 @@ def _noted(method: Any, name: str, calls: list[str]) -> Any:
 
 
 @judge_of(_order)
-def _judge_order(found: Found) -> None:
+def _judge_order(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
         assert told["is_strategy"], "it is no stratagem.strategies.Strategy"
         assert told["ranks"] == told["rank"], (
@@ -92,7 +92,7 @@ def _arguments(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_arguments)
-def _judge_arguments(found: Found) -> None:
+def _judge_arguments(found: Result) -> None:
     told = found.ranks[0]
     assert told["said"] is None, (
         f"{told['name']}(launcher='script') ends in {told['said']['text']}: what a class does not "
@@ -118,7 +118,7 @@ def _twice(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_twice)
-def _judge_twice(found: Found) -> None:
+def _judge_twice(found: Result) -> None:
     if not found.target.equal:
         return
     for number in range(3):
@@ -149,10 +149,11 @@ def _left(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_left)
-def _judge_left(found: Found) -> None:
+def _judge_left(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
         first, second = (
-            [one for one in left if not one.startswith(found.target.kept)] for left in told["left"]
+            [one for one in left if not one.startswith(found.target.allowed_leftovers)]
+            for left in told["left"]
         )
         assert not second, (
             f"rank {rank}: a run left behind {'; '.join(second)}"
@@ -174,7 +175,7 @@ def _bound_again(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_bound_again)
-def _judge_bound_again(found: Found) -> None:
+def _judge_bound_again(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
         assert told == {"losses": 2, "steps": 2}, (
             f"rank {rank} came to {told} after the release of another model, expected 2 steps"

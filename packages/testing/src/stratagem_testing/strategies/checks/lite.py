@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import judge_accepted, judge_losses, judge_refused
 from stratagem_testing.strategies.models import OPTIMIZERS, build
 from stratagem_testing.strategies.probe import Probe
@@ -62,7 +62,7 @@ def _loop(
 
 
 def _register(name: str, about: str, **options: Any) -> None:
-    def judge(found: Found) -> None:
+    def judge(found: Result) -> None:
         if not found.capabilities.manual_backward:
             judge_refused(found, "a loop under Lite", "manual_backward=False", REFUSAL)
             return
@@ -100,7 +100,7 @@ def _clip(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_clip)
-def _judge_clip(found: Found) -> None:
+def _judge_clip(found: Result) -> None:
     if not found.capabilities.manual_backward:
         return
     if not found.capabilities.engine_clips:
@@ -152,7 +152,7 @@ def _state(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_state)
-def _judge_state(found: Found) -> None:
+def _judge_state(found: Result) -> None:
     for rank, told in enumerate(found.ranks):
         if not told:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import (
     close,
     judge_accepted,
@@ -25,14 +25,14 @@ LOSSES = tuple(name for name in MODELS if name not in ("dropout", "buffered"))
 def _train(probe: Probe, model: str, optimizer: str = "momentum", **options: Any) -> dict[str, Any]:
     learner = Learner(model, optimizer)
     trainer = probe.fit(learner, max_epochs=2, **options)
-    return probe.told(learner, trainer)
+    return probe.report(learner, trainer)
 
 
 def _register_model(model: str) -> None:
     # Statistics of batch norm over all ranks are what one process has.
     options: dict[str, Any] = {"sync_batchnorm": True} if model == "batch_norm" else {}
 
-    def judge(found: Found) -> None:
+    def judge(found: Result) -> None:
         if model in REFUSABLE and any(told["refused"] for told in found.ranks):
             _judge_refusal_of_model(found, REFUSABLE[model])
         else:
@@ -46,7 +46,7 @@ def _register_model(model: str) -> None:
         return probe.attempt(lambda: _train(probe, model, **options))
 
 
-def _judge_weights(found: Found, model: str) -> None:
+def _judge_weights(found: Result, model: str) -> None:
     """Compare the parameters after training, of which a loss need not show each."""
     unused = model == "unused"
     if not found.target.equal or (unused and found.target.zeros_for_unused):
@@ -65,7 +65,7 @@ def _judge_weights(found: Found, model: str) -> None:
             )
 
 
-def _judge_refusal_of_model(found: Found, parameter: str) -> None:
+def _judge_refusal_of_model(found: Result, parameter: str) -> None:
     """Judge the refusal of a model, which has to name one of its parameters."""
     refusals = [told["refused"] for told in found.ranks]
     assert all(refusals), f"only some ranks refused the model: {refusals}"
@@ -84,7 +84,7 @@ def _register_optimizer(optimizer: str) -> None:
 
 
 def _register_precision(precision: str) -> None:
-    def judge(found: Found) -> None:
+    def judge(found: Result) -> None:
         accepted = found.capabilities.precisions
         if accepted is not None and precision not in accepted:
             judge_refused(found, f"precision={precision!r}", "precisions", precision)
@@ -104,7 +104,7 @@ def _register_precision(precision: str) -> None:
         def train() -> dict[str, Any]:
             learner = _Seeing()
             trainer = probe.fit(learner, max_epochs=2, precision=precision)
-            return {**probe.told(learner, trainer), "dtype": learner.dtype_of_outputs, "own": {}}
+            return {**probe.report(learner, trainer), "dtype": learner.dtype_of_outputs, "own": {}}
 
         return probe.attempt(train)
 
@@ -137,7 +137,7 @@ def _own(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_own)
-def _judge_own(found: Found) -> None:
+def _judge_own(found: Result) -> None:
     for model in found.reference:
         ranks = [told[model] for told in found.ranks]
         try:
@@ -151,11 +151,11 @@ def _initial(probe: Probe) -> dict[str, Any]:
     """Every rank trains from rank 0's weights and buffers, whatever it was seeded with."""
     learner = Learner("buffered", "sgd", seed=probe.rank)
     trainer = probe.fit(learner)
-    return probe.told(learner, trainer)
+    return probe.report(learner, trainer)
 
 
 @judge_of(_initial)
-def _judge_initial(found: Found) -> None:
+def _judge_initial(found: Result) -> None:
     try:
         judge_losses(found)
     except AssertionError as error:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from stratagem.callbacks import Callback
 from stratagem.precision import Precision
-from stratagem_testing.strategies.check import Found, Run, check
+from stratagem_testing.strategies.check import Result, Run, check
 from stratagem_testing.strategies.judging import (
     by_part,
     judge_accepted,
@@ -38,7 +38,7 @@ class _Scheduled(Learner):
         }
 
 
-def _judge_groups(found: Found) -> None:
+def _judge_groups(found: Result) -> None:
     judge_losses_of(
         found,
         "steps were not taken with the learning rates that optimizer.param_groups has then: "
@@ -50,7 +50,7 @@ def _judge_groups(found: Found) -> None:
 def _groups(probe: Probe) -> dict[str, Any]:
     """Each group of parameters is stepped with its options as they are at that step."""
     learner = _Scheduled()
-    return probe.told(learner, probe.fit(learner, max_epochs=2))
+    return probe.report(learner, probe.fit(learner, max_epochs=2))
 
 
 def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[Run], Run]:
@@ -63,7 +63,7 @@ def _under_lite(name: str, about: str, meaning: str, *names: str) -> Callable[[R
         *names: an engine may refuse it whatever its capabilities say, and has to name one.
     """
 
-    def judge(found: Found) -> None:
+    def judge(found: Result) -> None:
         if not found.capabilities.manual_backward:
             judge_refused(
                 found, "a loop under Lite", "manual_backward=False", "manual_backward=False"
@@ -228,7 +228,7 @@ class _ScaledLoss(Precision):
         optimizer.step()
 
 
-def _judge_scaled(found: Found) -> None:
+def _judge_scaled(found: Result) -> None:
     if found.capabilities.precisions is not None:
         judge_refused(found, f"the precision {_ScaledLoss.name!r}", "precisions", _ScaledLoss.name)
         return
@@ -253,7 +253,7 @@ def _scaled(probe: Probe) -> dict[str, Any]:
         made = _ScaledLoss()
         if not probe.target.capabilities().manual_backward:
             learner = Learner("dense", "momentum")
-            told = probe.told(learner, probe.fit(learner, plugins=["single_file", made]))
+            told = probe.report(learner, probe.fit(learner, plugins=["single_file", made]))
         else:
             lite = probe.lite(plugins=["single_file", made])
             told = _train(probe, lite, *_set_up(lite, OPTIMIZERS["momentum"]))
@@ -273,7 +273,7 @@ def _scaled_and_clipped(probe: Probe) -> dict[str, Any]:
         made = _ScaledLoss()
         learner = Learner("dense", "momentum")
         trainer = probe.fit(learner, plugins=["single_file", made], **options)
-        return {**probe.told(learner, trainer), "scaled": [made.scaled]}
+        return {**probe.report(learner, trainer), "scaled": [made.scaled]}
 
     return probe.attempt(train)
 
@@ -297,7 +297,7 @@ class _Unfreezes(Callback):
         module.net[0].requires_grad_(trainer.current_epoch > 0)
 
 
-def _judge_unfrozen(found: Found) -> None:
+def _judge_unfrozen(found: Result) -> None:
     refused = [told["refused"] for told in found.ranks]
     if all(refused):
         for said in refused:
@@ -320,6 +320,6 @@ def _unfrozen(probe: Probe) -> dict[str, Any]:
 
     def train() -> dict[str, Any]:
         learner = _Frozen()
-        return probe.told(learner, probe.fit(learner, max_epochs=2, callbacks=[_Unfreezes()]))
+        return probe.report(learner, probe.fit(learner, max_epochs=2, callbacks=[_Unfreezes()]))
 
     return probe.attempt(train)

@@ -7,7 +7,7 @@ from typing import Any
 from stratagem.discovery import get_registry
 from stratagem_testing.author.import_cost import import_alone
 from stratagem_testing.processes import clean_environment
-from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.probe import Probe
 
 
@@ -35,5 +35,5 @@ def _light(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_light)
-def _judge(found: Found) -> None:
+def _judge(found: Result) -> None:
     assert not any(said := found.ranks[0].get("not light", [])), "; ".join(filter(None, said))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stratagem.checkpoint import read_whole
-from stratagem_testing.strategies.check import Found, check, judge_of
+from stratagem_testing.strategies.check import Result, check, judge_of
 from stratagem_testing.strategies.judging import close, mean_losses, shown
 from stratagem_testing.strategies.models import Learner
 from stratagem_testing.strategies.probe import Probe, flat, initial
@@ -33,13 +33,13 @@ def _train_and_save(
 def _go_on(probe: Probe, path: Any, model: str = "dense", *, shuffle: bool = False) -> Any:
     learner = Learner(model, "adam", seed=5)  # other weights: those of the checkpoint count
     trainer = probe.fit(learner, SAMPLES, max_steps=STEPS, shuffle=shuffle, ckpt_path=path)
-    return probe.told(learner, trainer)
+    return probe.report(learner, trainer)
 
 
 def _whole(probe: Probe, model: str = "dense", *, shuffle: bool = False) -> Any:
     learner = Learner(model, "adam")
     trainer = probe.fit(learner, SAMPLES, max_steps=STEPS, shuffle=shuffle)
-    return probe.told(learner, trainer)
+    return probe.report(learner, trainer)
 
 
 @check("state/exact resume")
@@ -58,7 +58,7 @@ def _resume(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_resume)
-def _judge_resume(found: Found) -> None:
+def _judge_resume(found: Result) -> None:
     whole = [told["whole"] for told in found.ranks]
     expected = mean_losses(whole)[SAVED_AT:]
     own = mean_losses([told["resumed"] for told in found.ranks])
@@ -118,7 +118,7 @@ def _into(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_into)
-def _judge_into(found: Found) -> None:
+def _judge_into(found: Result) -> None:
     names, expected = found.after["names"], found.ranks[0]["names"]
     assert names == expected, (
         f"the checkpoint's state_dict has {names}, expected the model's own names, dtypes "
@@ -146,7 +146,7 @@ def _out(probe: Probe) -> dict[str, Any]:
 
 
 @judge_of(_out)
-def _judge_out(found: Found) -> None:
+def _judge_out(found: Result) -> None:
     expected = mean_losses([found.reference["whole"]])[SAVED_AT:]
     own = mean_losses([told["resumed"] for told in found.ranks])
     if not found.target.equal:
@@ -188,7 +188,7 @@ def _plain(data: Any) -> Any:
 
 
 @judge_of(_round_trip)
-def _judge_round_trip(found: Found) -> None:
+def _judge_round_trip(found: Result) -> None:
     what_it_is = {
         "model": "load_model_state does not restore what model_state returned",
         "optimizer": "load_optimizer_state does not restore what optimizer_state returned",

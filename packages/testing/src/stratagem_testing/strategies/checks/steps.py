@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stratagem_testing.strategies.check import Found, check
+from stratagem_testing.strategies.check import Result, check
 from stratagem_testing.strategies.judging import (
     Flat,
     by_part,
@@ -48,7 +48,7 @@ def _one_step(probe: Probe, count: int = 1, **options: Any) -> dict[str, Any]:
     }
 
 
-def _judge_step(found: Found, count: int = 1, algorithm: str = "") -> None:
+def _judge_step(found: Result, count: int = 1, algorithm: str = "") -> None:
     """Compare the gradient that was applied, and say what another one is."""
     if not found.target.equal:
         return  # each rank's own; see `losses/`
@@ -72,7 +72,7 @@ def _judge_step(found: Found, count: int = 1, algorithm: str = "") -> None:
 
 
 def _fault(
-    found: Found,
+    found: Result,
     own: Flat,
     expected: Flat,
     alone: Sequence[Sequence[Flat]],
@@ -150,7 +150,7 @@ def _register(name: str, about: str, count: int, algorithm: str = "") -> None:
         else {}
     )
 
-    def judge(found: Found) -> None:
+    def judge(found: Result) -> None:
         can = found.capabilities
         if algorithm and not can.gradient_clipping:
             judge_refused(
@@ -190,4 +190,4 @@ def _several(probe: Probe) -> dict[str, Any]:
     """Each step begins without gradients, and a short last step is divided by its own number."""
     learner = Learner("dense", "momentum")
     trainer = probe.fit(learner, 40, max_epochs=2, accumulate_grad_batches=2)
-    return probe.told(learner, trainer)
+    return probe.report(learner, trainer)
