@@ -20,6 +20,6 @@ def alone() -> HivemindStrategy:
 class TestHivemind(StrategyConformance):
     strategy = alone
     # hivemind has a thread pool and a thread of its own for futures, for the life of the process.
-    kept = ("the thread asyncio_", "the thread hivemind.utils.mpfuture.BACKEND")
+    allowed_leftovers = ("the thread asyncio_", "the thread hivemind.utils.mpfuture.BACKEND")
     deadline = 400.0  # peers are processes, started anew for each fit
     zeros_for_unused = True  # hivemind gives every parameter a gradient

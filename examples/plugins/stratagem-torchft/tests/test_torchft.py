@@ -25,4 +25,4 @@ def lighthouse() -> Iterator[str]:
 class TestTorchFT(StrategyConformance):
     strategy = "torchft"
     # torchft has one object for all time limits, and no public way to end its two threads.
-    kept = ("the thread TimeoutManager", "the thread Thread-1 (_watchdog_loop)")
+    allowed_leftovers = ("the thread TimeoutManager", "the thread Thread-1 (_watchdog_loop)")

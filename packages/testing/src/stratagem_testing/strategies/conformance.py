@@ -28,7 +28,7 @@ class StrategyConformance(Conformance):
         accelerator: a discovered name.
         devices: how many ranks; None: 2, or 1 where the capabilities say `one_process`.
         data_groups: the number of groups of ranks with different data; None: one for each rank.
-            Ranks that work on the same batches (tensor parallel, stages of a pipeline) are one group.
+            Ranks with the same batches (tensor parallel, stages of a pipeline) are one group.
         tolerance: how far a loss may be from `single_device`'s, relative and absolute, in float32.
         models: functions without arguments that make a model of inputs (n, 6) and outputs (n, 1),
             which is trained beside the kit's own.
