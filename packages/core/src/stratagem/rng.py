@@ -69,15 +69,19 @@ def seed_everything(
         raise ConfigurationError(f"seed={seed!r}: expected a whole number from 0 to 2**32 - 1")
     os.environ[SEED_VARIABLE] = str(seed)
     os.environ[WORKERS_VARIABLE] = str(int(workers))
-    random.seed(seed)
-    torch.manual_seed(seed)
+    _seed_libraries(seed)
     for seed_devices in _seeders.values():
         seed_devices(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
     if verbose:
         print(f"seed set to {seed}")
     return seed
+
+
+def _seed_libraries(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
 
 
 def seed_devices_by(device_type: str, seeder: Callable[[int], None]) -> None:
@@ -120,10 +124,7 @@ class WorkerSeed:
     def __call__(self, worker_id: int) -> None:
         """Seed this worker."""
         seed = (torch.initial_seed() + self.rank * 1_000_003) % 2**32
-        random.seed(seed)
-        torch.manual_seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
+        _seed_libraries(seed)
         if self.then is not None:
             self.then(worker_id)
 

@@ -23,7 +23,7 @@ from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataSplit, Ranks, ReduceOp
 from stratagem.launch import network
-from stratagem.launch.process import allow_connections, warn_of_agents_limit
+from stratagem.launch.network import allow_connections, warn_of_agents_limit
 from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, record_failure, this_rank
 from stratagem.state import safe_data
 

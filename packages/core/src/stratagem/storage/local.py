@@ -12,7 +12,6 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from stratagem.errors import CheckpointCorruptError
@@ -215,12 +214,7 @@ class DurableFile:
     def __enter__(self) -> DurableFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             if not self.renamed:
                 # Before closing, which lets go of the lock.
