@@ -151,7 +151,8 @@ def rng_state(
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, _as_int32(words), gauss],
+        # Numbers of 32 bits without a sign, as a tensor that has these bits.
+        "python": [version, torch.tensor(words, dtype=torch.int64).to(torch.int32), gauss],
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")
@@ -194,11 +195,6 @@ def set_rng_state(
         own = _device_state(state, device)
         if own is not None:
             accelerator.set_rng_state(device, own)
-
-
-def _as_int32(words: Sequence[int]) -> torch.Tensor:
-    """Return numbers of 32 bits without a sign as a tensor that has these bits."""
-    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
 def _device_state(state: dict[str, Any], device: torch.device) -> Any:

@@ -7,12 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.discovery.specs import (
-    AcceleratorSpec,
-    Availability,
-    PrecisionSpec,
-    load_target,
-)
+from stratagem.discovery.specs import AcceleratorSpec, Availability, PrecisionSpec, load_target
 from stratagem.errors import ConfigurationError
 from stratagem.plan.cluster import PLAIN, Cluster
 from stratagem.plan.plan import (
