@@ -34,7 +34,7 @@ from stratagem.distributed.diagnosis.rank_status import RankStatuses
 from stratagem.distributed.process_group import ProcessGroupRanks
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.environments import PlainEnvironment
-from stratagem.launch.process import allow_connections
+from stratagem.launch.network import allow_connections
 from stratagem.module.module import LogOptions
 from stratagem.trainer.metrics.log_buffer import LogBuffer
 from stratagem.trainer.metrics.metrics import LatestMetrics, Metrics

@@ -23,7 +23,7 @@ from stratagem.distributed.process_group import ProcessGroupRanks
 from stratagem.distributed.uneven_inputs import UnevenInputs
 from stratagem.environments import PlainEnvironment
 from stratagem.interfaces.ranks import Ranks
-from stratagem.launch import process
+from stratagem.launch import network
 from stratagem.trainer.metrics.accumulator import ReducedMetric, over_ranks
 
 MANY = 4096
@@ -317,7 +317,7 @@ def test_the_limit_of_open_files_is_raised_for_the_ranks_that_connect_or_said_to
 ):
     text = """
 import resource
-from stratagem.launch.process import allow_connections, warn_of_agents_limit
+from stratagem.launch.network import allow_connections, warn_of_agents_limit
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1000))
 allow_connections(8)
@@ -342,8 +342,8 @@ def test_a_limit_of_the_launcher_that_holds_the_store_is_warned_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("resource.prlimit", lambda pid, limit: (1024, 1024))
-    process.warn_of_agents_limit(500)
+    network.warn_of_agents_limit(500)
     with pytest.warns(
         UserWarning, match=r"512 ranks need 1040 open files .* Call `ulimit -n 1040`"
     ):
-        process.warn_of_agents_limit(512)
+        network.warn_of_agents_limit(512)

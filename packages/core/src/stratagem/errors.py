@@ -15,11 +15,10 @@
     │   ├── CheckpointCorruptError  the file is not a whole, safe checkpoint
     │   ├── CheckpointSaveError (also an OSError)  the file system refused it
     │   ├── CheckpointMismatchError it belongs to another model
-    │   └── CheckpointContentError  something in it is not weights-only-safe data, so it is refused
-    at the save ├── RankFailedError             another rank ended; holds its rank, exit code and
-    traceback ├── CommunicationError          a collective failed; names the ranks that are missing
-    or diverge └── DivergenceError             ranks that ought to be alike are not; says which, and
-    in what
+    │   └── CheckpointContentError  a value to be saved is not weights-only-safe data
+    ├── RankFailedError             another rank ended; holds its rank, exit code and traceback
+    ├── CommunicationError          a collective failed; names the ranks that are missing
+    └── DivergenceError             ranks that ought to be alike differ; says which, and in what
 
 Every message says what was expected, what was received, and what to do next.
 """

@@ -69,15 +69,19 @@ def seed_everything(
         raise ConfigurationError(f"seed={seed!r}: expected a whole number from 0 to 2**32 - 1")
     os.environ[SEED_VARIABLE] = str(seed)
     os.environ[WORKERS_VARIABLE] = str(int(workers))
-    random.seed(seed)
-    torch.manual_seed(seed)
+    _seed_libraries(seed)
     for seed_devices in _seeders.values():
         seed_devices(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
     if verbose:
         print(f"seed set to {seed}")
     return seed
+
+
+def _seed_libraries(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
 
 
 def seed_devices_by(device_type: str, seeder: Callable[[int], None]) -> None:
@@ -120,10 +124,7 @@ class WorkerSeed:
     def __call__(self, worker_id: int) -> None:
         """Seed this worker."""
         seed = (torch.initial_seed() + self.rank * 1_000_003) % 2**32
-        random.seed(seed)
-        torch.manual_seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
+        _seed_libraries(seed)
         if self.then is not None:
             self.then(worker_id)
 
@@ -150,7 +151,8 @@ def rng_state(
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, _as_int32(words), gauss],
+        # Numbers of 32 bits without a sign, as a tensor that has these bits.
+        "python": [version, torch.tensor(words, dtype=torch.int64).to(torch.int32), gauss],
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")
@@ -193,11 +195,6 @@ def set_rng_state(
         own = _device_state(state, device)
         if own is not None:
             accelerator.set_rng_state(device, own)
-
-
-def _as_int32(words: Sequence[int]) -> torch.Tensor:
-    """Return numbers of 32 bits without a sign as a tensor that has these bits."""
-    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
 def _device_state(state: dict[str, Any], device: torch.device) -> Any:

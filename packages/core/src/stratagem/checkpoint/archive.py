@@ -230,9 +230,13 @@ def read_archive(file: BinaryIO, path: str) -> Archive:
     if not comment:
         return Archive(size, 0, None, None)
     match = _COMMENT.fullmatch(comment)
-    if match is None:
-        raise not_whole(path, size, "its manifest cannot be read")
-    return Archive(size, expected, _parse(match[1], path, size), match[2].decode("ascii"))
+    try:
+        if match is None:
+            raise ValueError("the comment has another form")
+        manifest = parse_manifest(load_json(match[1]), path)
+    except (ValueError, KeyError, RecursionError) as error:
+        raise not_whole(path, size, "its manifest cannot be read") from error
+    return Archive(size, expected, manifest, match[2].decode("ascii"))
 
 
 def verify_checksum(file: BinaryIO, archive: Archive, path: str) -> None:
@@ -336,10 +340,3 @@ def parse_manifest(values: dict[str, Any], path: str) -> Manifest:
     if version > 1 and not _SMALLEST_PIECE <= piece_size <= _LARGEST_PIECE:
         raise ValueError(f"piece_size={piece_size}: expected at least {_SMALLEST_PIECE}")
     return Manifest(**given)
-
-
-def _parse(text: bytes, path: str, size: int) -> Manifest:
-    try:
-        return parse_manifest(load_json(text), path)
-    except (ValueError, KeyError, RecursionError) as error:
-        raise not_whole(path, size, "its manifest cannot be read") from error

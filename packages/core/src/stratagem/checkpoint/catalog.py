@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from stratagem.checkpoint.archive import Manifest, check_entries, read_archive, verify_checksum
 from stratagem.checkpoint.directory import MANIFEST, read_directory, verify_files
@@ -88,12 +88,7 @@ def run_of(path: str | os.PathLike[str]) -> str:
 
     "": it does not say, cannot be read, or is not there.
     """
-    try:
-        manifest = describe_checkpoint(os.fspath(path)).manifest
-    except (CheckpointError, OSError):
-        return ""  # damaged, gone, or of a format that is not core's
-    run = None if manifest is None else manifest.run
-    return run if isinstance(run, str) else ""
+    return str(_said(path, "run", "") or "")
 
 
 def find_all(folders: Iterable[str | os.PathLike[str]]) -> list[paths.Entry]:
@@ -144,32 +139,31 @@ def first_whole(
         except (CheckpointError, OSError) as error:
             rejected[path] = f"{path!r} was passed over: {error}"
             continue
-        if not (name := _nonfinite(path)):
+        if (name := _said(path, "nonfinite", None)) is None:
             return path, list(rejected.values())
-        rejected[path] = f"{path!r} was passed over: its weights are not finite, such as {name}"
+        rejected[path] = f"{path!r} was passed over: its weights are not finite, such as {name!r}"
         nonfinite = nonfinite or path
     rejected.pop(nonfinite, None)
     return nonfinite, list(rejected.values())
 
 
-def _nonfinite(path: str) -> str:
-    """Return the name of a weight that is not finite, as far as a checkpoint says so."""
+def _said(path: str | os.PathLike[str], name: str, unreadable: Any) -> Any:
+    """Return a field of a checkpoint's manifest; None if it has none.
+
+    `unreadable` is returned if the checkpoint is damaged, gone, or of another library's format.
+    """
     try:
-        manifest = describe_checkpoint(path).manifest
+        return getattr(describe_checkpoint(os.fspath(path)).manifest, name, None)
     except (CheckpointError, OSError):
-        return ""  # of a format that is not core's, which has found it whole
-    return "" if manifest is None or manifest.nonfinite is None else repr(manifest.nonfinite)
+        return unreadable
 
 
 def _progress(path: paths.Location) -> float:
     """Return the step that a checkpoint names; -1: it names none, inf: it cannot be read."""
     if paths.is_url(path):
         return -1  # to open each would take longer than to list them all
-    try:
-        manifest = describe_checkpoint(path).manifest
-    except (CheckpointError, OSError):
-        return math.inf
-    return -1 if manifest is None or manifest.global_step is None else manifest.global_step
+    step: float | None = _said(path, "global_step", math.inf)
+    return -1 if step is None else step
 
 
 def _natural(path: paths.Location) -> list[tuple[int, str]]:

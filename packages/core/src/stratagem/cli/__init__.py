@@ -46,22 +46,13 @@ Run = Callable[[Sequence[str]], int]
 """A command's function: it takes the arguments after the name and returns the exit code."""
 
 COMMANDS = {
-    "run": (
-        "stratagem.cli.run:run",
-        "Run a script in several processes, one for each device.",
-    ),
+    "run": ("stratagem.cli.run:run", "Run a script in several processes, one for each device."),
     "strategies": (
         "stratagem.cli.strategies:run",
         "List all strategies and what can be used here.",
     ),
-    "explain": (
-        "stratagem.cli.explain:run",
-        "Show what a request would use, and why.",
-    ),
-    "doctor": (
-        "stratagem.cli.doctor:run",
-        "Show what is installed and what is wrong with it.",
-    ),
+    "explain": ("stratagem.cli.explain:run", "Show what a request would use, and why."),
+    "doctor": ("stratagem.cli.doctor:run", "Show what is installed and what is wrong with it."),
     "checkpoint inspect": (
         "stratagem.cli.checkpoint:inspect",
         "Show who saved a checkpoint, under what, and what is in it.",

@@ -102,7 +102,7 @@ def consolidate(arguments: Sequence[str]) -> int:
 
 
 def _facts(description: Description) -> dict[str, Any]:
-    manifest = {} if description.manifest is None else asdict(description.manifest)
+    manifest = asdict(description.manifest) if description.manifest else {}
     checksum = None if description.checksum is None else f"xxh3_128 {description.checksum}"
     return {
         "bytes": description.size,

@@ -167,16 +167,13 @@ class Diagnosis:
 
     def problems(self) -> list[str]:
         """Return a line for each thing that needs a repair; a disabled plugin is none."""
-        lines = [
-            f"{report.distribution} ({report.entry_point}) is {report.status}: {report.reason}"
-            for report in self.plugins
-            if report.status in ("broken", "incompatible")
-        ]
-        lines += [
-            f"{report.distribution} ({report.entry_point}): {note}"
-            for report in self.plugins
-            for note in report.notes
-        ]
+        lines, notes = [], []
+        for report in self.plugins:
+            plugin = f"{report.distribution} ({report.entry_point})"
+            if report.status in ("broken", "incompatible"):
+                lines.append(f"{plugin} is {report.status}: {report.reason}")
+            notes += [f"{plugin}: {note}" for note in report.notes]
+        lines += notes
         lines += [
             f"the {kind} name {name!r} is ambiguous: choose one of {', '.join(holders)}"
             for (kind, name), holders in self.ambiguous.items()

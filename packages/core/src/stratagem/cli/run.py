@@ -24,7 +24,7 @@ from stratagem.errors import StratagemError
 from stratagem.launch import network, rank
 from stratagem.launch.environment import rank_environment
 from stratagem.launch.process import threads_per_rank
-from stratagem.launch.supervisor import Command, Failure, Output, RankProcesses
+from stratagem.launch.supervisor import Command, Output, RankProcesses
 
 SUMMARY = "Run a script in several processes, one for each device."
 
@@ -129,34 +129,18 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     add = parser.add_argument
-    add(
-        "--devices",
-        metavar="N",
-        type=at_least(1),
-        help="ranks on this node; needed but with --as-lightning",
-    )
-    add(
-        "--as-lightning",
-        action="store_true",
-        help="let `import lightning` mean Stratagem in SCRIPT (needs stratagem-lightning)",
-    )
+    needed = "ranks on this node; needed but with --as-lightning"
+    add("--devices", metavar="N", type=at_least(1), help=needed)
+    lightning = "let `import lightning` mean Stratagem in SCRIPT (needs stratagem-lightning)"
+    add("--as-lightning", action="store_true", help=lightning)
     add("--num-nodes", metavar="N", type=at_least(1), default=1, help="machines that take part")
     add("--node-rank", metavar="N", type=at_least(0), help="which of them this is, from 0")
     add("--main-address", metavar="HOST", help="the machine of node rank 0, for several nodes")
     add("--main-port", metavar="PORT", type=at_least(1), help="a port that is free there")
-    add(
-        "--max-restarts",
-        metavar="N",
-        type=at_least(0),
-        default=0,
-        help="start all ranks again after a failure, so many times, by torch.distributed.elastic",
-    )
-    add(
-        "--log-dir",
-        metavar="DIR",
-        type=Path,
-        help="write each rank's output to a file there (rank0.log, ...), not to the terminal",
-    )
+    restarts = "start all ranks again after a failure, so many times, by torch.distributed.elastic"
+    add("--max-restarts", metavar="N", type=at_least(0), default=0, help=restarts)
+    logs = "write each rank's output to a file there (rank0.log, ...), not to the terminal"
+    add("--log-dir", metavar="DIR", type=Path, help=logs)
     add("--prefix", action="store_true", help="put [rank n] before each line of output")
     add("--help", action="help", help="show this and exit")
     return parser
@@ -189,19 +173,12 @@ def parse(arguments: Sequence[str]) -> Launch:
         parser.error(f"script={script!r}: there is no such file in {Path.cwd()}")
     _check_devices(options, parser)
     _check_nodes(options, parser)
-    return Launch(
-        script=script,
-        script_arguments=tuple(rest[1:]),
-        devices=options.devices or 0,
-        num_nodes=options.num_nodes,
-        node_rank=options.node_rank or 0,
-        main_address=options.main_address or "127.0.0.1",
-        main_port=options.main_port,
-        max_restarts=options.max_restarts,
-        log_dir=options.log_dir,
-        prefix=options.prefix,
-        prefix_of_script=_lightning_command() if options.as_lightning else (),
-    )
+    fields = vars(options)
+    before = _lightning_command() if fields.pop("as_lightning") else ()
+    for name, default in (("devices", 0), ("node_rank", 0), ("main_address", network.LOOPBACK)):
+        fields[name] = fields[name] or default
+    after = tuple(rest[1:])
+    return Launch(script=script, script_arguments=after, prefix_of_script=before, **fields)
 
 
 def _lightning_command() -> tuple[str, ...]:
@@ -237,23 +214,19 @@ def _check_devices(options: argparse.Namespace, parser: argparse.ArgumentParser)
 
 def _check_nodes(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     num_nodes = options.num_nodes
+    fields = vars(options).items()
+    given = {f"--{name.replace('_', '-')}" for name, value in fields if value is not None}
     if num_nodes == 1:
-        for name in ("node_rank", "main_address"):
-            if getattr(options, name) is not None:
-                option = f"--{name.replace('_', '-')}"
+        for option in ("--node-rank", "--main-address"):
+            if option in given:
                 parser.error(f"{option} is for several nodes: give --num-nodes as well")
         return
-    needed = {"node_rank", "main_address", "main_port"}
-    if options.max_restarts:
-        # torch.distributed.elastic numbers the nodes as they come.
-        needed.remove("node_rank")
-    missing = sorted(name for name in needed if getattr(options, name) is None)
-    if missing:
-        parser.error(
-            f"--num-nodes {num_nodes} needs "
-            + " and ".join(f"--{name.replace('_', '-')}" for name in missing)
-            + " as well, on each node"
-        )
+    # torch.distributed.elastic numbers the nodes as they come.
+    needed = {"--main-address", "--main-port"}
+    if not options.max_restarts:
+        needed.add("--node-rank")
+    if missing := " and ".join(sorted(needed - given)):
+        parser.error(f"--num-nodes {num_nodes} needs {missing} as well, on each node")
     if options.node_rank is not None and options.node_rank >= num_nodes:
         parser.error(
             f"--node-rank {options.node_rank}: expected 0 to {num_nodes - 1}, since --num-nodes is "
@@ -320,7 +293,8 @@ def _start_and_watch(launch: Launch) -> int:
                 command=launch.command, pass_fds=pass_fds, new_sessions=True, die_with_this=True
             ),
             environments,
-            on_failure=_said_at_the_end,
+            # The error is the last thing that is printed, below the ranks' own output.
+            on_failure=lambda failure: None,
             own_sessions=True,
             output=Output(launch.log_dir, launch.prefix),
         )
@@ -330,34 +304,25 @@ def _start_and_watch(launch: Launch) -> int:
             pass
     if signals.received is not None:
         return 128 + signals.received
-    return 0 if ranks.failure is None else _tell(ranks.failure, launch.world_size)
+    if (failure := ranks.failure) is None:
+        return 0
+    print(failure.error(launch.world_size), file=sys.stderr)
+    return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
 
 
 def _environments(launch: Launch, port: int) -> dict[int, dict[str, str]]:
     """Return each local rank's variables, by its rank among all."""
     return {
-        launch.node_rank * launch.devices + local_rank: {
-            **rank_environment(
-                local_rank=local_rank,
-                local_world_size=launch.devices,
-                node_rank=launch.node_rank,
-                num_nodes=launch.num_nodes,
-                main_address=launch.main_address,
-                main_port=port,
-            ),
-        }
+        launch.node_rank * launch.devices + local_rank: rank_environment(
+            local_rank=local_rank,
+            local_world_size=launch.devices,
+            node_rank=launch.node_rank,
+            num_nodes=launch.num_nodes,
+            main_address=launch.main_address,
+            main_port=port,
+        )
         for local_rank in range(launch.devices)
     }
-
-
-def _said_at_the_end(failure: Failure) -> None:
-    """Nothing yet: the error is the last thing that is printed, below the ranks' own output."""
-
-
-def _tell(failure: Failure, world_size: int) -> int:
-    """Print the one error; return the exit code."""
-    print(failure.error(world_size), file=sys.stderr)
-    return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
 
 
 # -- with restarts

@@ -111,11 +111,25 @@ def listed_strategies(registry: Registry, environ: Mapping[str, str]) -> list[Li
     environ = {**environ, CLUSTER_VARIABLE: "none"}
     accelerators = [each.spec for each in registry.candidates("accelerator")]
     candidates = registry.candidates("strategy")
-    return [
-        _listed(candidate, candidate.spec, registry, environ, probe, accelerators)
-        for candidate in sorted(candidates, key=lambda c: (c.distribution != CORE, c.distribution))
-        if isinstance(candidate.spec, StrategySpec)
-    ]
+    rows = []
+    for candidate in sorted(candidates, key=lambda c: (c.distribution != CORE, c.distribution)):
+        spec = candidate.spec
+        assert isinstance(spec, StrategySpec)
+        takes = spec.capabilities.accelerators
+        rows.append(
+            ListedStrategy(
+                name=selecting_name(registry, candidate, spec.name),
+                aliases=tuple(selecting_name(registry, candidate, name) for name in spec.aliases),
+                distribution=candidate.distribution,
+                version=candidate.version,
+                accelerators=takes,
+                summary=spec.summary,
+                why_not=_no_accelerator(takes, accelerators, probe)
+                or why_not(candidate.qualified_name, registry, environ, probe),
+                says_its_preset=says_its_preset(spec),
+            )
+        )
+    return rows
 
 
 def _asked_once() -> Probe:
@@ -129,27 +143,6 @@ def _asked_once() -> Probe:
         return found[key][1]
 
     return probe
-
-
-def _listed(
-    candidate: Candidate,
-    spec: StrategySpec,
-    registry: Registry,
-    environ: Mapping[str, str],
-    probe: Probe,
-    accelerators: Sequence[ComponentSpec],
-) -> ListedStrategy:
-    return ListedStrategy(
-        name=selecting_name(registry, candidate, spec.name),
-        aliases=tuple(selecting_name(registry, candidate, alias) for alias in spec.aliases),
-        distribution=candidate.distribution,
-        version=candidate.version,
-        accelerators=spec.capabilities.accelerators,
-        summary=spec.summary,
-        why_not=_no_accelerator(spec.capabilities.accelerators, accelerators, probe)
-        or why_not(candidate.qualified_name, registry, environ, probe),
-        says_its_preset=says_its_preset(spec),
-    )
 
 
 def selecting_name(registry: Registry, candidate: Candidate, name: str) -> str:

@@ -5,31 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stratagem._lazy import lazy_names
-from stratagem.discovery.capabilities import Capabilities
-from stratagem.discovery.hookspecs import Check, Command, hookimpl
-from stratagem.discovery.specs import (
-    PLUGIN_API_VERSION,
-    AcceleratorSpec,
-    Availability,
-    CallbackSpec,
-    CheckpointIOSpec,
-    ClusterEnvironmentSpec,
-    ComponentSpec,
-    LauncherSpec,
-    LoggerSpec,
-    NameSpec,
-    Objection,
-    PrecisionSpec,
-    ProfilerSpec,
-    StrategySpec,
-    Target,
-)
 
 if TYPE_CHECKING:
     from stratagem.discovery.capabilities import (
         OWN_BACKWARD as OWN_BACKWARD,
         OWN_CLIPPING as OWN_CLIPPING,
         OWN_STEP as OWN_STEP,
+        Capabilities as Capabilities,
         contradictions as contradictions,
         difference as difference,
         one_process_of as one_process_of,
@@ -51,6 +33,11 @@ if TYPE_CHECKING:
         installation_hint as installation_hint,
         names_by_distribution as names_by_distribution,
     )
+    from stratagem.discovery.hookspecs import (
+        Check as Check,
+        Command as Command,
+        hookimpl as hookimpl,
+    )
     from stratagem.discovery.installed import (
         TorchBuild as TorchBuild,
         find_module as find_module,
@@ -66,18 +53,37 @@ if TYPE_CHECKING:
         get_registry as get_registry,
         nearest_of as nearest_of,
     )
-    from stratagem.discovery.specs import load_target as load_target
+    from stratagem.discovery.specs import (
+        PLUGIN_API_VERSION as PLUGIN_API_VERSION,
+        AcceleratorSpec as AcceleratorSpec,
+        Availability as Availability,
+        CallbackSpec as CallbackSpec,
+        CheckpointIOSpec as CheckpointIOSpec,
+        ClusterEnvironmentSpec as ClusterEnvironmentSpec,
+        ComponentSpec as ComponentSpec,
+        LauncherSpec as LauncherSpec,
+        LoggerSpec as LoggerSpec,
+        NameSpec as NameSpec,
+        Objection as Objection,
+        PrecisionSpec as PrecisionSpec,
+        ProfilerSpec as ProfilerSpec,
+        StrategySpec as StrategySpec,
+        Target as Target,
+        load_target as load_target,
+    )
 else:
-    __getattr__ = lazy_names(
+    __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
             "stratagem.discovery.capabilities": (
-                "OWN_BACKWARD OWN_CLIPPING OWN_STEP contradictions difference one_process_of"
+                "Capabilities OWN_BACKWARD OWN_CLIPPING OWN_STEP contradictions difference "
+                "one_process_of"
             ),
             "stratagem.discovery.entry_points": (
                 "CORE DISABLE_VARIABLE GROUP PluginEntry core_range installed_entries "
                 "misplaced_entries normalise read_text why_not_lasting"
             ),
+            "stratagem.discovery.hookspecs": "Check Command hookimpl",
             "stratagem.discovery.hints": "distribution_of installation_hint names_by_distribution",
             "stratagem.discovery.installed": (
                 "TorchBuild find_module require_package torch_build version_of why_missing"
@@ -85,63 +91,10 @@ else:
             "stratagem.discovery.registry": (
                 "Candidate PluginReport Registry get_registry nearest_of"
             ),
-            "stratagem.discovery.specs": "load_target",
+            "stratagem.discovery.specs": (
+                "PLUGIN_API_VERSION AcceleratorSpec Availability CallbackSpec CheckpointIOSpec "
+                "ClusterEnvironmentSpec ComponentSpec LauncherSpec LoggerSpec NameSpec "
+                "Objection PrecisionSpec ProfilerSpec StrategySpec Target load_target"
+            ),
         },
-    )[0]
-
-__all__ = [
-    "CORE",
-    "DISABLE_VARIABLE",
-    "GROUP",
-    "OWN_BACKWARD",
-    "OWN_CLIPPING",
-    "OWN_STEP",
-    "PLUGIN_API_VERSION",
-    "AcceleratorSpec",
-    "Availability",
-    "CallbackSpec",
-    "Candidate",
-    "Capabilities",
-    "Check",
-    "CheckpointIOSpec",
-    "ClusterEnvironmentSpec",
-    "Command",
-    "ComponentSpec",
-    "LauncherSpec",
-    "LoggerSpec",
-    "NameSpec",
-    "Objection",
-    "PluginEntry",
-    "PluginReport",
-    "PrecisionSpec",
-    "ProfilerSpec",
-    "Registry",
-    "StrategySpec",
-    "Target",
-    "TorchBuild",
-    "contradictions",
-    "core_range",
-    "difference",
-    "distribution_of",
-    "find_module",
-    "get_registry",
-    "hookimpl",
-    "installation_hint",
-    "installed_entries",
-    "load_target",
-    "misplaced_entries",
-    "names_by_distribution",
-    "nearest_of",
-    "normalise",
-    "one_process_of",
-    "read_text",
-    "require_package",
-    "torch_build",
-    "version_of",
-    "why_missing",
-    "why_not_lasting",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    )

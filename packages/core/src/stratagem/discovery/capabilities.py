@@ -145,23 +145,19 @@ def contradictions(
         steps: whether it overrides one of OWN_STEP.
         runs_backward: whether it overrides one of OWN_BACKWARD.
     """
+    problems: list[tuple[str, tuple[str, ...], str, str]] = []
     if can.engine_clips and not clips:
-        yield (
-            f"{name}.capabilities has engine_clips=True, but the class overrides none of "
-            f"{', '.join(OWN_CLIPPING)}, so that nothing of its own clips: leave engine_clips "
-            "out, or clip in one of them"
-        )
+        problems.append(("engine_clips", OWN_CLIPPING, "nothing of its own clips", "clip in"))
     if can.engine_steps and not steps:
-        yield (
-            f"{name}.capabilities has engine_steps=True, but the class overrides none of "
-            f"{', '.join(OWN_STEP)}, so that nothing of its own steps: leave engine_steps out, or "
-            "step in one of them"
-        )
+        problems.append(("engine_steps", OWN_STEP, "nothing of its own steps", "step in"))
     if not can.manual_backward and not runs_backward:
+        follows = "it runs backward as user code does"
+        problems.append(("manual_backward", OWN_BACKWARD, follows, "override"))
+    for field, methods, follows, remedy in problems:
         yield (
-            f"{name}.capabilities has manual_backward=False, but the class overrides none "
-            f"of {', '.join(OWN_BACKWARD)}, so that it runs backward as user code does: leave "
-            "manual_backward out, or override one of them"
+            f"{name}.capabilities has {field}={getattr(can, field)}, but the class overrides none "
+            f"of {', '.join(methods)}, so that {follows}: leave {field} out, or {remedy} one of "
+            "them"
         )
 
 

@@ -61,7 +61,9 @@ def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
             metadata = read_metadata()
             version = _version(metadata)
             requires_core = _requirement_on_core(metadata)
-            for entry, value in _entries_of_group(declared):
+            for group, entry, value in _entries(declared):
+                if group != GROUP:
+                    continue
                 own = name == CORE and (entry, value) == _OWN
                 false_core = name == CORE and not own
                 entries.setdefault(
@@ -254,13 +256,6 @@ def read_text(path: str) -> str:
             return file.read()
     except OSError:
         return ""
-
-
-def _entries_of_group(declared: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of our group's entries in an entry_points.txt."""
-    for group, name, value in _entries(declared):
-        if group == GROUP:
-            yield name, value
 
 
 def _entries(declared: str) -> Iterator[tuple[str, str, str]]:

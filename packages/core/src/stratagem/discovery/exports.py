@@ -11,7 +11,7 @@ from stratagem._lazy import by_name
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.hints import modules_of_import
 from stratagem.discovery.registry import Candidate, get_registry
-from stratagem.discovery.specs import ComponentSpec, NameSpec
+from stratagem.discovery.specs import NameSpec
 from stratagem.errors import StratagemError
 
 
@@ -83,12 +83,8 @@ def _is_there(find: Callable[[str], Any], name: str) -> bool:
 def _offers(module: str, kind: str | None) -> list[Candidate]:
     """Return the components whose classes a module serves, and the names that guests add to it."""
     registry = get_registry()
-    names = [c for c in registry.candidates("name") if _module_of(c.spec) == module]
+    names = [c for c in registry.candidates("name") if getattr(c.spec, "module", "") == module]
     return names if kind is None else [*registry.candidates(kind), *names]
-
-
-def _module_of(spec: ComponentSpec) -> str:
-    return spec.module if isinstance(spec, NameSpec) else ""
 
 
 def _import_name(candidate: Candidate) -> str:

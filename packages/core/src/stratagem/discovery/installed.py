@@ -77,7 +77,10 @@ def version_of(distribution: str, path: Iterable[str] | None = None) -> str | No
         try:
             folders = _folders_by_name(place or ".", os.stat(place or ".").st_mtime_ns)  # noqa: PTH116 - pathlib is slow to import
         except NotADirectoryError:
-            found = _version_by_library(distribution, place)
+            from importlib_metadata import distributions  # a zip file
+
+            own = distributions(name=distribution, path=[place])
+            found = next((one.version for one in own), None)
         except OSError:
             continue  # nothing is there
         else:
@@ -107,14 +110,6 @@ def _versions(folders: Iterable[str]) -> Iterator[str]:
     for folder in folders:
         for file in (f"{folder}/METADATA", f"{folder}/PKG-INFO", folder):
             yield from header_values(read_text(file), "Version")
-
-
-def _version_by_library(distribution: str, place: str) -> str | None:
-    """Return the same of a zip file."""
-    from importlib_metadata import distributions
-
-    versions = (found.version for found in distributions(name=distribution, path=[place]))
-    return next(versions, None)
 
 
 def torch_build() -> TorchBuild | None:

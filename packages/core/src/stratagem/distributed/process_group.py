@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 import traceback
@@ -23,7 +22,7 @@ from stratagem.errors import CommunicationError, ConfigurationError
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataSplit, Ranks, ReduceOp
 from stratagem.launch import network
-from stratagem.launch.process import allow_connections, warn_of_agents_limit
+from stratagem.launch.network import allow_connections, warn_of_agents_limit
 from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, record_failure, this_rank
 from stratagem.state import safe_data
 
@@ -106,7 +105,7 @@ def fail_at_end(error: BaseException, what: str) -> None:
     this_rank.at_end.insert(0, _exit_with_error)
 
 
-def _exit_with_error() -> None:
+def _exit_with_error() -> NoReturn:
     sys.stdout.flush()
     os._exit(1)
 
@@ -116,8 +115,7 @@ def _end_with_error(message: str) -> NoReturn:
     error = CommunicationError(message)
     record_failure(error)
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
+    _exit_with_error()
 
 
 def _wait_for_communication_threads(timeout: float = 1.0) -> None:
@@ -388,8 +386,15 @@ def _join_store(
         # between its choice and its use.
         listen_fd = environment.take_listener()
         if listen_fd is None:
-            listener = _listen(network.address_to_listen_on(main_address), main_port)
-            listen_fd = listener.detach()
+            address = network.address_to_listen_on(main_address)
+            try:
+                listen_fd = network.listen(address, main_port).detach()
+            except OSError as error:
+                raise ConfigurationError(
+                    f"rank 0 cannot listen on port {main_port} of {address or 'this node'} "
+                    f"({error.strerror}): set MASTER_PORT (or --main-port) to one that is free "
+                    "there"
+                ) from error
     return dist.TCPStore(  # type: ignore[attr-defined]
         network.address_to_connect_to(main_address),
         main_port,
@@ -399,16 +404,6 @@ def _join_store(
         wait_for_workers=False,
         master_listen_fd=listen_fd,
     )
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    try:
-        return network.listen(address, port)
-    except OSError as error:
-        raise ConfigurationError(
-            f"rank 0 cannot listen on port {port} of {address or 'this node'} "
-            f"({error.strerror}): set MASTER_PORT (or --main-port) to one that is free there"
-        ) from error
 
 
 def _watch_status(store: Any, ranks: Ranks, timeout: float) -> RankStatuses:

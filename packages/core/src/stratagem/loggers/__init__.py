@@ -9,10 +9,7 @@ from stratagem.loggers.logger import Logger as Logger
 
 if TYPE_CHECKING:
     from stratagem.loggers.csv_logger import CSVLogger as CSVLogger
-    from stratagem.loggers.logger import (
-        as_mapping as as_mapping,
-        as_plain as as_plain,
-    )
+    from stratagem.loggers.logger import as_mapping as as_mapping, as_plain as as_plain
     from stratagem.loggers.version_folder import (
         VersionFolder as VersionFolder,
         local_folder as local_folder,

@@ -7,12 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
-from stratagem.discovery.specs import (
-    AcceleratorSpec,
-    Availability,
-    PrecisionSpec,
-    load_target,
-)
+from stratagem.discovery.specs import AcceleratorSpec, Availability, PrecisionSpec, load_target
 from stratagem.errors import ConfigurationError
 from stratagem.plan.cluster import PLAIN, Cluster
 from stratagem.plan.plan import (
@@ -151,18 +146,10 @@ def choose_num_nodes(
     if asked > 1 and not capabilities.multi_node:
         return asked  # which is refused in any cluster
     spans_nodes = supports(launcher, "spans_nodes")
-    if (
-        asked > 1
-        and not cluster.launched_this_process
-        and cluster.name == PLAIN
-        and not spans_nodes
-    ):
-        missing = [
-            variable
-            for variable in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-            if variable not in resolution.request.environ
-        ]
-        if missing:
+    has_cluster = spans_nodes or cluster.launched_this_process or cluster.name != PLAIN
+    if asked > 1 and not has_cluster:
+        needed = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+        if missing := [name for name in needed if name not in resolution.request.environ]:
             raise ConfigurationError(
                 f"num_nodes={asked} needs a cluster, and none was detected: start the script "
                 "with torchrun or a cluster's launcher, or set MASTER_ADDR, MASTER_PORT and "
@@ -254,7 +241,13 @@ def choose_accelerator(
         return _best_accelerator(resolution, wanted)
     if elsewhere is not None:
         return selected, Availability(0, f"not looked for: {elsewhere.name} starts ranks elsewhere")
-    return selected, _available(resolution, selected)
+    found = resolution.probe(selected.source)
+    if not found.free:
+        raise ConfigurationError(
+            f"accelerator={selected.name!r} is not available on this machine: {_why_not(found)}; "
+            "pass accelerator='auto' to take what there is"
+        )
+    return selected, found
 
 
 def _best_accelerator(
@@ -281,16 +274,6 @@ def _best_accelerator(
         + ("; ".join(refused) or "none is known")
         + ". Name another strategy, or run where there is one (`stratagem doctor` lists them)"
     )
-
-
-def _available(resolution: Resolution, selected: Selection) -> Availability:
-    found = resolution.probe(selected.source)
-    if not found.free:
-        raise ConfigurationError(
-            f"accelerator={selected.name!r} is not available on this machine: {_why_not(found)}; "
-            "pass accelerator='auto' to take what there is"
-        )
-    return found
 
 
 def _why_not(found: Availability) -> str:

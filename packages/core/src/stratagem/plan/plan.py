@@ -7,13 +7,15 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from stratagem.discovery.capabilities import START_METHODS, Capabilities
 from stratagem.discovery.registry import Candidate, Registry
 from stratagem.discovery.specs import Availability, ComponentSpec, StrategySpec
 from stratagem.errors import ConfigurationError
-from stratagem.plan.step_options import StepOptions
+
+if TYPE_CHECKING:
+    from stratagem.plan.step_options import StepOptions
 
 NAMED = "you named it"
 """Why a component was chosen that the user named."""
@@ -154,10 +156,8 @@ def accepts(accepted: tuple[str, ...] | None, accelerator: Selection) -> bool:
     """Whether a list of accelerator names holds this one, under its name or an alias."""
     if accepted is None:
         return True
-    names = {accelerator.name}
-    if accelerator.spec is not None:
-        names.update(accelerator.spec.aliases)
-    return not names.isdisjoint(accepted)
+    aliases = () if accelerator.spec is None else accelerator.spec.aliases
+    return not {accelerator.name, *aliases}.isdisjoint(accepted)
 
 
 def is_compatible(capabilities: Capabilities, accelerator: Selection) -> bool:
@@ -252,23 +252,22 @@ class RunPlan:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return (what, choice, provider, why) for each choice."""
-        selected = [
-            self.strategy,
-            self.accelerator,
-            self.precision,
-            self.cluster_environment,
-            self.launcher,
-            self.checkpoint_io,
-        ]
-        rows = [(s.kind, s.name, s.provider, s.why) for s in selected]
-        after = 1 + selected.index(self.cluster_environment)
-        rows[after:after] = [
-            ("  not taken", s.name, s.provider, s.why) for s in self.rejected_environments
-        ]
-        rows.insert(2, ("devices", _indices(self.devices), "", self.devices_why))
+
+        def row(selected: Selection, what: str = "") -> tuple[str, str, str, str]:
+            return what or selected.kind, selected.name, selected.provider, selected.why
+
         world = f"{self.num_nodes} node(s) of {self.processes_per_node} process(es)"
-        rows.insert(3, ("world_size", str(self.world_size), "", world))
-        return rows
+        return [
+            row(self.strategy),
+            row(self.accelerator),
+            ("devices", ", ".join(map(str, self.devices)), "", self.devices_why),
+            ("world_size", str(self.world_size), "", world),
+            row(self.precision),
+            row(self.cluster_environment),
+            *(row(rejected, "  not taken") for rejected in self.rejected_environments),
+            row(self.launcher),
+            row(self.checkpoint_io),
+        ]
 
     def explain(self) -> str:
         """Return the plan as text, a line for each choice and its reason."""
@@ -278,7 +277,3 @@ class RunPlan:
             "  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True))
             for row in rows
         )
-
-
-def _indices(devices: tuple[int, ...]) -> str:
-    return ", ".join(str(index) for index in devices)

@@ -6,7 +6,7 @@ from the request. Every wrong combination is refused here, before a process star
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -102,7 +102,8 @@ def resolve(
         rejected_environments=cluster.rejected,
     )
     _check_compatibility(plan)
-    _tell_plugins(registry, plan)
+    for _ in registry.call_hook("stratagem_run_planned", plan=plan):
+        pass  # a plugin observes the plan, or refuses it by an error of ours
     return plan
 
 
@@ -140,11 +141,10 @@ def _auto_strategy(
     )
     fitting = tuple(
         dict.fromkeys(  # a name that two distributions claim stands there once
-            candidate.spec.name
-            for candidate in resolution.registry.candidates("strategy")
-            if isinstance(candidate.spec, StrategySpec)
-            and is_compatible(candidate.spec.capabilities, accelerator)
-            and (candidate.spec.capabilities.many_devices or not several)
+            name
+            for name, capabilities in _strategies(resolution)
+            if is_compatible(capabilities, accelerator)
+            and (capabilities.many_devices or not several)
         )
     )
     if (chosen := _chosen_by_plugin(resolution, fitting)) is not None:
@@ -192,10 +192,14 @@ def _check_strategy(
             "change one of the two"
         )
     if not is_compatible(capabilities, accelerator):
+        made_for_it = tuple(
+            name
+            for name, theirs in _strategies(resolution)
+            if theirs.accelerators is not None and accepts(theirs.accelerators, accelerator)
+        )
         raise ConfigurationError(
             f"accelerator={accelerator.name!r} takes strategies that were made for it alone, "
-            f"{either(_strategies_of(resolution, accelerator))}; received {strategy.name!r}: "
-            "change one of the two"
+            f"{either(made_for_it)}; received {strategy.name!r}: change one of the two"
         )
     steps = resolution.request.step_options
     if not capabilities.gradient_clipping and steps is not None and steps.clip is not None:
@@ -221,25 +225,19 @@ def _check_strategy(
 def _or_another(resolution: Resolution, accelerator: Selection, capability: str, what: str) -> str:
     """Return the advice to pass a strategy with a capability; "": none has it on these devices."""
     names = [
-        candidate.spec.name
-        for candidate in resolution.registry.candidates("strategy")
-        if isinstance(candidate.spec, StrategySpec)
-        and is_compatible(candidate.spec.capabilities, accelerator)
-        and getattr(candidate.spec.capabilities, capability)
+        name
+        for name, capabilities in _strategies(resolution)
+        if is_compatible(capabilities, accelerator) and getattr(capabilities, capability)
     ]
     name = "ddp" if "ddp" in names else next(iter(names), "")
     return f", or a strategy for {what} such as {name!r}" if name else ""
 
 
-def _strategies_of(resolution: Resolution, accelerator: Selection) -> tuple[str, ...]:
-    """Return the names of the strategies that were made for an accelerator."""
-    return tuple(
-        candidate.spec.name
-        for candidate in resolution.registry.candidates("strategy")
-        if isinstance(candidate.spec, StrategySpec)
-        and candidate.spec.capabilities.accelerators is not None
-        and accepts(candidate.spec.capabilities.accelerators, accelerator)
-    )
+def _strategies(resolution: Resolution) -> Iterator[tuple[str, Capabilities]]:
+    """Yield the name and the capabilities of each strategy."""
+    for candidate in resolution.registry.candidates("strategy"):
+        if isinstance(candidate.spec, StrategySpec):
+            yield candidate.spec.name, candidate.spec.capabilities
 
 
 def _check_world(
@@ -272,8 +270,7 @@ def _check_world(
                 f"set {CLUSTER_VARIABLE}=none to let each process work for itself"
             )
         return
-    local = cluster.local_world_size
-    if local is not None and local != len(devices):
+    if (local := cluster.local_world_size) not in (None, len(devices)):
         raise ConfigurationError(
             f"devices={resolution.request.devices!r} means {len(devices)} process(es) on each "
             f"node, but {cluster.name} has started {local} here"
@@ -287,12 +284,6 @@ def _check_world(
             f"{world}{cluster.said_by('world_size')}: make the two agree, or leave "
             "devices='auto' and num_nodes=1"
         )
-
-
-def _tell_plugins(registry: Registry, plan: RunPlan) -> None:
-    """Let every plugin observe the plan, or refuse it by an error of ours."""
-    for _ in registry.call_hook("stratagem_run_planned", plan=plan):
-        pass
 
 
 def _check_compatibility(plan: RunPlan) -> None:

@@ -12,7 +12,6 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from stratagem.errors import CheckpointCorruptError
@@ -90,7 +89,7 @@ def remove(path: Path) -> None:
     removes what a kill leaves of it.
     """
     if path.is_dir() and not path.is_symlink():
-        if not _is_temporary(path):
+        if not (path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)):
             doomed = temporary_path(path.parent)
             path.rename(doomed)
             path = doomed
@@ -118,10 +117,6 @@ def remove_leftovers(directory: Path) -> None:
             pass  # somebody else's, perhaps
         finally:
             os.close(descriptor)
-
-
-def _is_temporary(path: Path) -> bool:
-    return path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)
 
 
 # The disk is given its work every so many bytes, so that little is left for fsync to wait for. Of
@@ -215,12 +210,7 @@ class DurableFile:
     def __enter__(self) -> DurableFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             if not self.renamed:
                 # Before closing, which lets go of the lock.

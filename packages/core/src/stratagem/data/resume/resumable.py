@@ -133,6 +133,9 @@ class Reshard:
         )
 
 
+_OVERLAPS = "some samples of this epoch may be read twice and others not at all"
+
+
 class Resumable:
     """Iterates over a loader from any batch of an epoch on.
 
@@ -293,8 +296,7 @@ class Resumable:
             self._warn(
                 f"the checkpoint was saved in the middle of an epoch, by {shards} reader(s) of "
                 f"{self._name} with batches of {batch_size}, and now there are {self._shard[1]} "
-                f"with batches of {self.batch_size}: some samples of this epoch may be read twice "
-                f"and others not at all, since {reason}"
+                f"with batches of {self.batch_size}: {_OVERLAPS}, since {reason}"
             )
         else:
             self._resumed = {
@@ -314,7 +316,7 @@ class Resumable:
         """
         length, now = first.get("length"), self._length()
         if length is not None and now is not None and length != now:
-            follows = "some samples of this epoch may be read twice and others not at all"
+            follows = _OVERLAPS
             if now < read:
                 follows = f"fewer than the {read} that were read: nothing of this epoch is left"
             self._warn(
@@ -327,9 +329,8 @@ class Resumable:
             self._warn(
                 f"the order of {self._name} was drawn by {first['rule']!r} when the checkpoint was "
                 f"saved, in the middle of an epoch, and this version of Stratagem knows "
-                f"{', '.join(map(repr, RULES))}: some samples of this epoch may be read twice and "
-                "others not at all. Resume with the version that saved it, or from a checkpoint of "
-                "the end of an epoch"
+                f"{', '.join(map(repr, RULES))}: {_OVERLAPS}. Resume with the version that saved "
+                "it, or from a checkpoint of the end of an epoch"
             )
             return False
         return True

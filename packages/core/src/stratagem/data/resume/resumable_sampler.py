@@ -20,12 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stratagem.data.index_sequence import (
-    IndexSequence,
-    draw_indices,
-    draw_rest,
-    rule_of,
-)
+from stratagem.data.index_sequence import IndexSequence, draw_indices, draw_rest, rule_of
 from stratagem.data.sharding import ShardedSampler
 from stratagem.rng import (
     generator_states,

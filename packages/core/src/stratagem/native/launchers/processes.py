@@ -25,8 +25,8 @@ from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch import network, rank, supervisor
 from stratagem.launch.environment import rank_environment
+from stratagem.launch.network import allow_connections
 from stratagem.launch.packed import Call, become_rank, pack, run_call, run_packed
-from stratagem.launch.process import allow_connections
 from stratagem.launch.supervisor import Failure, Output, RankProcesses
 from stratagem.launch.watch import forget_parents_ranks, run_as_rank
 from stratagem.plan.plan import RunPlan
