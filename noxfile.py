@@ -147,10 +147,12 @@ def install_everything(session: nox.Session, torch: str = TORCH) -> None:
 
 
 def install_core(session: nox.Session, *torch: str) -> None:
-    """A torch, what TORCH_TESTS need, and core with the XLA backend, editable."""
+    """A torch, what TORCH_TESTS need, and core with extras, kits and XLA backend, editable."""
     session.install(*torch)
     session.install(*BUILD_TOOLS, *tools("numpy", "pytest", "safetensors"))
-    session.install("--no-build-isolation", "-e", "./packages/core", "-e", "./packages/backend-xla")
+    names = ("core", "extras", "testing", "backend-xla")
+    editable = [argument for name in names for argument in ("-e", f"./packages/{name}")]
+    session.install("--no-build-isolation", *editable)
 
 
 def check_lint(session: nox.Session) -> None:
