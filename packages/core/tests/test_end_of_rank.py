@@ -27,7 +27,7 @@ prepare_this_rank()
 def test_the_last_search_for_garbage_is_spared_unless_an_extension_counts_on_it(
     extension: str, is_spared: str, run_script: RunScript
 ) -> None:
-    assert run_script(ENDS, extension).stdout == is_spared
+    assert run_script(ENDS, extension, fresh=True).stdout == is_spared
 
 
 TRAINS = """
@@ -86,6 +86,6 @@ if __name__ == "__main__":
 def test_a_run_beside_triton_ends_without_a_word(
     front_end: str, strategy: str, run_script: RunScript
 ) -> None:
-    finished = run_script(TRAINS, front_end, strategy)
+    finished = run_script(TRAINS, front_end, strategy, fresh=True)
     assert "trained" in finished.stdout
     assert finished.stderr == ""

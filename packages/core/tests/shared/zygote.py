@@ -147,6 +147,9 @@ def _become(request: dict[str, Any], out: int, error: int) -> None:
 
 
 def _begin(arguments: list[str], environment: dict[str, str]) -> None:
+    # The old streams know what the descriptors were before: whether they can seek, for one.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stderr = open(2, "w", 1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = arguments
