@@ -179,6 +179,7 @@ def test_two_distributions_that_give_one_name_are_both_named(program: Program) -
 
 def test_a_guest_of_another_minor_version_says_what_to_upgrade(program: Program) -> None:
     program.install("next-sweep", PLUGIN.format(module="next_sweep"), requires="stratagem-core>=9")
+    program.plugins.remove("stratagem-extras")  # whose callbacks would be listed
     code = "from stratagem import Trainer; Trainer(callbacks='mine')"
     assert error_of(program, code) == (
         "UnknownNameError: unknown callback 'mine'. next-sweep 1.5 is incompatible, and nothing "

@@ -35,11 +35,16 @@ else:
         "stratagem.cli.strategies": "why_not",
     }
 
+    # The exporter asks the registry, which needs pluggy; `stratagem run` does without.
     def __getattr__(name: str) -> Any:
-        # The registry, which the exporter asks, needs pluggy; `stratagem run` does without.
         from stratagem.discovery.exports import exporter
 
         return exporter(__name__, None, _HOMES)[0](name)
+
+    def __dir__() -> list[str]:
+        from stratagem.discovery.exports import exporter
+
+        return ["main", *exporter(__name__, None, _HOMES)[1]()]
 
 
 Run = Callable[[Sequence[str]], int]
@@ -118,17 +123,3 @@ def run_command(arguments: Sequence[str]) -> int:
     from stratagem.cli.program import run_other
 
     return run_other(arguments)
-
-
-__all__ = [
-    "LRSchedulerCallable",
-    "OptimizerCallable",
-    "SaveConfigCallback",
-    "TrainerArgumentParser",
-    "TrainerCLI",
-    "main",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

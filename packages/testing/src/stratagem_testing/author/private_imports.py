@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,9 +25,16 @@ def public_modules() -> tuple[str, ...]:
         >>> "stratagem.strategies" in public_modules(), "stratagem.native" in public_modules()
         (True, False)
     """
-    rooms = [room.name for room in pkgutil.iter_modules(stratagem.__path__) if room.name[0] != "_"]
-    listing = [room for room in rooms if names_of(f"stratagem.{room}")]
-    return ("stratagem", *(f"stratagem.{room}" for room in listing), "stratagem_testing")
+    rooms = (f"stratagem.{room.name}" for room in pkgutil.iter_modules(stratagem.__path__))
+    return ("stratagem", *filter(_lists_names, rooms), "stratagem_testing")
+
+
+def _lists_names(module: str) -> bool:
+    """Whether a module is public; only this one is imported, since some rooms import torch."""
+    package, _, room = module.rpartition(".")
+    if package != "stratagem" or room.startswith("_"):
+        return module in ("stratagem", "stratagem_testing")
+    return importlib.util.find_spec(module) is not None and bool(names_of(module))
 
 
 @functools.cache
@@ -90,9 +98,9 @@ def _imported(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def _is_public(module: str, name: str) -> bool:
-    if name and f"{module}.{name}" in public_modules():
+    if name and _lists_names(f"{module}.{name}"):
         return True
-    return module in public_modules() and (name in ("", "*") or name in names_of(module))
+    return _lists_names(module) and (name in ("", "*") or name in names_of(module))
 
 
 def _instead_of(name: str) -> str:
