@@ -13,7 +13,7 @@ from stratagem.loggers.logger import Logger
 from stratagem.runtime.request import as_list
 from stratagem.storage import paths
 
-Loggers = Logger | str | Sequence[Logger | str] | bool | None
+Loggers = bool | Logger | Sequence[Logger | str] | str | None
 """The Trainer's argument `logger`."""
 
 _OPTIONAL = ("log_hyperparams", "log_graph", "after_save_checkpoint", "save", "finalize")
