@@ -193,7 +193,7 @@ def _lightning_command() -> tuple[str, ...]:
     try:
         if name in registry.names("name"):
             return tuple(registry.find("name", name).spec.load()())
-        problem = " ".join(registry.possible_providers("lightning_command"))
+        problem = " ".join(registry.possible_providers("lightning_command", "stratagem.cli"))
     except StratagemError as error:
         problem = str(error)
     print(f"stratagem run: error: --as-lightning cannot be used. {problem}", file=sys.stderr)
