@@ -11,8 +11,8 @@ def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
         name="fp9",
         target="stratagem.native.precision.true:TruePrecision",
         api_version=1,
-        incompatible_because="stratagem.native.strategy_specs:nobody",
+        incompatible_because="stratagem.native.plugin:nobody",
     )
     assert list(check_spec(spec, get_registry())) == [
-        "its incompatible_because's module stratagem.native.strategy_specs defines no 'nobody'"
+        "its incompatible_because's module stratagem.native.plugin defines no 'nobody'"
     ]
