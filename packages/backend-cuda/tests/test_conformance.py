@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stratagem_cuda.precision import BitsandbytesPrecision, Float8Precision, Float16Mixed
 from stratagem_testing import AcceleratorConformance, PrecisionConformance
+
+pytestmark = pytest.mark.conformance
 
 
 class TestCUDA(AcceleratorConformance):

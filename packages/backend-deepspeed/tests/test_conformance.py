@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stratagem_testing import StrategyConformance
+
+pytestmark = pytest.mark.conformance
 
 
 class TestStage1(StrategyConformance):

@@ -23,6 +23,8 @@ from stratagem_extras.loggers.neptune_logger import NeptuneLogger
 from stratagem_extras.loggers.tensorboard_logger import TensorBoardLogger
 from stratagem_testing import CallbackConformance, LoggerConformance, ProfilerConformance
 
+pytestmark = pytest.mark.conformance
+
 SESSION = "its SDK is not installed here; `nox -s loggers` runs this"
 RUN = "0123456789abcdef"
 

@@ -12,6 +12,8 @@ import pytest
 from stratagem_testing.strategies.session import Item, Outcome, Reference, run_checks
 from stratagem_testing.strategies.target import Target
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).with_name("planted_strategies.py")
 
 # The class, the check that fails, and what it says.
