@@ -15,5 +15,5 @@ from stratagem_testing.strategies.session import failures
 from stratagem_testing.strategies.target import Target
 
 if __name__ == "__main__":
-    target = Target(strategy="local_sgd", devices=2, parts=2, equal=False)
+    target = Target(strategy="local_sgd", devices=2, data_groups=2, equal=False)
     print(json.dumps(failures(target, Path(sys.argv[1]))))
