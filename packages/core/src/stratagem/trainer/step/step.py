@@ -196,14 +196,11 @@ class Step(TrainStep):
             # A batch that is repeated to keep step with other ranks was counted before.
             self._logged.counts = self._weight != 0.0
         self._batch = self._logged.batch = batch
-        self._start_batch(batch, self.batch_idx)
-        return batch
-
-    def _start_batch(self, batch: Any, batch_idx: int) -> None:
         for hook in self._on_batch_start:
-            returned = hook(batch, batch_idx)
+            returned = hook(batch, self.batch_idx)
             if type(returned) is int and returned == -1:
                 raise EndOfEpoch
+        return batch
 
     def loss(self, part: Any, *, converted: bool = False) -> Tensor | None:
         """Return the loss of a batch or of a part of it."""

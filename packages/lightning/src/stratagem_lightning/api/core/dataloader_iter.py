@@ -149,7 +149,11 @@ class ReadingStep(Step):
         """Return the iterator, after the hooks of the start, which receive the batch before."""
         self._begun += 1
         self._batch = micro_batch
-        self._start_batch(*micro_batch.last[:2])
+        batch, batch_idx, _ = micro_batch.last
+        for hook in self._on_batch_start:
+            returned = hook(batch, batch_idx)
+            if type(returned) is int and returned == -1:
+                raise EndOfEpoch
         return micro_batch
 
     def loss(self, part: DataLoaderIter, *, converted: bool = False) -> Tensor | None:
