@@ -106,13 +106,7 @@ def main(connection: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     while True:
-        header, fds, _, _ = socket.recv_fds(connection, 8, 2)
-        if not header:
-            os._exit(0)
-        size, data = int.from_bytes(header, "big"), b""
-        while len(data) < size:
-            data += connection.recv(size - len(data))
-        request: dict[str, Any] = json.loads(data)
+        request, fds = _receive(connection)
         pid = os.fork()
         if pid == 0:
             connection.close()
@@ -123,6 +117,17 @@ def main(connection: socket.socket) -> None:
         connection.sendall(f"{pid}\n".encode())
         _, status = os.waitpid(pid, 0)
         connection.sendall(f"{status}\n".encode())
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return a request and its two descriptors; end this process if there are no more."""
+    header, fds, _, _ = socket.recv_fds(connection, 8, 2)
+    if not header:
+        os._exit(0)
+    size, data = int.from_bytes(header, "big"), b""
+    while len(data) < size:
+        data += connection.recv(size - len(data))
+    return json.loads(data), fds
 
 
 def _warm_up(torch: Any) -> None:
@@ -173,14 +178,10 @@ def _spare() -> tuple[int, socket.socket] | None:
         return pid, ours
     ours.close()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    header, fds, _, _ = socket.recv_fds(theirs, 8, 2)
-    if not header or os.getppid() != parent:
-        os._exit(0)
-    size, data = int.from_bytes(header, "big"), b""
-    while len(data) < size:
-        data += theirs.recv(size - len(data))
+    request, fds = _receive(theirs)
     theirs.close()
-    request: dict[str, Any] = json.loads(data)
+    if os.getppid() != parent:
+        os._exit(0)
     if request["new_session"]:
         os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
