@@ -13,7 +13,7 @@ RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 ENDS = """
 import atexit, gc, os, sys
 
-from stratagem.launch.watch import prepare_this_rank
+from stratagem.launch.rank import prepare_this_rank
 
 # First in, last out: this is asked when everything else at the end is done.
 atexit.register(lambda: os.write(1, f"{gc.get_freeze_count() > 0}".encode()))

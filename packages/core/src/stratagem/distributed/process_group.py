@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -23,7 +22,13 @@ from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.interfaces.ranks import DataSplit, Ranks, ReduceOp
 from stratagem.launch import network
 from stratagem.launch.network import allow_connections, warn_of_agents_limit
-from stratagem.launch.rank import STORE_VARIABLE, at_end_of_rank, record_failure, this_rank
+from stratagem.launch.rank import (
+    STORE_VARIABLE,
+    at_end_of_rank,
+    exit_with_error,
+    record_failure,
+    this_rank,
+)
 from stratagem.state import safe_data
 
 _PATIENCE = 10.0
@@ -42,7 +47,7 @@ def leave_process_group(statuses: RankStatuses) -> None:
         # The group would wait for what its device still has to do. Nor can threads of a group that
         # is alive be left to the end of the interpreter.
         if this_rank.failed:
-            this_rank.at_end.insert(0, _exit_with_error)
+            this_rank.at_end.insert(0, exit_with_error)
         return
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -95,27 +100,12 @@ def _leave_together(statuses: RankStatuses) -> None:
             )
 
 
-def fail_at_end(error: BaseException, what: str) -> None:
-    """Let this process, which is ending already, exit with an error once all else is done."""
-    record_failure(error)
-    shown = "".join(traceback.format_exception(error))
-    print(f"stratagem: {what}:\n{shown}", end="", file=sys.stderr, flush=True)
-    this_rank.failed = True
-    # What is called at the end is called from the last to the first.
-    this_rank.at_end.insert(0, _exit_with_error)
-
-
-def _exit_with_error() -> NoReturn:
-    sys.stdout.flush()
-    os._exit(1)
-
-
 def _end_with_error(message: str) -> NoReturn:
     """End this process with an error while it is ending already, when nobody can catch one."""
     error = CommunicationError(message)
     record_failure(error)
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    _exit_with_error()
+    exit_with_error()
 
 
 def _wait_for_communication_threads(timeout: float = 1.0) -> None:

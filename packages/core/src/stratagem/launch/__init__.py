@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from stratagem.launch.process import available_cores as available_cores
     from stratagem.launch.rank import (
         LISTEN_FD_VARIABLE as LISTEN_FD_VARIABLE,
+        run_as_rank as run_as_rank,
         this_rank as this_rank,
     )
     from stratagem.launch.rank_zero import (
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
         rank_zero_only as rank_zero_only,
         rank_zero_warn as rank_zero_warn,
     )
-    from stratagem.launch.watch import run_as_rank as run_as_rank
     from stratagem.plan.plan import (
         RunPlan as RunPlan,
         RunRequest as RunRequest,
@@ -80,11 +80,10 @@ else:
             "stratagem.launch.environment": "rank_environment",
             "stratagem.launch.network": "free_port",
             "stratagem.launch.packed": "pack rank_failure run_packed",
-            "stratagem.launch.rank": "LISTEN_FD_VARIABLE this_rank",
+            "stratagem.launch.rank": "LISTEN_FD_VARIABLE run_as_rank this_rank",
             "stratagem.launch.rank_zero": (
                 "rank_zero_debug rank_zero_info rank_zero_only rank_zero_warn"
             ),
-            "stratagem.launch.watch": "run_as_rank",
             "stratagem.plan.plan": "RunPlan RunRequest Selection",
             "stratagem.state.safe_data": "pack_result unpack_result",
         },

@@ -19,8 +19,8 @@ from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError, RankFailedError
 from stratagem.launch import rank
 from stratagem.launch.process import open_standard_streams
+from stratagem.launch.rank import run_as_rank
 from stratagem.launch.supervisor import Failure
-from stratagem.launch.watch import run_as_rank
 
 if TYPE_CHECKING:
     from stratagem.discovery.specs import ComponentSpec

@@ -1,4 +1,4 @@
-"""A rank's side of a launch: what it does for whoever has started it. Standard library only.
+"""A rank's side of a launch: what it does for whoever has started it. torch is not imported.
 
 A rank that fails writes its exception into the file named by TORCHELASTIC_ERROR_FILE, in the format
 of torch.distributed.elastic, so that the same code serves under torchrun.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -18,7 +19,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from stratagem.errors import RankFailedError
+
+if TYPE_CHECKING:
+    from stratagem.launch.watch import Watch
+
+Result = TypeVar("Result")
 
 LISTEN_FD_VARIABLE = "STRATAGEM_LISTEN_FD"
 """For rank 0: the file descriptor of the socket that listens on MASTER_PORT already."""
@@ -179,6 +187,8 @@ class ThisRank:
         handlers: handlers of signals that are ours, whose place a front end may take.
         peers_are_gone: whether all ranks that this process has started have ended.
         is_launched: a launcher runs a function here: what it launches again runs here as well.
+        prepared: it ends with its parent, and reports what nobody catches.
+        watch: the watch over the ranks that this process has started, if it has started any.
     """
 
     failed: bool = False
@@ -192,6 +202,8 @@ class ThisRank:
     handlers: set[Any] = field(default_factory=set)
     peers_are_gone: Callable[[], bool] = bool
     is_launched: bool = False
+    prepared: bool = False
+    watch: Watch | None = None
 
 
 this_rank = ThisRank()
@@ -231,9 +243,98 @@ def end_rank() -> None:
         this_rank.at_end.pop()()
 
 
+def fail_at_end(error: BaseException, what: str) -> None:
+    """Let this process, which is ending already, exit with an error once all else is done."""
+    record_failure(error)
+    shown = "".join(traceback.format_exception(error))
+    print(f"stratagem: {what}:\n{shown}", end="", file=sys.stderr, flush=True)
+    this_rank.failed = True
+    # What is called at the end is called from the last to the first.
+    this_rank.at_end.insert(0, exit_with_error)
+
+
+def exit_with_error() -> NoReturn:
+    """End this process at once, with the exit status of an error."""
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Run a function on this rank and return what it returns.
+
+    What it raises is reported to whoever started this rank. Where a peer's failure is the cause of
+    an error of communication here, that failure is raised in its place; otherwise the error says
+    where each rank is.
+    """
+    prepare_this_rank()
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        resolved = _resolved(error)
+        if this_rank.watch is None:
+            record_failure(resolved)
+        # With a watch: the caller may handle it, on every rank alike; if nobody does, the hook
+        # below ends the ranks.
+        if resolved is error:
+            raise
+        raise resolved from (None if isinstance(resolved, RankFailedError) else error)
+
+
+def _resolved(error: BaseException) -> BaseException:
+    """Return the cause of an error that ends this rank, once it is known: what is to be raised."""
+    watch = this_rank.watch
+    return explained(error) if watch is None else watch.resolve_cause(error)
+
+
+def prepare_this_rank() -> None:
+    """Once in each rank: end with the parent, and report what nobody catches."""
+    if this_rank.prepared:
+        return
+    this_rank.prepared = True
+    die_with_parent()
+    record_crashes()
+    atexit.register(_end_quickly)
+    print_exception = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        this_rank.failed = True
+        watch = this_rank.watch
+        if watch is not None:
+            resolved = watch.resolve_cause(error)
+            if isinstance(resolved, RankFailedError):
+                print(resolved, file=sys.stderr, flush=True)
+            elif not was_said(error):
+                print_exception(type(resolved), resolved, resolved.__traceback__)
+            watch.crashed = True
+            watch.ranks.end()
+            return
+        resolved = explained(error)
+        if has_parent() and isinstance(error, KeyboardInterrupt):
+            return  # Ctrl-C reaches every rank; the first one shows it
+        if not (record_failure(resolved) and has_parent()):
+            # A parent of ours shows the recorded traceback; anybody else may not.
+            print_exception(type(resolved), resolved, resolved.__traceback__)
+
+    sys.excepthook = report
+
+
+def _end_quickly() -> None:
+    """Spare the interpreter's end the search for garbage: half a second once torch is loaded.
+
+    Extensions of nanobind (triton, which torch imports for its compiler) check at the very end that
+    their types and functions have gone, which only that search removes, and print each one that has
+    not. With one of them loaded, the interpreter ends as it would anywhere.
+    """
+    if not any(metaclass.__module__ == "nanobind" for metaclass in type.__subclasses__(type)):
+        gc.freeze()
+
+
 def forget_parent() -> None:
-    """In a forked process: what the parent does at its end is not this process's business."""
+    """In a forked process: the parent's end, hooks and ranks are not this process's business."""
     this_rank.__dict__.update(ThisRank().__dict__)
+    sys.excepthook = sys.__excepthook__
 
 
 if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):

@@ -1,4 +1,4 @@
-"""run_as_rank, and the watch over the ranks that this process started.
+"""The watch over the ranks that this process has started.
 
 A failure of one rank becomes one error, and no process is left.
 """
@@ -6,22 +6,18 @@ A failure of one rank becomes one error, and no process is left.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping
+from types import FrameType
 
-from stratagem.errors import CommunicationError, RankFailedError
+from stratagem.errors import CommunicationError
 from stratagem.launch import rank
 from stratagem.launch.rank import this_rank
 from stratagem.launch.supervisor import Failure, Output, RankProcesses, StartRank
-
-Result = TypeVar("Result")
 
 _PEER_GRACE = 3.0
 """Seconds that an error of communication waits for the news that a peer has failed."""
@@ -33,44 +29,15 @@ _ASK_AGAIN = 0.1
 """Seconds after which the main thread is signalled again, where it could not be interrupted."""
 
 
-def run_as_rank(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Run a function on this rank and return what it returns.
-
-    What it raises is reported to whoever started this rank. Where a peer's failure is the cause of
-    an error of communication here, that failure is raised in its place; otherwise the error says
-    where each rank is.
-    """
-    prepare_this_rank()
-    try:
-        return function(*args, **kwargs)
-    except BaseException as error:
-        resolved = _resolved(error)
-        if Watch.current is None:
-            rank.record_failure(resolved)
-        # With a watch: the caller may handle it, on every rank alike; if nobody does, the hook
-        # below ends the ranks.
-        if resolved is error:
-            raise
-        raise resolved from (None if isinstance(resolved, RankFailedError) else error)
-
-
-def _resolved(error: BaseException) -> BaseException:
-    """Return the cause of an error that ends this rank, once it is known: what is to be raised."""
-    watch = Watch.current
-    return rank.explained(error) if watch is None else watch.resolve_cause(error)
-
-
 class Watch:
     """The ranks that this process has started, and how their failure reaches its main thread."""
-
-    current: ClassVar[Watch | None] = None
 
     @classmethod
     def start(
         cls, start: StartRank, environments: Mapping[int, Mapping[str, str]], world_size: int
     ) -> None:
         """Start the ranks and watch them until this process ends."""
-        cls.current = cls(start, environments, world_size)
+        this_rank.watch = cls(start, environments, world_size)
 
     def __init__(
         self, start: StartRank, environments: Mapping[int, Mapping[str, str]], world_size: int
@@ -167,17 +134,6 @@ class Watch:
             os._exit(1)
 
 
-def _end_quickly() -> None:
-    """Spare the interpreter's end the search for garbage: half a second once torch is loaded.
-
-    Extensions of nanobind (triton, which torch imports for its compiler) check at the very end that
-    their types and functions have gone, which only that search removes, and print each one that has
-    not. With one of them loaded, the interpreter ends as it would anywhere.
-    """
-    if not any(metaclass.__module__ == "nanobind" for metaclass in type.__subclasses__(type)):
-        gc.freeze()
-
-
 def _in_finalizer(frame: FrameType | None) -> bool:
     """Whether a `__del__` is running here: a DataLoader's, which waits for its workers, say."""
     while frame is not None:
@@ -185,50 +141,3 @@ def _in_finalizer(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-_prepared = False
-
-
-def prepare_this_rank() -> None:
-    """Once in each rank: end with the parent, and report what nobody catches."""
-    global _prepared
-    if _prepared:
-        return
-    _prepared = True
-    rank.die_with_parent()
-    rank.record_crashes()
-    atexit.register(_end_quickly)
-    print_exception = sys.excepthook
-
-    def report(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        this_rank.failed = True
-        watch = Watch.current
-        if watch is not None:
-            resolved = watch.resolve_cause(error)
-            if isinstance(resolved, RankFailedError):
-                print(resolved, file=sys.stderr, flush=True)
-            elif not rank.was_said(error):
-                print_exception(type(resolved), resolved, resolved.__traceback__)
-            watch.crashed = True
-            watch.ranks.end()
-            return
-        resolved = rank.explained(error)
-        if rank.has_parent() and isinstance(error, KeyboardInterrupt):
-            return  # Ctrl-C reaches every rank; the first one shows it
-        if not (rank.record_failure(resolved) and rank.has_parent()):
-            # A parent of ours shows the recorded traceback; anybody else may not.
-            print_exception(type(resolved), resolved, resolved.__traceback__)
-
-    sys.excepthook = report
-
-
-def forget_parents_ranks() -> None:
-    """In a forked process: the ranks that its parent has started are not this process's."""
-    global _prepared
-    _prepared = False
-    Watch.current = None
-    sys.excepthook = sys.__excepthook__
-    rank.forget_parent()

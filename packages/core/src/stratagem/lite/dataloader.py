@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from stratagem.data.resume.resumable import Resumable
 from stratagem.data.sharding import length_of, set_epoch
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.rng import rng_state, set_rng_state
@@ -40,6 +39,9 @@ class LiteDataLoader:
         *,
         rng_of: tuple[Accelerator, torch.device] | tuple[()] = (),
     ) -> None:
+        # Here, since a loop of the user's may need no data loader of ours.
+        from stratagem.data.resume.resumable import Resumable
+
         self.loader = loader
         self._move = move
         self._rng_of = rng_of

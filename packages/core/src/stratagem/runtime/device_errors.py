@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from stratagem.discovery.registry import get_registry
 from stratagem.discovery.specs import StrategySpec
-from stratagem.distributed.diagnosis.rank_status import line_in_traceback
+from stratagem.distributed.stack import line_in_traceback
 from stratagem.interfaces.accelerator import DeviceMemory
 from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.interfaces.strategy import Strategy

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from stratagem.discovery.registry import get_registry
-from stratagem.distributed.process_group import fail_at_end
 from stratagem.errors import ConfigurationError, PluginError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.components import Components
@@ -20,8 +19,7 @@ from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.environment import environment_of_request
 from stratagem.launch.process import open_standard_streams
-from stratagem.launch.rank import at_end_of_rank, this_rank
-from stratagem.launch.watch import run_as_rank
+from stratagem.launch.rank import at_end_of_rank, fail_at_end, run_as_rank, this_rank
 from stratagem.plan.plan import RunPlan, RunRequest
 from stratagem.plan.resolution import resolve
 from stratagem.plan.step_options import StepOptions

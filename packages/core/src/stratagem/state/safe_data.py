@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import CheckpointContentError, ConfigurationError, format_value
-from stratagem.state.reading.archive import load_archive
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray)
 # An expanded tensor of up to so many bytes does no harm when it is copied.
@@ -185,6 +184,8 @@ def decode(encoded: Tensor, name: str = "what a rank has sent") -> Any:
     Raises:
         CheckpointCorruptError: it is nothing that `encode` made.
     """
+    from stratagem.state.reading.archive import load_archive
+
     # Of its own, since the tensors in it are views.
     memory = encoded.cpu().clone(memory_format=torch.contiguous_format).untyped_storage()
     return load_archive(memory, name, start=0, size=memory.nbytes())

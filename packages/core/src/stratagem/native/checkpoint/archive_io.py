@@ -34,7 +34,6 @@ from stratagem.checkpoint.directory import (
 from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.ranks import Ranks
-from stratagem.state.reading.archive import load_archive
 from stratagem.state.safe_data import find_oversized
 from stratagem.storage import paths
 
@@ -117,6 +116,8 @@ class MappedFile:
         Raises:
             CheckpointCorruptError: it is no whole archive of weights-only-safe data.
         """
+        from stratagem.state.reading.archive import load_archive
+
         size = self._size if size is None else size
         loaded = load_archive(self._storage, path, start=start, size=size, comment=comment)
         if oversized := find_oversized(loaded, "checkpoint"):

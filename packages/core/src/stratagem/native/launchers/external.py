@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stratagem.interfaces.launcher import Launcher, Result
-from stratagem.launch.watch import run_as_rank
+from stratagem.launch.rank import run_as_rank
 from stratagem.plan.plan import RunPlan
 
 

@@ -27,8 +27,8 @@ from stratagem.launch import network, rank, supervisor
 from stratagem.launch.environment import rank_environment
 from stratagem.launch.network import allow_connections
 from stratagem.launch.packed import Call, become_rank, pack, run_call, run_packed
+from stratagem.launch.rank import forget_parent, run_as_rank
 from stratagem.launch.supervisor import Failure, Output, RankProcesses
-from stratagem.launch.watch import forget_parents_ranks, run_as_rank
 from stratagem.plan.plan import RunPlan
 from stratagem.state.safe_data import pack_result, unpack_result
 
@@ -200,7 +200,7 @@ def _forked_rank(
     call: Call,
     threads_are_gone: bool,
 ) -> None:
-    forget_parents_ranks()
+    forget_parent()
     _become_child(environment, output)
     become_rank(environment)
     if threads_are_gone:

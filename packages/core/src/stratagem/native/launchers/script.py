@@ -11,8 +11,9 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.launcher import Launcher, Result
 from stratagem.launch import network, rank
 from stratagem.launch.environment import STARTED_IN, rank_environment
+from stratagem.launch.rank import run_as_rank
 from stratagem.launch.supervisor import Command
-from stratagem.launch.watch import Watch, run_as_rank
+from stratagem.launch.watch import Watch
 from stratagem.plan.plan import RunPlan
 
 
