@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures import run_file
 
 SCRIPTS = Path(__file__).parent / "scripts"
 pytestmark = pytest.mark.skipif(
@@ -20,17 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(script: str, folder: Path) -> dict[str, Any]:
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / script)],
-        cwd=folder,
-        env={**environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_file(SCRIPTS / script, folder=folder, timeout=300)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -23,6 +23,7 @@ from stratagem.errors import CheckpointMismatchError
 from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 SAVED_AT, STEPS = 10, 20
+MATRIX_STEPS = 14
 
 
 def zero(**options: Any) -> Callable[[], DeepSpeedStrategy]:
@@ -57,10 +58,10 @@ def fit(way: str, ranks: int, steps: int, path: Path | None = None, **options: A
 
 
 def save(ranks: int, folder: Path) -> dict[str, Any]:
-    """Save under each strategy; return what it loses in the ten steps after."""
+    """Save under each strategy; return what it loses in the steps after."""
     losses = {}
     for way in WAYS[ranks]:
-        losses[f"{way} on {ranks}"] = fit(way, ranks, STEPS)[1].losses[SAVED_AT:]
+        losses[f"{way} on {ranks}"] = fit(way, ranks, MATRIX_STEPS)[1].losses[SAVED_AT:]
         both = way in ("ddp", "stage 2", "stage 3") and ranks == 2
         for form in ("single_file", "directory") if both else ("directory",):
             runs, _ = fit(way, ranks, SAVED_AT, plugins=form)
@@ -71,7 +72,7 @@ def save(ranks: int, folder: Path) -> dict[str, Any]:
 def resume(ranks: int, folder: Path) -> dict[str, Any]:
     """Go on from every save under each strategy; return the losses."""
     return {
-        f"{path.name} -> {way} on {ranks}": fit(way, ranks, STEPS, path)[1].losses
+        f"{path.name} -> {way} on {ranks}": fit(way, ranks, MATRIX_STEPS, path)[1].losses
         for way in WAYS[ranks]
         for path in sorted(folder.iterdir())
     }

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures import run_file
 
 HERE = Path(__file__).parent
 Ranks = list[dict[str, Any]]
@@ -19,18 +17,8 @@ pytestmark = pytest.mark.slow
 
 def launch(name: str, folder: Path, **variables: str) -> tuple[Ranks, str]:
     """Run a script of this folder, which starts its ranks; return what each wrote, and stdout."""
-    dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC", "THP_", "MALLOC")
-    environment = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / name)],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    modules = ("deepspeed",)
+    finished = run_file(HERE / name, folder=folder, env=variables, timeout=280, modules=modules)
     files = sorted(folder.glob("out*.json"))
     return [json.loads(file.read_text()) for file in files], finished.stdout
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from stratagem.checkpoint import DirectoryCheckpointIO, consolidate_checkpoint
@@ -36,17 +34,8 @@ IN_BOTH_FORMATS = ("ddp on 2", "stage 2 on 2", "stage 3 on 2")
 
 
 def launch(folder: Path, what: str, ranks: int) -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("STRATAGEM")}
-    finished = subprocess.run(
-        [sys.executable, str(SCRIPT), str(ranks), what, "saved"],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    arguments = (str(ranks), what, "saved")
+    run_file(SCRIPT, *arguments, folder=folder, timeout=300, modules=("deepspeed",))
     told: dict[str, Any] = json.loads((folder / f"{what}-{ranks}.json").read_text())
     return told
 
@@ -77,7 +66,7 @@ def test_the_next_losses_are_those_of_a_run_without_an_interruption(
 ) -> None:
     # Tied and frozen parameters, two groups, sizes that two ranks do not divide, a scheduler.
     expected = saves[source]
-    assert len(expected) == 10
+    assert len(expected) == 4
     for form in ("single_file", "directory") if source in IN_BOTH_FORMATS else ("directory",):
         resumed = resumes[f"{source}.{form} -> {target}"]
         if source == target:

@@ -30,7 +30,7 @@ from stratagem.strategies import (
 )
 
 FORMATS = ("single_file", "directory")
-SAVED_AT, STEPS = 10, 20
+SAVED_AT, STEPS = 10, 14
 
 
 def divide(model: nn.Module, mesh: Any) -> nn.Module:
@@ -69,7 +69,8 @@ def fit(way: str, ranks: int, form: str, steps: int, path: Path | None = None) -
     """Train up to so many steps, with accumulation, clipping and a scheduler."""
     parts = 1 if way == "model_parallel" else ranks
     module = Net()
-    # Two passes over the data are eight steps, so that a save comes in the middle of the third.
+    # Two passes over the data are eight steps, so that a save comes in the middle of the third,
+    # and training ends in the fourth.
     runs = trainer(WAYS[ranks][way](), ranks, max_steps=steps, plugins=form)
     runs.fit(module, loader(parts), ckpt_path=path)
     return runs, module

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -450,16 +451,8 @@ def test_strategies_that_cannot_are_refused_by_name() -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 of the script's two found."""
     folder = tmp_path_factory.mktemp("compiling")
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPTS / "compiling.py")],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    run_file(SCRIPTS / "compiling.py", folder=folder, env=one, timeout=500)
     found: dict[str, Any] = json.loads((folder / "out0.json").read_text())
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
@@ -35,23 +36,10 @@ SCRIPT = (SCRIPTS / "ddp_options.py").read_text()
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the two ranks of the script found; they agree."""
-    import os
-    import sys
 
     folder = tmp_path_factory.mktemp("options")
     (folder / "script.py").write_text(SCRIPT)
-    dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC")
-    environment = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", "script.py"],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run_file(folder / "script.py", folder=folder)
     first, second = (json.loads((folder / f"out{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     return first  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from fixtures import run_file
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -48,17 +49,7 @@ Launch = Callable[..., list[dict[str, Any]]]
 
 def launch(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run the script; return what each rank wrote."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("STRATAGEM")}
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run_file(SCRIPT, *arguments, folder=folder)
     files = sorted(folder.glob("out-*.json"))
     told = [json.loads(file.read_text()) for file in files]
     for file in files:

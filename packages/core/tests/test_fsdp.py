@@ -6,8 +6,6 @@ import functools
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -47,18 +46,7 @@ Ranks = list[dict[str, Any]]
 
 def launch(name: str, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Ranks:
     """Run a script of this folder, which starts its ranks; return what each of them wrote."""
-    dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC", "THP_", "MALLOC")
-    environment = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / name), *arguments],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run_file(HERE / name, *arguments, folder=folder, env=env)
     return [json.loads(file.read_text()) for file in sorted(folder.glob("out*.json"))]
 
 

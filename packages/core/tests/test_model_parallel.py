@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -57,22 +55,9 @@ def ranks(
 ) -> Ranks:
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     (folder / "single_device.ckpt").symlink_to(reference["folder"] / "single_device.ckpt")
-    dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC", "THP_", "MALLOC")
-    environment = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
-    finished = subprocess.run(
-        [
-            *(sys.executable, "-W", "error"),
-            *(str(HERE / "model_parallel_script.py"), str(request.param)),
-        ],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        # For a hang: four ranks take 60 s of CPU, of which half is starting, whatever else runs.
-        timeout=500,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    # The time is for a hang: four ranks take 60 s of CPU, whatever else runs.
+    script = HERE / "model_parallel_script.py"
+    run_file(script, str(request.param), folder=folder, timeout=500)
     written = [json.loads(file.read_text()) for file in sorted(folder.glob("out*.json"))]
     for rank in written:
         rank["folder"] = folder

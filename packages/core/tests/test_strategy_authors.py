@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
@@ -803,22 +804,10 @@ STAGES = (SCRIPTS / "strategy_authors_stages.py").read_text()
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Four ranks in two pipelines."""
-    import os
-    import subprocess
-    import sys
-
     folder = tmp_path_factory.mktemp("stages")
     script = folder / "script.py"
     script.write_text(STAGES)
-    finished = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert finished.returncode == 0, finished.stderr
+    run_file(script, folder=folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 
 from stratagem import Lite
 
@@ -129,18 +128,7 @@ class Results:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("uneven")
     (folder / "script.py").write_text(SCRIPT)
-    dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC")
-    environment = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", "script.py"],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run_file(folder / "script.py", folder=folder)
     return Results(folder)
 
 

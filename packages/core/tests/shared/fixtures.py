@@ -64,10 +64,55 @@ def script_environment() -> dict[str, str]:
 
 
 @functools.cache
-def zygote() -> Zygote:
-    """Return the process that scripts are forked from."""
+def zygote(*modules: str) -> Zygote:
+    """Return the process that scripts are forked from, which has imported torch and `modules`."""
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    return Zygote({**environment, "OMP_NUM_THREADS": "1"})
+    return Zygote({**environment, "OMP_NUM_THREADS": "1"}, modules)
+
+
+def run_file(
+    script: Path,
+    *arguments: str,
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 180.0,
+    modules: tuple[str, ...] = (),
+    fresh: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as `python -W error SCRIPT ARGUMENTS`, in one thread a process.
+
+    Args:
+        script: where it lies.
+        *arguments: those of the script.
+        folder: the working directory.
+        env: further variables.
+        timeout: seconds.
+        modules: what the interpreter may have imported before, beside torch.
+        fresh: start a new interpreter, not a fork of one that has imported torch.
+    """
+    dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC", "THP_", "MALLOC")
+    kept = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
+    environment = {**kept, "OMP_NUM_THREADS": "1", **(env or {})}
+    options = ("-W", "error")
+    read_at_start = any(
+        name.startswith(READ_AT_START) for name in env or () if name != "PYTHONPATH"
+    )
+    if fresh or read_at_start:
+        finished = subprocess.run(
+            [sys.executable, *options, str(script), *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    else:
+        finished = zygote(*modules).run(
+            script, list(arguments), environment, timeout, folder=folder, options=options
+        )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished
 
 
 @pytest.fixture
@@ -103,7 +148,7 @@ def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
                 check=False,
             )
         else:
-            finished = zygote().run(script, list(args), environment, timeout)
+            finished = zygote().run(script, list(args), environment, timeout, folder=tmp_path)
         finished.stdout = without_torchs_own(finished.stdout)
         if expect is not None:
             assert finished.returncode == expect, (

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import random
@@ -21,26 +22,38 @@ import sys
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "TORCH", "PYTORCH", "CUDA", "NCCL")
-"""Prefixes of variables that an interpreter or torch reads when it starts."""
+READ_AT_START = (
+    *("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "MALLOC", "THP_"),
+    *("TORCH", "PYTORCH", "CUDA", "NCCL"),
+)
+"""Prefixes of variables that an interpreter, its libraries or torch read when they start."""
 SPARES = 3
 """Processes that wait to become a rank, beside each script."""
 
 
 class Zygote:
-    """A process that forks once for each script."""
+    """A process that forks once for each script.
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    Args:
+        environment: variables of that process.
+        modules: further modules that it imports.
+    """
+
+    def __init__(self, environment: dict[str, str], modules: tuple[str, ...] = ()) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL
+                if modules
+                else None,  # some modules greet who imports them
             )
         self._answers = self._socket.makefile("r")
         atexit.register(self.close)
@@ -52,15 +65,38 @@ class Zygote:
         self._process.wait()
 
     def run(
-        self, script: Path, arguments: list[str], environment: dict[str, str], timeout: float
+        self,
+        script: Path,
+        arguments: list[str],
+        environment: dict[str, str],
+        timeout: float,
+        *,
+        folder: Path,
+        options: tuple[str, ...] = (),
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script in its own folder until it ends, and return what it printed.
+        """Run a script until it ends, and return what it printed.
+
+        Args:
+            script: where it lies.
+            arguments: those of the script.
+            environment: its variables.
+            timeout: seconds.
+            folder: the working directory.
+            options: of the interpreter; ("-W", "error") is the only one.
 
         Raises:
             subprocess.TimeoutExpired: it did not end in `timeout` seconds, and was killed.
         """
-        command = [sys.executable, str(script), *arguments]
-        request = json.dumps({"arguments": command[1:], "environment": environment}).encode()
+        assert options in ((), ("-W", "error"))
+        command = [sys.executable, *options, str(script), *arguments]
+        request = json.dumps(
+            {
+                "options": options,
+                "arguments": [str(script), *arguments],
+                "environment": environment,
+                "folder": str(folder),
+            }
+        ).encode()
         (out, out_end), (error, error_end) = os.pipe(), os.pipe()
         header = len(request).to_bytes(8, "big")
         socket.send_fds(self._socket, [header], [out_end, error_end])
@@ -97,11 +133,15 @@ def _read_all(fd: int) -> bytes:
         return file.read()
 
 
-def main(connection: socket.socket) -> None:
+def main(connection: socket.socket, modules: list[str]) -> None:
     """Fork for each request; return only in a fork, where the script is to run."""
     import torch  # what every script imports first
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
     import torch.optim
 
+    for module in modules:
+        importlib.import_module(module)
     _warm_up(torch)
     gc.collect()
     gc.freeze()
@@ -144,24 +184,28 @@ def _become(request: dict[str, Any], out: int, error: int) -> None:
     os.dup2(error, 2)
     os.close(out)
     os.close(error)
-    _begin(request["arguments"], request["environment"])
+    if request["options"]:
+        sys.warnoptions[:] = ["error"]
+        warnings.simplefilter("error")
+    sys.argv = request["arguments"]
+    sys.orig_argv = [sys.executable, *request["options"], *sys.argv]
+    os.chdir(request["folder"])
+    _begin(request["environment"])
     spares = [spare for _ in range(SPARES) if (spare := _spare())]
     if len(spares) < SPARES:
         return  # this is one of them, and a rank
     _use_for_ranks(spares)
 
 
-def _begin(arguments: list[str], environment: dict[str, str]) -> None:
+def _begin(environment: dict[str, str]) -> None:
     # The old streams know what the descriptors were before: whether they can seek, for one.
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process
     sys.stderr = open(2, "w", 1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = arguments
-    sys.orig_argv = [sys.executable, *sys.argv]
     script = Path(sys.argv[0])
-    os.chdir(script.parent)
-    sys.path[0] = str(script.parent)
+    added = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [str(script.parent), *(path for path in added if path not in {"", *sys.path})]
     random.seed()
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
@@ -188,7 +232,7 @@ def _spare() -> tuple[int, socket.socket] | None:
     for number, fd in zip((1, 2), fds, strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    _begin(sys.argv, request["environment"])
+    _begin(request["environment"])
     return None
 
 
@@ -249,5 +293,5 @@ def _end_by_interrupt() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     _run()
