@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slow
 
 def launch(name: str, folder: Path, **variables: str) -> tuple[Ranks, str]:
     """Run a script of this folder, which starts its ranks; return what each wrote, and stdout."""
-    modules = ("deepspeed",)
-    finished = run_file(HERE / name, folder=folder, env=variables, timeout=280, modules=modules)
+    finished = run_file(HERE / name, folder=folder, env=variables, timeout=280)
     files = sorted(folder.glob("out*.json"))
     return [json.loads(file.read_text()) for file in files], finished.stdout
 

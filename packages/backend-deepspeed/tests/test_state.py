@@ -35,7 +35,7 @@ IN_BOTH_FORMATS = ("ddp on 2", "stage 2 on 2", "stage 3 on 2")
 
 def launch(folder: Path, what: str, ranks: int) -> dict[str, Any]:
     arguments = (str(ranks), what, "saved")
-    run_file(SCRIPT, *arguments, folder=folder, timeout=300, modules=("deepspeed",))
+    run_file(SCRIPT, *arguments, folder=folder, timeout=300)
     told: dict[str, Any] = json.loads((folder / f"{what}-{ranks}.json").read_text())
     return told
 

@@ -64,10 +64,10 @@ def script_environment() -> dict[str, str]:
 
 
 @functools.cache
-def zygote(*modules: str) -> Zygote:
-    """Return the process that scripts are forked from, which has imported torch and `modules`."""
+def zygote() -> Zygote:
+    """Return the process that scripts are forked from."""
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    return Zygote({**environment, "OMP_NUM_THREADS": "1"}, modules)
+    return Zygote({**environment, "OMP_NUM_THREADS": "1"})
 
 
 def run_file(
@@ -76,7 +76,6 @@ def run_file(
     folder: Path,
     env: Mapping[str, str] | None = None,
     timeout: float = 180.0,
-    modules: tuple[str, ...] = (),
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `python -W error SCRIPT ARGUMENTS`, in one thread a process.
@@ -87,7 +86,6 @@ def run_file(
         folder: the working directory.
         env: further variables.
         timeout: seconds.
-        modules: what the interpreter may have imported before, beside torch.
         fresh: start a new interpreter, not a fork of one that has imported torch.
     """
     dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC", "THP_", "MALLOC")
@@ -108,7 +106,7 @@ def run_file(
             check=False,
         )
     else:
-        finished = zygote(*modules).run(
+        finished = zygote().run(
             script, list(arguments), environment, timeout, folder=folder, options=options
         )
     assert finished.returncode == 0, finished.stdout + finished.stderr

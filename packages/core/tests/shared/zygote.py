@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import os
 import random
@@ -31,6 +30,10 @@ READ_AT_START = (
     *("TORCH", "PYTORCH", "CUDA", "NCCL"),
 )
 """Prefixes of variables that an interpreter, its libraries or torch read when they start."""
+DEFAULT_FILTERS = len(warnings.filters)
+"""How many filters of warnings an interpreter starts with."""
+SET_BY_IMPORTS: dict[str, str] = {}
+"""Variables that torch sets when it is imported."""
 SPARES = 3
 """Processes that wait to become a rank, beside each script."""
 
@@ -40,20 +43,16 @@ class Zygote:
 
     Args:
         environment: variables of that process.
-        modules: further modules that it imports.
     """
 
-    def __init__(self, environment: dict[str, str], modules: tuple[str, ...] = ()) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                [sys.executable, __file__, str(theirs.fileno())],
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL
-                if modules
-                else None,  # some modules greet who imports them
             )
         self._answers = self._socket.makefile("r")
         atexit.register(self.close)
@@ -133,16 +132,16 @@ def _read_all(fd: int) -> bytes:
         return file.read()
 
 
-def main(connection: socket.socket, modules: list[str]) -> None:
+def main(connection: socket.socket) -> None:
     """Fork for each request; return only in a fork, where the script is to run."""
+    before = dict(os.environ)
     import torch  # what every script imports first
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
     import torch.optim
 
-    for module in modules:
-        importlib.import_module(module)
     _warm_up(torch)
+    SET_BY_IMPORTS.update({k: v for k, v in os.environ.items() if k not in before})
     gc.collect()
     gc.freeze()
     while True:
@@ -186,14 +185,21 @@ def _become(request: dict[str, Any], out: int, error: int) -> None:
     os.close(error)
     if request["options"]:
         sys.warnoptions[:] = ["error"]
-        warnings.simplefilter("error")
+        # In front of the interpreter's own filters, and behind those that modules have added.
+        del warnings.filters[-DEFAULT_FILTERS:]  # type: ignore[attr-defined]
+        warnings.simplefilter("error", append=True)
     sys.argv = request["arguments"]
     sys.orig_argv = [sys.executable, *request["options"], *sys.argv]
     os.chdir(request["folder"])
     _begin(request["environment"])
-    spares = [spare for _ in range(SPARES) if (spare := _spare())]
-    if len(spares) < SPARES:
-        return  # this is one of them, and a rank
+    spares: list[tuple[int, int]] = []
+    for _ in range(SPARES):
+        spare = _spare()
+        if spare is None:  # this is one of them, and a rank
+            for _, fd in spares:
+                os.close(fd)
+            return
+        spares.append(spare)
     _use_for_ranks(spares)
 
 
@@ -202,7 +208,7 @@ def _begin(environment: dict[str, str]) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process
     sys.stderr = open(2, "w", 1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({**SET_BY_IMPORTS, **environment})
     script = Path(sys.argv[0])
     added = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [str(script.parent), *(path for path in added if path not in {"", *sys.path})]
@@ -212,14 +218,18 @@ def _begin(environment: dict[str, str]) -> None:
     sys.modules["__main__"] = module
 
 
-def _spare() -> tuple[int, socket.socket] | None:
-    """Fork a process that waits to become a rank; return its pid, or None in it, once it is one."""
+def _spare() -> tuple[int, int] | None:
+    """Fork a process that waits to become a rank; return None in it, once it is one.
+
+    Returns:
+        Its pid, and the descriptor of the socket on which it waits.
+    """
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     pid = os.fork()
     if pid:
         theirs.close()
-        return pid, ours
+        return pid, ours.detach()
     ours.close()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     request, fds = _receive(theirs)
@@ -236,7 +246,7 @@ def _spare() -> tuple[int, socket.socket] | None:
     return None
 
 
-def _use_for_ranks(spares: list[tuple[int, socket.socket]]) -> None:
+def _use_for_ranks(spares: list[tuple[int, int]]) -> None:
     """Let `subprocess.Popen` of this script's own command line take a spare process."""
     start = subprocess.Popen.__init__
     own = [sys.executable, *sys.orig_argv[1:]]
@@ -250,7 +260,8 @@ def _use_for_ranks(spares: list[tuple[int, socket.socket]]) -> None:
             return
         start(self, [sys.executable, "-S", "-c", ""], stdin=subprocess.DEVNULL)
         self.wait()  # its fields are those of a process that ran; they become those of the spare
-        pid, connection = spares.pop()
+        pid, descriptor = spares.pop()
+        connection = socket.socket(fileno=descriptor)
         request = json.dumps(
             {
                 "environment": dict(options["env"]),
@@ -293,5 +304,5 @@ def _end_by_interrupt() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    main(socket.socket(fileno=int(sys.argv[1])))
     _run()
