@@ -149,7 +149,7 @@ def install_everything(session: nox.Session, torch: str = TORCH) -> None:
 def install_core(session: nox.Session, *torch: str) -> None:
     """A torch, what TORCH_TESTS need, and core with extras, kits and XLA backend, editable."""
     session.install(*torch)
-    session.install(*BUILD_TOOLS, *tools("numpy", "pytest", "safetensors"))
+    session.install(*BUILD_TOOLS, *tools("numpy", "pytest", "pytest-xdist", "safetensors"))
     names = ("core", "extras", "testing", "backend-xla")
     editable = [argument for name in names for argument in ("-e", f"./packages/{name}")]
     session.install("--no-build-isolation", *editable)
@@ -217,7 +217,7 @@ def tests(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """What leans on the insides of torch, with the oldest one: that of torch_xla, and its tests."""
     install_core(session, *XLA)
-    session.run("pytest", *TORCH_TESTS, *session.posargs)
+    session.run("pytest", *TWO_AT_ONCE, *TORCH_TESTS, *session.posargs)
     run_xla(session)
 
 
@@ -225,7 +225,7 @@ def oldest(session: nox.Session) -> None:
 def newest(session: nox.Session) -> None:
     """The same, with the newest torch, and with triton as a user gets it."""
     install_core(session, NEWEST)
-    session.run("pytest", *TORCH_TESTS, *session.posargs)
+    session.run("pytest", *TWO_AT_ONCE, *TORCH_TESTS, *session.posargs)
 
 
 @nox.session

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures import run_file
 
 from stratagem_testing.components.check import checks_of
 from stratagem_testing.components.component import Component
@@ -36,17 +35,9 @@ def built() -> None:
 def run(script: str, folder: Path, *arguments: str, fails: bool = False) -> str:
     """Run a script where the plugin of this folder is installed; return what it prints."""
     built()
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in ranks}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / script), str(folder), *arguments],
-        env={**environment, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == int(fails), done.stdout + done.stderr
+    path = {"PYTHONPATH": str(HERE)}
+    expect = int(fails)
+    done = run_file(HERE / script, str(folder), *arguments, folder=folder, env=path, expect=expect)
     return done.stderr if fails else done.stdout
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 
 from stratagem import Trainer
 from stratagem.errors import ConfigurationError
@@ -29,19 +28,8 @@ DEVICES = HERE.parents[2] / "tests" / "devices"
 def run(script: str, folder: Path, mode: str) -> str:
     """Run a script with the SDK's stub and the simulated device; return what it prints."""
     _build_the_device()
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in ranks}
-    path = os.pathsep.join(map(str, (HERE / "stubs", DEVICES)))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / "scripts" / script), str(folder), mode],
-        env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (HERE / "stubs", DEVICES)))}
+    return run_file(HERE / "scripts" / script, str(folder), mode, folder=folder, env=path).stdout
 
 
 def _build_the_device() -> None:

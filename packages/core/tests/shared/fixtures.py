@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch_output import without_torchs_own
-from zygote import READ_AT_START, Zygote
+from zygote import Zygote, can_fork
 
 # Unbuffered, a line is written in two pieces, between which another rank may write.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -76,6 +76,7 @@ def run_file(
     folder: Path,
     env: Mapping[str, str] | None = None,
     timeout: float = 180.0,
+    expect: int = 0,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `python -W error SCRIPT ARGUMENTS`, in one thread a process.
@@ -86,16 +87,14 @@ def run_file(
         folder: the working directory.
         env: further variables.
         timeout: seconds.
+        expect: the exit code.
         fresh: start a new interpreter, not a fork of one that has imported torch.
     """
     dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC", "THP_", "MALLOC")
     kept = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
     environment = {**kept, "OMP_NUM_THREADS": "1", **(env or {})}
     options = ("-W", "error")
-    read_at_start = any(
-        name.startswith(READ_AT_START) for name in env or () if name != "PYTHONPATH"
-    )
-    if fresh or read_at_start:
+    if fresh or not can_fork(env or ()):
         finished = subprocess.run(
             [sys.executable, *options, str(script), *arguments],
             cwd=folder,
@@ -109,7 +108,7 @@ def run_file(
         finished = zygote().run(
             script, list(arguments), environment, timeout, folder=folder, options=options
         )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.returncode == expect, finished.stdout + finished.stderr
     return finished
 
 
@@ -135,7 +134,7 @@ def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
         script = tmp_path / name
         script.write_text(textwrap.dedent(text))
         environment = {**script_environment, **(env or {})}
-        if fresh or before or any(name.startswith(READ_AT_START) for name in env or ()):
+        if fresh or before or not can_fork(env or ()):
             finished = subprocess.run(
                 [sys.executable, *before, str(script), *args],
                 env=environment,

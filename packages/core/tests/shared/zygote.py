@@ -1,8 +1,9 @@
 """Scripts run in forks of one process that has imported torch, as `python SCRIPT` would run them.
 
 Importing torch, and the modules that the first optimizer step needs, takes seconds of CPU time. A
-fork takes milliseconds. When a script starts its own command line again for a further rank, a fork
-from before the script becomes that rank. A test of an interpreter's start asks for a new one.
+fork takes milliseconds. Where a script starts a further script, or a process of multiprocessing's
+"spawn", a fork from before the script becomes that process. A test of an interpreter's start asks
+for a new one.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
+import multiprocessing.util
 import os
 import random
 import signal
@@ -22,6 +25,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,12 +34,19 @@ READ_AT_START = (
     *("TORCH", "PYTORCH", "CUDA", "NCCL"),
 )
 """Prefixes of variables that an interpreter, its libraries or torch read when they start."""
+
+
+def can_fork(variables: Iterable[str]) -> bool:
+    """Return whether a fork takes these variables as a new interpreter would."""
+    return not any(v.startswith(READ_AT_START) for v in variables if v != "PYTHONPATH")
+
+
 DEFAULT_FILTERS = len(warnings.filters)
 """How many filters of warnings an interpreter starts with."""
 SET_BY_IMPORTS: dict[str, str] = {}
 """Variables that torch sets when it is imported."""
 SPARES = 3
-"""Processes that wait to become a rank, beside each script."""
+"""Processes that wait to become what a script starts."""
 
 
 class Zygote:
@@ -159,8 +170,8 @@ def main(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return a request and its two descriptors; end this process if there are no more."""
-    header, fds, _, _ = socket.recv_fds(connection, 8, 2)
+    """Return a request and its descriptors; end this process if there are no more."""
+    header, fds, _, _ = socket.recv_fds(connection, 8, 16)
     if not header:
         os._exit(0)
     size, data = int.from_bytes(header, "big"), b""
@@ -183,34 +194,34 @@ def _become(request: dict[str, Any], out: int, error: int) -> None:
     os.dup2(error, 2)
     os.close(out)
     os.close(error)
-    if request["options"]:
-        sys.warnoptions[:] = ["error"]
-        # In front of the interpreter's own filters, and behind those that modules have added.
-        del warnings.filters[-DEFAULT_FILTERS:]  # type: ignore[attr-defined]
-        warnings.simplefilter("error", append=True)
-    sys.argv = request["arguments"]
-    sys.orig_argv = [sys.executable, *request["options"], *sys.argv]
-    os.chdir(request["folder"])
-    _begin(request["environment"])
+    _begin(request)
     spares: list[tuple[int, int]] = []
     for _ in range(SPARES):
         spare = _spare()
-        if spare is None:  # this is one of them, and a rank
+        if spare is None:  # this is one of them, and has its task
             for _, fd in spares:
                 os.close(fd)
             return
         spares.append(spare)
-    _use_for_ranks(spares)
+    _serve(spares)
 
 
-def _begin(environment: dict[str, str]) -> None:
+def _begin(request: dict[str, Any]) -> None:
     # The old streams know what the descriptors were before: whether they can seek, for one.
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process
     sys.stderr = open(2, "w", 1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+    if request["options"] and not sys.warnoptions:
+        sys.warnoptions[:] = ["error"]
+        # In front of the interpreter's own filters, and behind those that modules have added.
+        del warnings.filters[-DEFAULT_FILTERS:]  # type: ignore[attr-defined]
+        warnings.simplefilter("error", append=True)
     os.environ.clear()
-    os.environ.update({**SET_BY_IMPORTS, **environment})
+    os.environ.update({**SET_BY_IMPORTS, **request["environment"]})
+    os.chdir(request["folder"])
+    sys.argv = request["arguments"]
+    sys.orig_argv = [sys.executable, *request["options"], *sys.argv]
     script = Path(sys.argv[0])
-    added = environment.get("PYTHONPATH", "").split(os.pathsep)
+    added = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [str(script.parent), *(path for path in added if path not in {"", *sys.path})]
     random.seed()
     module = types.ModuleType("__main__")
@@ -219,7 +230,7 @@ def _begin(environment: dict[str, str]) -> None:
 
 
 def _spare() -> tuple[int, int] | None:
-    """Fork a process that waits to become a rank; return None in it, once it is one.
+    """Fork a process that waits for what it is to become; return None in it, once it knows.
 
     Returns:
         Its pid, and the descriptor of the socket on which it waits.
@@ -239,45 +250,83 @@ def _spare() -> tuple[int, int] | None:
     if request["new_session"]:
         os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, fd in zip((1, 2), fds, strict=True):
+    # Above all numbers that they are to have, so that none takes another's place.
+    above = max([3, *request["numbers"]]) + 1
+    for number, fd in zip(request["numbers"], [_move(fd, above) for fd in fds], strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    _begin(request["environment"])
+    _begin(request)
+    if request["spawn"]:
+        exec(request["spawn"], {})
+        raise AssertionError("spawn_main() returned")
     return None
 
 
-def _use_for_ranks(spares: list[tuple[int, int]]) -> None:
-    """Let `subprocess.Popen` of this script's own command line take a spare process."""
-    start = subprocess.Popen.__init__
-    own = [sys.executable, *sys.orig_argv[1:]]
+def _move(fd: int, above: int) -> int:
+    """Return another number of a descriptor, which is `above` or more."""
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD, above)
+    os.close(fd)
+    return moved
+
+
+def _serve(spares: list[tuple[int, int]]) -> None:
+    """Let scripts that this one starts, and multiprocessing's "spawn", take spare processes."""
+    start, spawn = subprocess.Popen.__init__, multiprocessing.util.spawnv_passfds
+
+    def take(fds: dict[int, int], arguments: list[str], **request: Any) -> int:
+        """Give a spare its descriptors, by the numbers that it shall have, and its task."""
+        pid, descriptor = spares.pop()
+        options = ("-W", "error") if sys.warnoptions else ()
+        whole = {"spawn": "", "new_session": False, "folder": str(Path.cwd()), "options": options}
+        whole |= {"numbers": list(fds), "arguments": arguments, **request}
+        data = json.dumps(whole).encode()
+        with socket.socket(fileno=descriptor) as connection:
+            socket.send_fds(connection, [len(data).to_bytes(8, "big")], list(fds.values()))
+            connection.sendall(data)
+        return pid
 
     def popen(self: Any, args: Any, **options: Any) -> None:
-        plain = {"env", "stdin", "cwd", "stdout", "stderr", "pass_fds", "start_new_session"}
         given = {name for name, value in options.items() if value}
-        known = args == own and given <= plain and not options.get("pass_fds")
-        if not (known and spares and options.get("stdin") == subprocess.DEVNULL):
+        script = _script_of(args)
+        known = given <= {"env", "stdin", "cwd", "stdout", "stderr", "start_new_session"}
+        files = [options.get(name) for name in ("stdout", "stderr")]
+        known &= options.get("stdin") in (None, subprocess.DEVNULL)
+        known &= all(file is None or hasattr(file, "fileno") for file in files)
+        if not (script and known and spares):
             start(self, args, **options)
             return
         start(self, [sys.executable, "-S", "-c", ""], stdin=subprocess.DEVNULL)
         self.wait()  # its fields are those of a process that ran; they become those of the spare
-        pid, descriptor = spares.pop()
-        connection = socket.socket(fileno=descriptor)
-        request = json.dumps(
-            {
-                "environment": dict(options["env"]),
-                "new_session": bool(options.get("start_new_session")),
-            }
-        ).encode()
-        fds = [
-            number if (file := options.get(name)) is None else file.fileno()
-            for number, name in ((1, "stdout"), (2, "stderr"))
-        ]
-        socket.send_fds(connection, [len(request).to_bytes(8, "big")], fds)
-        connection.sendall(request)
-        connection.close()
+        numbered = zip((1, 2), files, strict=True)
+        pid = take(
+            {number: number if file is None else file.fileno() for number, file in numbered},
+            script,
+            environment=dict(options.get("env") or os.environ),
+            folder=str(options.get("cwd") or Path.cwd()),
+            new_session=bool(options.get("start_new_session")),
+        )
         self.args, self.pid, self.returncode = args, pid, None
 
+    def spawnv_passfds(path: bytes, args: list[Any], passfds: list[int]) -> int:
+        command = [os.fsdecode(part) for part in args]
+        if not (spares and command[-1] == "--multiprocessing-fork"):
+            return spawn(path, args, passfds)
+        code = command[command.index("-c") + 1]
+        fds = {fd: fd for fd in (1, 2, *passfds)}
+        return take(fds, ["-c", command[-1]], environment=dict(os.environ), spawn=code)
+
     subprocess.Popen.__init__ = popen  # type: ignore[assignment, method-assign]
+    multiprocessing.util.spawnv_passfds = spawnv_passfds  # type: ignore[assignment]
+
+
+def _script_of(command: Any) -> list[str] | None:
+    """Return the script and its arguments of a command that differs in nothing else from this."""
+    if isinstance(command, str | bytes) or sys.executable != command[0]:
+        return None
+    options = ["-W", "error"] if sys.warnoptions else []
+    rest = [os.fspath(part) for part in command[1 + len(options) :]]
+    same = command[1 : 1 + len(options)] == options and bool(rest) and rest[0].endswith(".py")
+    return rest if same else None
 
 
 def _run() -> None:
