@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import zygote
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch_output import without_torchs_own
@@ -508,13 +509,8 @@ def test_launches_at_the_same_time_do_not_meet(
 ) -> None:
     (tmp_path / "script.py").write_text(SMALL)
     launches = [
-        subprocess.Popen(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            env=script_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        zygote().start(
+            tmp_path / "script.py", environment=script_environment, folder=tmp_path, merged=True
         )
         for _ in range(3)
     ]
@@ -596,14 +592,8 @@ class Failing:
     def __init__(self, folder: Path, environment: dict[str, str], mode: str) -> None:
         self.folder = folder
         (folder / "script.py").write_text(FAILING)
-        self.process = subprocess.Popen(
-            [sys.executable, "script.py", mode],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+        self.process = zygote().start(
+            folder / "script.py", mode, environment=environment, folder=folder, new_session=True
         )
 
     def wait_until_running(self) -> None:

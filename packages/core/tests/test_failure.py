@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fixtures import zygote
 from torch import nn
 
 from stratagem.distributed.diagnosis.rank_status import is_communication_error
@@ -140,14 +140,8 @@ def test_sigterm_to_any_rank_saves_after_the_same_step_of_all_and_ends_in_order(
 ) -> None:
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
-    command = [sys.executable, str(script), str(devices), strategy]
-    program = subprocess.Popen(
-        command,
-        env=script_environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    program = zygote().start(
+        script, str(devices), strategy, environment=script_environment, folder=tmp_path
     )
     deadline = time.monotonic() + 60
     files = [tmp_path / f"rank{rank}" for rank in range(devices)]
@@ -335,8 +329,7 @@ def test_a_rank_that_was_stopped_for_a_while_ends_like_the_others(
 ) -> None:
     script = tmp_path / "training.py"
     script.write_text(TRAINING.replace("max_epochs=-1", "max_steps=150, max_epochs=-1"))
-    command = [sys.executable, str(script), "2", "ddp"]
-    program = subprocess.Popen(command, env=script_environment, cwd=tmp_path)
+    program = zygote().start(script, "2", "ddp", environment=script_environment, folder=tmp_path)
     file = tmp_path / "rank0"
     deadline = time.monotonic() + 60
     while not file.exists() or not file.read_text():
@@ -345,7 +338,8 @@ def test_a_rank_that_was_stopped_for_a_while_ends_like_the_others(
     os.kill(int(file.read_text()), signal.SIGSTOP)
     time.sleep(6)
     os.kill(int(file.read_text()), signal.SIGCONT)
-    assert program.wait(60) == 0
+    program.communicate(timeout=60)
+    assert program.returncode == 0
 
 
 def test_only_errors_of_communication_are_taken_for_such() -> None:

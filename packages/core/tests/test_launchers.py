@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures import zygote
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch_output import without_torchs_own
@@ -262,13 +263,10 @@ def waiting(tmp_path: Path, script_environment: dict[str, str]) -> Start:
     def start(*arguments: str, **env: str) -> tuple[subprocess.Popen[str], list[int]]:
         script = tmp_path / "waiting.py"
         script.write_text(COMMON + WAITING)
-        program = subprocess.Popen(
-            [sys.executable, script, arguments[0], tmp_path, *arguments[1:]],
-            env={**script_environment, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
+        whole = (arguments[0], str(tmp_path), *arguments[1:])
+        environment = {**script_environment, **env}
+        program = zygote().start(
+            script, *whole, environment=environment, folder=tmp_path, merged=True
         )
         deadline = time.monotonic() + 60
         files = [tmp_path / "rank0", tmp_path / "rank1"]

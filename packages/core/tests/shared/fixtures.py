@@ -70,6 +70,15 @@ def zygote() -> Zygote:
     return Zygote({**environment, "OMP_NUM_THREADS": "1"})
 
 
+def _finish(process: subprocess.Popen[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    try:
+        out, error = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
 def run_file(
     script: Path,
     *arguments: str,
@@ -105,9 +114,10 @@ def run_file(
             check=False,
         )
     else:
-        finished = zygote().run(
-            script, list(arguments), environment, timeout, folder=folder, options=options
+        started = zygote().start(
+            script, *arguments, environment=environment, folder=folder, options=options
         )
+        finished = _finish(started, timeout)
     assert finished.returncode == expect, finished.stdout + finished.stderr
     return finished
 
@@ -145,7 +155,8 @@ def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
                 check=False,
             )
         else:
-            finished = zygote().run(script, list(args), environment, timeout, folder=tmp_path)
+            started = zygote().start(script, *args, environment=environment, folder=tmp_path)
+            finished = _finish(started, timeout)
         finished.stdout = without_torchs_own(finished.stdout)
         if expect is not None:
             assert finished.returncode == expect, (

@@ -9,7 +9,6 @@ for a new one.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import fcntl
 import gc
@@ -17,12 +16,11 @@ import json
 import multiprocessing.util
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 import types
 import warnings
 from collections.abc import Iterable
@@ -74,73 +72,77 @@ class Zygote:
         self._process.kill()
         self._process.wait()
 
-    def run(
+    def start(
         self,
         script: Path,
-        arguments: list[str],
+        *arguments: str,
         environment: dict[str, str],
-        timeout: float,
-        *,
         folder: Path,
         options: tuple[str, ...] = (),
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a script until it ends, and return what it printed.
+        merged: bool = False,
+        new_session: bool = False,
+    ) -> subprocess.Popen[str]:
+        """Start a script; what it prints goes into pipes.
 
         Args:
             script: where it lies.
-            arguments: those of the script.
+            *arguments: those of the script.
             environment: its variables.
-            timeout: seconds.
             folder: the working directory.
             options: of the interpreter; ("-W", "error") is the only one.
-
-        Raises:
-            subprocess.TimeoutExpired: it did not end in `timeout` seconds, and was killed.
+            merged: one pipe for both streams.
+            new_session: make it the leader of a session.
         """
         assert options in ((), ("-W", "error"))
-        command = [sys.executable, *options, str(script), *arguments]
-        request = json.dumps(
-            {
-                "options": options,
-                "arguments": [str(script), *arguments],
-                "environment": environment,
-                "folder": str(folder),
-            }
-        ).encode()
-        (out, out_end), (error, error_end) = os.pipe(), os.pipe()
-        header = len(request).to_bytes(8, "big")
-        socket.send_fds(self._socket, [header], [out_end, error_end])
-        self._socket.sendall(request)
-        os.close(out_end)
-        os.close(error_end)
-        pid = int(self._answers.readline())
-        texts: dict[int, bytes] = {}
-        readers = [
-            threading.Thread(target=lambda fd=fd: texts.update({fd: _read_all(fd)}), daemon=True)
-            for fd in (out, error)
-        ]
-        for reader in readers:
-            reader.start()
-        end = time.monotonic() + timeout
-        for reader in readers:
-            reader.join(max(0.0, end - time.monotonic()))
-        timed_out = any(reader.is_alive() for reader in readers)
-        if timed_out:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(int(self._answers.readline()))
-        if timed_out:
-            raise subprocess.TimeoutExpired(
-                command, timeout, texts.get(out), stderr=texts.get(error)
-            )
-        return subprocess.CompletedProcess(
-            command, code, texts[out].decode(), texts[error].decode()
-        )
+        whole = [str(script), *arguments]
+        request = {
+            "options": options,
+            "arguments": whole,
+            "environment": environment,
+            "folder": str(folder),
+            "new_session": new_session,
+        }
+        data = json.dumps(request).encode()
+        (out, out_end), (error, error_end), (status, status_end) = os.pipe(), os.pipe(), os.pipe()
+        ends = [out_end, out_end if merged else error_end, status_end]
+        socket.send_fds(self._socket, [len(data).to_bytes(8, "big")], ends)
+        self._socket.sendall(data)
+        for fd in (out_end, error_end, status_end):
+            os.close(fd)
+        command = [sys.executable, *options, *whole]
+        return _Started(command, int(self._answers.readline()), out, error, status)
 
 
-def _read_all(fd: int) -> bytes:
-    with open(fd, "rb") as file:
-        return file.read()
+class _Started(subprocess.Popen[str]):
+    """A process that the zygote has started, and of whose end it tells."""
+
+    def __init__(self, command: list[str], pid: int, out: int, error: int, status: int) -> None:
+        self._status: int | None = None
+        super().__init__([sys.executable, "-S", "-c", ""], stdin=subprocess.DEVNULL, text=True)
+        self.wait()  # its fields are those of a process that ran; they become those of the fork
+        self.args, self.pid, self.returncode = command, pid, None
+        self.stdout, self.stderr = open(out), open(error)  # noqa: SIM115 - Popen closes them
+        self._status = status
+
+    def _internal_poll(self, *arguments: Any, **more: Any) -> int | None:
+        if self._status is None:
+            return super()._internal_poll(*arguments, **more)  # type: ignore[misc, no-any-return]
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self._end(self._status)
+        return self.returncode
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._status is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc, no-any-return]
+        if not wait_flags & os.WNOHANG or select.select([self._status], [], [], 0)[0]:
+            return self.pid, self._end(self._status)
+        return 0, 0
+
+    def _end(self, descriptor: int) -> int:
+        status = int(os.read(descriptor, 20))
+        os.close(descriptor)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        return status
 
 
 def main(connection: socket.socket) -> None:
@@ -155,18 +157,36 @@ def main(connection: socket.socket) -> None:
     SET_BY_IMPORTS.update({k: v for k, v in os.environ.items() if k not in before})
     gc.collect()
     gc.freeze()
+    statuses: dict[int, int] = {}
+    signal.signal(signal.SIGCHLD, lambda *_: _tell_of_ends(statuses))
     while True:
-        request, fds = _receive(connection)
+        request, (out, error, status) = _receive(connection)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             connection.close()
-            _become(request, *fds)
+            for fd in (status, *statuses.values()):
+                os.close(fd)
+            _become(request, out, error)
             return
-        for fd in fds:
-            os.close(fd)
+        statuses[pid] = status
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        os.close(out)
+        os.close(error)
         connection.sendall(f"{pid}\n".encode())
-        _, status = os.waitpid(pid, 0)
-        connection.sendall(f"{status}\n".encode())
+
+
+def _tell_of_ends(statuses: dict[int, int]) -> None:
+    """Write the status of each fork that has ended to its pipe."""
+    while statuses:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        fd = statuses.pop(pid)
+        os.write(fd, str(status).encode())
+        os.close(fd)
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -194,6 +214,8 @@ def _become(request: dict[str, Any], out: int, error: int) -> None:
     os.dup2(error, 2)
     os.close(out)
     os.close(error)
+    if request["new_session"]:
+        os.setsid()
     _begin(request)
     spares: list[tuple[int, int]] = []
     for _ in range(SPARES):
@@ -243,7 +265,9 @@ def _spare() -> tuple[int, int] | None:
         return pid, ours.detach()
     ours.close()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the script's to answer
     request, fds = _receive(theirs)
+    signal.signal(signal.SIGINT, interrupt)
     theirs.close()
     if os.getppid() != parent:
         os._exit(0)
