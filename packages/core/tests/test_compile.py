@@ -22,8 +22,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem import Callback, Lite, Module, Trainer
-from stratagem.compile import modules as compiling
-from stratagem.compile.modules import takes_whole_steps
+from stratagem.compile import modules as compiling, takes_whole_steps
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.compile.modules import own_module
+from stratagem.compile import own_module
 from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.distributed.uneven_inputs import UnevenInputs
@@ -39,8 +39,7 @@ from stratagem.runtime.prepare import (
     prepared_of,
     warn_of_lost_epsilon,
 )
-from stratagem.runtime.request import Devices, Plugin, as_list
-from stratagem.runtime.runtime import Runtime
+from stratagem.runtime.runtime import Devices, Plugin, Runtime, as_list
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 

@@ -9,13 +9,13 @@ from stratagem._lazy import lazy_names
 if TYPE_CHECKING:
     from stratagem.runtime.checkpoint_writer import CheckpointWriter as CheckpointWriter
     from stratagem.runtime.optimizer import LiteOptimizer as LiteOptimizer
-    from stratagem.runtime.request import as_list as as_list
+    from stratagem.runtime.runtime import as_list as as_list
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
             "stratagem.runtime.checkpoint_writer": "CheckpointWriter",
             "stratagem.runtime.optimizer": "LiteOptimizer",
-            "stratagem.runtime.request": "as_list",
+            "stratagem.runtime.runtime": "as_list",
         },
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.compile.modules import own_module
+from stratagem.compile import own_module
 from stratagem.errors import ConfigurationError
 from stratagem.module.datamodule import DataModule
 from stratagem.storage import paths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stratagem.compile.modules import adopt_compiled
+from stratagem.compile import adopt_compiled
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module

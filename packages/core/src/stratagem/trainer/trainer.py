@@ -24,12 +24,12 @@ from stratagem.module.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import Compilation, StepOptions, gradient_clip, seconds
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
-from stratagem.runtime.request import Devices, Plugin, as_list
-from stratagem.runtime.runtime import Runtime
+from stratagem.runtime.runtime import Devices, Plugin, Runtime, as_list
 from stratagem.storage import paths
-from stratagem.trainer import folders, remote_result
+from stratagem.trainer import remote_result
 from stratagem.trainer.checks import (
     check_divergence_detection,
+    check_folders_before_launch,
     check_module,
     check_not_running,
     warn_on_refit,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from stratagem.loggers import Logger
     from stratagem.profilers import Profiler
     from stratagem.trainer.run import Run
-    from stratagem.trainer.step.batch_feed import BatchFeed, IndexedBatch
+    from stratagem.trainer.step.batches import BatchFeed, IndexedBatch
     from stratagem.trainer.step.optimizers import SchedulerConfig
     from stratagem.trainer.step.step import Step
 
@@ -465,7 +465,7 @@ class Trainer:
         check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
         self._state = RunState(job.stage, "running", job.stage)
         try:
-            folders.check_before_launch(self, self.runtime, job.stage)
+            check_folders_before_launch(self, self.runtime, job.stage)
             if self.plan.remote and not self.runtime.is_launched:
                 result = self._execute_remotely(job)
             else:
@@ -557,7 +557,7 @@ class Trainer:
             count: how many there are; infinity: not known.
             takes: how many of (batch, batch_idx, dataloader_idx) the step takes.
         """
-        from stratagem.trainer.step.batch_feed import BatchFeed, refuse_dataloader_iter
+        from stratagem.trainer.step.batches import BatchFeed, refuse_dataloader_iter
 
         refuse_dataloader_iter(step)
         return BatchFeed(batches, takes)

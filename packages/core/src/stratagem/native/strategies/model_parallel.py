@@ -11,9 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.prepared_model import PreparedModel, StepModule
 from stratagem.interfaces.ranks import DataSplit
-from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.native.plugin import MODEL_PARALLEL
 from stratagem.native.sharding.deferred import DeferredBuild

@@ -1,4 +1,4 @@
-"""TorchElasticEnvironment: processes started by torchrun."""
+"""PlainEnvironment and TorchElasticEnvironment, which read the variables of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from pathlib import Path
 
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.launch.rank import ERROR_FILE_VARIABLE
+
+
+class PlainEnvironment(ClusterEnvironment):
+    """Ranks from MASTER_ADDR, MASTER_PORT, WORLD_SIZE, NODE_RANK and LOCAL_RANK.
+
+    Set by a launcher of ours for each process, or by hand: on every node the first three and
+    NODE_RANK, and the launcher starts that node's processes.
+
+    Example:
+        >>> from stratagem.environments import PlainEnvironment
+        >>> PlainEnvironment().world_size()
+        1
+    """
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
