@@ -191,20 +191,10 @@ def set_rng_state(
         kind, keys, position, has_gauss, cached = state["numpy"]
         words = keys.numpy().astype("uint32")
         sys.modules["numpy"].random.set_state((kind, words, position, has_gauss, cached))
-    if accelerator is not None and device is not None:
-        own = _device_state(state, device)
-        if own is not None:
-            accelerator.set_rng_state(device, own)
-
-
-def _device_state(state: dict[str, Any], device: torch.device) -> Any:
-    if "device" in state:
+    if accelerator is not None and device is not None and "device" in state:
         kind, own = state["device"]
-        return own if kind == device.type else None
-    # Checkpoints without this key hold the states of all devices that a process saw, under the type
-    # of device.
-    of_all, index = state.get(device.type, []), device.index or 0
-    return of_all[index] if index < len(of_all) else None
+        if kind == device.type:
+            accelerator.set_rng_state(device, own)
 
 
 def inherited_rng() -> dict[str, Any]:

@@ -336,16 +336,16 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     ),
     ClusterEnvironmentSpec(
         name="Kubeflow",
-        target=f"{_ENVIRONMENTS}.kubeflow:KubeflowEnvironment",
+        target=f"{_ENVIRONMENTS}.variables:KubeflowEnvironment",
         api_version=1,
         summary="pods of a Kubeflow PyTorchJob, one process in each",
         aliases=("KubeflowEnvironment",),
         variables=("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),
-        incompatible_because=f"{_ENVIRONMENTS}.kubeflow:incompatible_because",
+        incompatible_because=f"{_ENVIRONMENTS}.variables:no_rank_of_kubeflow_because",
         priority=5,
         # One process a pod: whoever has a rank was started as one.
         local_rank_variable="RANK",
-        local_world_size=f"{_ENVIRONMENTS}.kubeflow:local_world_size",
+        local_world_size=f"{_ENVIRONMENTS}.variables:processes_of_pod",
     ),
     LoggerSpec(
         name="csv",

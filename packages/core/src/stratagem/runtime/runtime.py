@@ -258,6 +258,37 @@ class Runtime:
         at_end_of_rank(functools.partial(_teardown, weakref.ref(strategy)))
 
 
+class FrontEnd:
+    """The base of Trainer and Lite: which rank this process is."""
+
+    _runtime: Runtime
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together; collectives work once they are launched."""
+        return self._runtime.ranks
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return self.ranks.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.ranks.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.is_global_zero
+
+
 def _teardown(strategy: weakref.ref[Strategy]) -> None:
     """At the end of the process, tear down a strategy that is still alive."""
     alive = strategy()
