@@ -1,13 +1,14 @@
-"""Between whole tensors and shards (DTensors): state, one tensor at a time, and optimizers."""
+"""Between whole tensors and shards (DTensors): tensors, state, optimizers, and what stays whole."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -163,3 +164,47 @@ def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None
                     f"(they have no dimension) and the others are: leave {joint[0]} out, or give "
                     "them a group of their own"
                 )
+
+
+def find_replicated(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters without a dimension, such as a learned temperature."""
+    return [p for p in module.parameters() if p.ndim == 0]
+
+
+def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the values of rank 0, in place."""
+    for tensor in tensors:
+        values = tensor.detach()
+        whole = values.contiguous()
+        dist.broadcast(whole, 0)
+        if whole is not values:
+            values.copy_(whole)
+
+
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Replace the gradients by their mean over ranks, in one collective.
+
+    A rank that did not use a parameter counts as a zero; one that nobody used stays without a
+    gradient. What is an average already stays what it is, so that gradients may be accumulated
+    with and without this.
+    """
+    wanted = [p for p in parameters if p.requires_grad]
+    if not wanted:
+        return
+    device = wanted[0].device
+    message = torch.zeros(2, len(wanted), dtype=torch.float32, device=device)
+    for index, parameter in enumerate(wanted):
+        if parameter.grad is not None:
+            message[0, index] = parameter.grad
+            message[1, index] = 1.0
+    dist.all_reduce(message)
+    users = message[1].tolist()
+    world_size = dist.get_world_size()
+    for index, parameter in enumerate(wanted):
+        if not users[index]:
+            continue
+        mean = (message[0, index] / world_size).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = mean.clone()
+        else:
+            parameter.grad.copy_(mean)

@@ -28,7 +28,7 @@ from stratagem.distributed.activation_checkpointing import (
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.components import Components
 from stratagem.native.plugin import FSDP
-from stratagem.native.sharding.replicated import find_replicated
+from stratagem.native.sharding.layout import find_replicated
 from stratagem.native.sharding.shard_model import shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy

@@ -16,7 +16,7 @@ from stratagem.interfaces.ranks import DataSplit
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.native.plugin import MODEL_PARALLEL
 from stratagem.native.sharding.deferred import DeferredBuild
-from stratagem.native.sharding.replicated import find_replicated
+from stratagem.native.sharding.layout import find_replicated
 from stratagem.native.sharding.shard_model import give_values, shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy

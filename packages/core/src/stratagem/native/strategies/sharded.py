@@ -24,16 +24,14 @@ from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
 from stratagem.native.sharding.layout import (
     Rebinding,
+    average_gradients,
+    broadcast_from_first,
     check_parameters,
     distribute_like,
     distribute_state,
+    find_replicated,
     shards_of,
     whole_on_cpu,
-)
-from stratagem.native.sharding.replicated import (
-    average_gradients,
-    broadcast_from_first,
-    find_replicated,
 )
 from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
