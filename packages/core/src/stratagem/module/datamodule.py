@@ -49,11 +49,30 @@ class DataModule(HyperParametersMixin, DataHooks):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}
 
+    def prepare_data(self) -> None:
+        """Download and write to disk; on rank 0 of each node, before the others go on."""
+
     def setup(self, stage: str) -> None:
         """Read and split; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Release what `setup` took."""
+
+    def train_dataloader(self) -> Any:
+        """Return the loader for training."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for validation."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for testing."""
+        return None
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for predicting."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint has to hold; weights-only-safe data."""

@@ -19,34 +19,15 @@ if TYPE_CHECKING:
 
 
 class DataHooks:
-    """The data of a Module or a DataModule: its loaders, and each batch on its way to the device.
+    """What happens to a batch on its way to the device; of a Module or a DataModule.
 
-    The three hooks of a batch are called in the order in which they stand here, once the strategy's
-    ranks have divided the data. Where both override one, the DataModule's is called.
-    `dataloader_idx` is the evaluation loader's; 0 in training.
+    Called for each batch in the order in which they stand here, once the strategy's ranks have
+    divided the data. Where both override one, the DataModule's is called. `dataloader_idx` is the
+    evaluation loader's; 0 in training.
     """
 
     prepare_data_per_node: bool = True
     """`prepare_data` is called on rank 0 of each node; False: on rank 0 of all only."""
-
-    def prepare_data(self) -> None:
-        """Download and write to disk; on rank 0 of each node, before the others go on."""
-
-    def train_dataloader(self) -> Any:
-        """Return the loader for training."""
-        return None
-
-    def val_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, for validation."""
-        return None
-
-    def test_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, for testing."""
-        return None
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, for predicting."""
-        return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return what is to be moved, from what the loader yielded."""

@@ -119,12 +119,31 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         """Return the predictions for a batch; by default what `forward` returns."""
         return self(batch)
 
+    def prepare_data(self) -> None:
+        """Download and write to disk; on rank 0 of each node, before the others go on."""
+
     def configure_model(self) -> None:
         """Make the layers; called on every rank, where sharding strategies shard them at once."""
 
     def configure_callbacks(self) -> Any:
         """Return callbacks that this model needs; one of a type replaces the Trainer's."""
         return []
+
+    def train_dataloader(self) -> Any:
+        """Return the loader for training."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for validation."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for testing."""
+        return None
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, for predicting."""
+        return None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is saved; may add weights-only-safe data to it."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -24,6 +21,7 @@ from stratagem.rng import (
     generators_of,
     preserve_rng_state,
     rng_state,
+    seed_host,
     set_generator_states,
     set_rng_state,
 )
@@ -531,11 +529,11 @@ class _SeededDataset:
         return [self._dataset[index] for index in indices]
 
     def __getitems__(self, seed_and_indices: list[Any]) -> Any:
-        _seed(seed_and_indices[0])
+        seed_host(seed_and_indices[0])
         return self._read(seed_and_indices[1:])
 
     def __getitem__(self, seed_and_index: tuple[int, Any]) -> Any:
-        _seed(seed_and_index[0])
+        seed_host(seed_and_index[0])
         return self._dataset[seed_and_index[1]]
 
     def __len__(self) -> int:
@@ -545,11 +543,3 @@ class _SeededDataset:
         if name.startswith("__") or name in ("_dataset", "_read"):
             raise AttributeError(name)  # while it is pickled to a worker, for one
         return getattr(self._dataset, name)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    # torch.manual_seed takes 83 us, for all devices.
-    torch.default_generator.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
