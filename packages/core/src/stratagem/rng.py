@@ -24,6 +24,8 @@ __all__ = [
     "chosen_seed",
     "generator_states",
     "generators_of",
+    "generators_of_dataset",
+    "generators_of_loader",
     "inherit_rng",
     "inherited_rng",
     "preserve_rng_state",
@@ -272,6 +274,17 @@ def generators_of(*holders: Any) -> list[Any]:
     return found
 
 
+def generators_of_dataset(dataset: Any) -> list[Any]:
+    """Return the generators that a dataset, and the one that it wraps, hold."""
+    return generators_of(*_chain(dataset, "dataset"))
+
+
+def generators_of_loader(loader: Any) -> list[Any]:
+    """Return the generators that a loader and its samplers hold."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return generators_of(loader, *(s for sampler in samplers for s in _chain(sampler, "sampler")))
+
+
 def generator_states(generators: Sequence[Any]) -> list[Any]:
     """Return the states of what `generators_of` found, as weights-only-safe data."""
     return [_generator_state(generator) for generator in generators]
@@ -306,3 +319,12 @@ def _without_arrays(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _without_arrays(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
+
+
+def _chain(thing: Any, attribute: str) -> list[Any]:
+    """Return a thing, what it holds under `attribute`, and so on, ten deep at most."""
+    found: list[Any] = []
+    while thing is not None and len(found) < 10 and not any(thing is other for other in found):
+        found.append(thing)
+        thing = getattr(thing, attribute, None)
+    return found

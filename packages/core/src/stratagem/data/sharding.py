@@ -181,6 +181,12 @@ def set_epoch(loader: Any, epoch: int) -> None:
             sampler.set_epoch(epoch)
 
 
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether a loader's workers were started and stay from epoch to epoch."""
+    persistent = getattr(loader, "persistent_workers", False)
+    return persistent and getattr(loader, "_iterator", None) is not None
+
+
 def length_of(loader: Any) -> float:
     """Return a loader's number of batches; infinity if it has no length."""
     try:
