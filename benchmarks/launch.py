@@ -84,7 +84,7 @@ def main() -> None:
             baseline: [*torchrun, "--standalone", str(folder / "raw.py")],
             "Trainer(strategy='ddp', devices=2)": [sys.executable, script],
             "stratagem run --devices 2": [
-                *[sys.executable, "-m", "stratagem.cli", "run", script, "--devices", "2"]
+                *[sys.executable, "-m", "stratagem", "run", script, "--devices", "2"]
             ],
         }
         if importlib.util.find_spec("lightning"):

@@ -297,7 +297,7 @@ def test_it_is_reported_and_stops_nobody(case: tuple[str, Plugin], tmp_path: Pat
 def test_doctor_shows_it(case: tuple[str, Plugin], tmp_path: Path) -> None:
     name, plugin = case
     failed = plugin.status in ("broken", "incompatible") or bool(plugin.notes)
-    doctor = ("-m", "stratagem.cli", "doctor", "--json")
+    doctor = ("-m", "stratagem", "doctor", "--json")
     diagnosis = json.loads(run(tmp_path, *doctor, expect=int(failed), environ=plugin.environ))
     (shown,) = (p for p in diagnosis["plugins"] if p["distribution"] == distribution_of(name))
     assert shown["status"] == plugin.status
@@ -352,7 +352,7 @@ except LookupError as error:
 
 def test_an_unknown_name_is_told_with_every_plugin_that_is_broken(tmp_path: Path) -> None:
     install(tmp_path, "averaging", CASES["wrong_signature"])
-    explain = ("-m", "stratagem.cli", "explain", "--strategy", "wanted")
+    explain = ("-m", "stratagem", "explain", "--strategy", "wanted")
     text = run(tmp_path, *explain, expect=2)
     assert "unknown strategy 'wanted'" in text
     assert "stratagem-averaging 3.2.1 is broken, and nothing that it provides is known: " in text
@@ -371,9 +371,9 @@ def test_an_entry_point_in_a_group_that_only_looks_like_ours_is_told(tmp_path: P
             f"stratagem-number-{number} declares the entry point 'plugin_of_{case}' in the group "
             f"{group!r}, which nobody reads: expected the group 'stratagem.backends'."
         )
-    wanted = ("-m", "stratagem.cli", "explain", "--strategy", "wanted")
+    wanted = ("-m", "stratagem", "explain", "--strategy", "wanted")
     unknown = run(tmp_path, *wanted, expect=2)
-    doctor = run(tmp_path, "-m", "stratagem.cli", "doctor", expect=1)
+    doctor = run(tmp_path, "-m", "stratagem", "doctor", expect=1)
     for text in expected:
         assert text in unknown
         assert text in doctor
@@ -469,7 +469,7 @@ from stratagem.discovery import AcceleratorSpec, hookimpl
 
 @hookimpl
 def stratagem_components():
-    target = "stratagem.native.accelerators.cpu:CPUAccelerator"
+    target = "stratagem.native.accelerators:CPUAccelerator"
     probe = "module_of_probe:look"
     return [AcceleratorSpec(name="probe", target=target, probe=probe, api_version=1)]
 """
@@ -523,7 +523,7 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "    import vendor_extra\nexcept ImportError:\n    vendor_extra = None\n\nclass Mine: ...\n"
     )
     install(folder, "probe", Plugin(PROBE))
-    diagnosis = json.loads(run(folder, "-m", "stratagem.cli", "doctor", "--json", expect=1))
+    diagnosis = json.loads(run(folder, "-m", "stratagem", "doctor", "--json", expect=1))
     problems: list[str] = diagnosis["problems"]
     return problems
 
@@ -568,7 +568,7 @@ def test_a_name_of_two_is_ambiguous_only_when_it_is_selected(tmp_path: Path) -> 
     assert seen["reports"]["stratagem-first"]["status"] == "loaded"
     assert seen["reports"]["stratagem-second"]["status"] == "loaded"
 
-    explain = ("-m", "stratagem.cli", "explain", "--strategy")
+    explain = ("-m", "stratagem", "explain", "--strategy")
     text = run(tmp_path, *explain, "wanted", expect=2)
     assert "'wanted' is provided by 2 distributions" in text
     assert "'stratagem-first:wanted', 'stratagem-second:wanted'" in text
@@ -576,7 +576,7 @@ def test_a_name_of_two_is_ambiguous_only_when_it_is_selected(tmp_path: Path) -> 
     plan = run(tmp_path, *explain, "stratagem-second:wanted", "--accelerator", "cpu")
     assert "stratagem-second 3.2.1" in plan
 
-    doctor = ("-m", "stratagem.cli", "doctor", "--json")
+    doctor = ("-m", "stratagem", "doctor", "--json")
     diagnosis = json.loads(run(tmp_path, *doctor, expect=1))
     assert diagnosis["ambiguous"] == [
         {
@@ -589,7 +589,7 @@ def test_a_name_of_two_is_ambiguous_only_when_it_is_selected(tmp_path: Path) -> 
 
 def test_a_reserved_name_stays_with_core_and_the_qualified_one_works(tmp_path: Path) -> None:
     install(tmp_path, "reserved_name", CASES["reserved_name"])
-    explain = ("-m", "stratagem.cli", "explain", "--accelerator", "cpu", "--devices", "1")
+    explain = ("-m", "stratagem", "explain", "--accelerator", "cpu", "--devices", "1")
     assert "stratagem-core" in run(tmp_path, *explain, "--strategy", "ddp").splitlines()[0]
     code = (
         "import warnings; from stratagem import Lite; warnings.simplefilter('error');"

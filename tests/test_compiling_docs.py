@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.compile.modules import takes_whole_steps
+from stratagem.compile import takes_whole_steps
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compiling.md"
 

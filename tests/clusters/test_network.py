@@ -26,7 +26,7 @@ def on_both(hosts: Any, start: Callable[..., Any]) -> OnBoth:
 
     def begin(*script: str) -> list[Any]:
         nodes = ("--num-nodes=2", "--main-address=10.78.0.1", "--main-port=29511")
-        command = (sys.executable, "-m", "stratagem.cli", "run", "--devices=1", *nodes)
+        command = (sys.executable, "-m", "stratagem", "run", "--devices=1", *nodes)
         return [
             start(*hosts.command(1 + node, *command, f"--node-rank={node}", "--", *script))
             for node in (0, 1)

@@ -306,7 +306,7 @@ def test_doctor_says_what_is_there(install: Install, monkeypatch: pytest.MonkeyP
 
 def test_the_listing_says_why_not() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "stratagem.cli", "strategies", "--json"],
+        [sys.executable, "-m", "stratagem", "strategies", "--json"],
         env={**os.environ, "COLUMNS": "400"},
         capture_output=True,
         text=True,

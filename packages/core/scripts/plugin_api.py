@@ -149,7 +149,7 @@ def members(kind: type) -> list[Member]:
             about = documented.get(each.name, "")
             found.setdefault(each.name, dataclasses.replace(each, about=about))
         for name, value in vars(base).items():
-            if not name.startswith("_") or (name == "__init__" and base is kind):
+            if not name.startswith("_") or name == "__init__":
                 member = _member(name, value, name in abstract)
                 if member is not None and not (
                     name == "__init__" and dataclasses.is_dataclass(base)

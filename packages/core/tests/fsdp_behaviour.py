@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from fsdp_models import Block, Net, Network, data, early, loader, messages, mlp, trainer
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 from stratagem import Lite, Module
-from stratagem.native.torch_versions import takes_unused_parameters
+from stratagem.native.strategies.fsdp import TAKES_UNUSED_PARAMETERS
 from stratagem.strategies import FSDPStrategy
 
 out: dict[str, Any] = {}
@@ -217,7 +217,7 @@ class Branches(nn.Module):
         return (self.one * self.zero).sum() if rank == 0 else self.other.sum()
 
 
-if takes_unused_parameters(FSDPModule):
+if TAKES_UNUSED_PARAMETERS:
     finds = lite(find_unused_parameters=True)
     model = finds.setup(Branches())
     finds.backward(model(x))

@@ -86,15 +86,6 @@ def test_rng_states_of_another_type_of_device_are_passed_over() -> None:
     assert accelerator.states[0].tolist() == [1, 2]
 
 
-def test_checkpoints_of_before_have_the_states_of_all_devices_under_their_type() -> None:
-    accelerator, device = WithRNG(), torch.device("cpu", 1)
-    states = [torch.tensor([n, n], dtype=torch.uint8) for n in range(2)]
-    set_rng_state({**rng_state(), "cpu": states}, accelerator, device)
-    assert accelerator.states[1].tolist() == [1, 1]
-    set_rng_state({**rng_state(), "cpu": states[:1]}, accelerator, device)
-    assert accelerator.states[1].tolist() == [1, 1]  # there were fewer devices
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

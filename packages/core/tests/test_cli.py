@@ -145,7 +145,7 @@ def test_a_reader_that_has_enough_is_no_error(program: Program) -> None:
     os.close(readable)
     with os.fdopen(writable) as pipe:
         done = subprocess.run(
-            [sys.executable, "-m", "stratagem.cli", "strategies"],
+            [sys.executable, "-m", "stratagem", "strategies"],
             env=program.environment(),
             stdout=pipe,
             stderr=subprocess.PIPE,

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from stratagem import Callback, Lite, Module, Trainer
-from stratagem.compile import modules as compiling
-from stratagem.compile.modules import takes_whole_steps
+from stratagem import Callback, Lite, Module, Trainer, compile as compiling
 from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -496,7 +494,7 @@ def test_ranks_compiled_in_other_ways(ranks: dict[str, Any], name: str) -> None:
 # ---------------------------------------------------------------- the whole step
 
 needs_whole_steps = pytest.mark.skipif(
-    not takes_whole_steps(), reason="this torch.compile takes no backward into the graph"
+    not compiling.takes_whole_steps(), reason="this torch.compile takes no backward into the graph"
 )
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fixtures import run_file
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffload, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.nn.functional import mse_loss
 
@@ -24,7 +24,7 @@ from stratagem import Lite
 from stratagem.distributed import allocator
 from stratagem.errors import ConfigurationError
 from stratagem.native.sharding.wrap_policy import find_groups
-from stratagem.native.torch_versions import takes_unused_parameters
+from stratagem.native.strategies.fsdp import TAKES_UNUSED_PARAMETERS
 from stratagem.strategies import FSDPStrategy, apply_activation_checkpointing
 
 HERE = Path(__file__).parent
@@ -281,7 +281,7 @@ def test_compiled_layers_train_alike(behaviour: Ranks) -> None:
 
 
 def test_parameters_that_one_rank_uses_get_the_mean_gradient(behaviour: Ranks) -> None:
-    if not takes_unused_parameters(FSDPModule):
+    if not TAKES_UNUSED_PARAMETERS:
         with pytest.raises(ConfigurationError, match=r"needs a newer torch.*2\.13 has it"):
             FSDPStrategy(find_unused_parameters=True)
         return
@@ -479,6 +479,11 @@ def request(devices: int = 2, precision: Any = "32-true", **options: Any) -> Lit
             "reshard_after_forward=True",
         ),
         ({"reshard_after_forward": 1}, "reshard_after_forward=1: expected True, False, None, or"),
+        (
+            {"cpu_offload": CPUOffload(offload_params=False)},
+            "cpu_offload=CPUOffload(offload_params=False): expected True, False, or a "
+            "torch.distributed.fsdp.OffloadPolicy",
+        ),
     ],
 )
 def test_a_wrong_option_is_refused_before_processes_start(
@@ -498,17 +503,6 @@ def test_options_may_be_given_as_fsdp1_takes_them() -> None:
     )
     assert strategy.sharding_strategy == "SHARD_GRAD_OP"
     assert strategy.backward_prefetch == "BACKWARD_POST"
-
-
-def test_what_fsdp1_takes_stands_for_a_policy() -> None:
-    given = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    assert FSDPStrategy(mixed_precision=given).mixed_precision == MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
-    with pytest.warns(UserWarning, match="buffer_dtype=torch.bfloat16, which is left out"):
-        FSDPStrategy(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
-    assert FSDPStrategy(cpu_offload=CPUOffload(offload_params=False)).cpu_offload is False
-    assert FSDPStrategy(cpu_offload=CPUOffload(offload_params=True)).cpu_offload is True
 
 
 def test_a_dtype_stands_for_a_policy_that_reduces_in_float32() -> None:

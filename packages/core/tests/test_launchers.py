@@ -468,7 +468,7 @@ if __name__ == "__main__":
     Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(launcher=launcher)).launch(who)
 """
     script.write_text(f"{COMMON}\nimport stat\n{text}")
-    run = "-m stratagem.cli run --devices 2" if launcher == "run" else ""
+    run = "-m stratagem run --devices 2" if launcher == "run" else ""
     finished = subprocess.run(
         ["sh", "-c", f'exec "$0" {run} script.py {closed}', sys.executable],
         env=script_environment,

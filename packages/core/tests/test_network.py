@@ -80,7 +80,7 @@ def test_launchers_listen_on_loopback_only(strategy: str, listening: Callable[..
 def test_stratagem_run_listens_on_loopback_only(
     options: tuple[str, ...], listening: Callable[..., None]
 ) -> None:
-    listening(before=("-m", "stratagem.cli", "run", "--devices=2", *options))
+    listening(before=("-m", "stratagem", "run", "--devices=2", *options))
 
 
 @pytest.mark.slow

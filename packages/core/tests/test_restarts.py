@@ -313,7 +313,7 @@ def test_after_a_rank_was_killed_within_a_step_training_goes_on_bit_for_bit(
         strategy,
         "restarted",
         "kill",
-        before=("-m", "stratagem.cli", "run", "--devices=2", "--max-restarts=1"),
+        before=("-m", "stratagem", "run", "--devices=2", "--max-restarts=1"),
         env={"PYTHONPATH": ""},
     )
     assert "was started again: resuming from" in done.stderr

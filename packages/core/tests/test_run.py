@@ -37,7 +37,7 @@ class Runs:
             and name not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", "stratagem.cli", "run", *arguments],
+            [sys.executable, "-m", "stratagem", "run", *arguments],
             cwd=self.folder,
             env=kept,
             stdin=subprocess.DEVNULL,
@@ -392,7 +392,7 @@ import os, pathlib, pty, sys, time
 
 process, terminal = pty.fork()
 if process == 0:
-    os.execv(sys.executable, [sys.executable, "-m", "stratagem.cli", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "stratagem", *sys.argv[1:]])
 while len(list(pathlib.Path().glob("pid*"))) < 2:
     time.sleep(0.02)
 os.write(terminal, b"\\x03")

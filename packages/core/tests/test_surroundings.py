@@ -20,7 +20,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.loggers import CSVLogger
 
 SCRIPT = Path(__file__).parent / "scripts" / "surroundings.py"
-RUN = ("-m", "stratagem.cli", "run")
+RUN = ("-m", "stratagem", "run")
 
 Start = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
@@ -143,7 +143,7 @@ def test_nothing_is_printed_into_a_file_that_has_the_number_of_stdout(
 def test_the_program_needs_no_standard_streams(
     closed: tuple[int, ...], command: tuple[str, ...], start: Start
 ) -> None:
-    ended = start("-m", "stratagem.cli", *command, closed=closed)
+    ended = start("-m", "stratagem", *command, closed=closed)
     assert ended.returncode == (2 if command == ("run",) else 0), ended.stderr
     assert b"Traceback" not in ended.stderr
     assert bool(ended.stdout) == (closed == (2,) and command != ("run",))
@@ -154,7 +154,7 @@ def test_the_program_prints_paths_of_any_bytes(start: Start, tmp_path: Path) -> 
     lite = Lite(accelerator="cpu", devices=1)
     lite.launch()
     lite.save(path, {"step": torch.tensor(1)})
-    ended = start("-m", "stratagem.cli", "checkpoint", "verify", path)
+    ended = start("-m", "stratagem", "checkpoint", "verify", path)
     assert ended.returncode == 0, ended.stderr
     assert b"\\udcff.ckpt: " in ended.stdout
 

@@ -240,7 +240,7 @@ def test_a_script_of_lightnings_runs_unchanged_on_all_its_ranks(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "stratagem.cli", "run", "--as-lightning"]
+    command = [sys.executable, "-m", "stratagem", "run", "--as-lightning"]
     ran = subprocess.run(
         [*command, str(script), "2", strategy, *options],
         env=script_environment,

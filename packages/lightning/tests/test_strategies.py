@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from stratagem import Lite, StrategyRegistry, Trainer
@@ -97,6 +97,17 @@ def test_fsdp_takes_lightnings_arguments() -> None:
     annotation = inspect.signature(FSDPStrategy).parameters["device_mesh"].annotation
     assert annotation == tuple[int, int] | None
     assert isinstance(OwnFSDP(), FSDPStrategy)
+
+
+def test_what_fsdp1_takes_stands_for_a_policy() -> None:
+    given = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert FSDPStrategy(mixed_precision=given).mixed_precision == MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    with pytest.warns(UserWarning, match="buffer_dtype=torch.bfloat16, which is left out"):
+        FSDPStrategy(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    assert FSDPStrategy(cpu_offload=CPUOffload(offload_params=False)).cpu_offload is False
+    assert FSDPStrategy(cpu_offload=CPUOffload(offload_params=True)).cpu_offload is True
 
 
 # -- without a Fabric

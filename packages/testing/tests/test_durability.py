@@ -20,7 +20,7 @@ def durability(
 ) -> subprocess.CompletedProcess[str]:
     (folder / "saved").mkdir()
     finished = subprocess.run(
-        [sys.executable, "-m", "stratagem.cli", "checkpoint", "durability", into, *arguments],
+        [sys.executable, "-m", "stratagem", "checkpoint", "durability", into, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "error"},
         capture_output=True,

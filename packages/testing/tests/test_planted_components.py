@@ -185,7 +185,7 @@ from stratagem.discovery import LauncherSpec, StrategySpec, hookimpl
 
 @hookimpl
 def stratagem_components():
-    target = "stratagem.native.single_device:SingleDeviceStrategy"
+    target = "stratagem.native.strategies.single_device:SingleDeviceStrategy"
     return [StrategySpec(name="mine", target=target, api_version=1, summary="Mine")]
 """
 REQUIRES = "stratagem-core>=0.1,<0.2"

@@ -9,7 +9,7 @@ from stratagem_testing.author.spec_checks import check_spec
 def test_an_objection_that_is_not_there_is_found_without_a_run() -> None:
     spec = PrecisionSpec(
         name="fp9",
-        target="stratagem.native.precision.true:TruePrecision",
+        target="stratagem.native.precision:TruePrecision",
         api_version=1,
         incompatible_because="stratagem.native.plugin:nobody",
     )

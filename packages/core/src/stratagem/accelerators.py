@@ -12,8 +12,10 @@ if TYPE_CHECKING:
         Accelerator as Accelerator,
         DeviceMemory as DeviceMemory,
     )
-    from stratagem.native.accelerators.cpu import CPUAccelerator as CPUAccelerator
-    from stratagem.native.accelerators.device import DeviceAccelerator as DeviceAccelerator
+    from stratagem.native.accelerators import (
+        CPUAccelerator as CPUAccelerator,
+        DeviceAccelerator as DeviceAccelerator,
+    )
 else:
     __getattr__, __dir__ = exporter(
         __name__,
@@ -21,6 +23,6 @@ else:
         {
             "stratagem.discovery.specs": "Availability",
             "stratagem.interfaces.accelerator": "Accelerator DeviceMemory",
-            "stratagem.native.accelerators.device": "DeviceAccelerator",
+            "stratagem.native.accelerators": "DeviceAccelerator",
         },
     )

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
         Precision as Precision,
         default_dtype as default_dtype,
     )
-    from stratagem.native.precision.mixed import MixedPrecision as MixedPrecision
-    from stratagem.native.precision.true import TruePrecision as TruePrecision
+    from stratagem.native.precision import (
+        MixedPrecision as MixedPrecision,
+        TruePrecision as TruePrecision,
+    )
 else:
     __getattr__, __dir__ = exporter(
         __name__,

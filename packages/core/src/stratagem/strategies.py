@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stratagem.discovery.exports import exporter
 
 if TYPE_CHECKING:
-    from stratagem.compile.modules import adopt_compiled as adopt_compiled, own_module as own_module
+    from stratagem.compile import adopt_compiled as adopt_compiled, own_module as own_module
     from stratagem.discovery.capabilities import Capabilities as Capabilities
     from stratagem.discovery.registry import StrategyRegistry as StrategyRegistry
     from stratagem.distributed.activation_checkpointing import (
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stratagem.interfaces.prepared_model import (
         Optimizers as Optimizers,
         PreparedModel as PreparedModel,
+        StepModule as StepModule,
         make_optimizers as make_optimizers,
     )
     from stratagem.interfaces.ranks import (
@@ -37,20 +38,21 @@ if TYPE_CHECKING:
         Ranks as Ranks,
         ReduceOp as ReduceOp,
     )
-    from stratagem.interfaces.step_module import StepModule as StepModule
     from stratagem.interfaces.stepping import TrainStep as TrainStep
     from stratagem.interfaces.strategy import Strategy as Strategy
-    from stratagem.native.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from stratagem.native.strategies.communication_hooks import (
         CommHook as CommHook,
         CommWrapper as CommWrapper,
     )
     from stratagem.native.strategies.ddp import DDPStrategy as DDPStrategy
     from stratagem.native.strategies.ddp_sharded import DDPShardedStrategy as DDPShardedStrategy
-    from stratagem.native.strategies.dp import DataParallelStrategy as DataParallelStrategy
     from stratagem.native.strategies.fsdp import FSDPStrategy as FSDPStrategy
     from stratagem.native.strategies.model_parallel import (
         ModelParallelStrategy as ModelParallelStrategy,
+    )
+    from stratagem.native.strategies.single_device import (
+        DataParallelStrategy as DataParallelStrategy,
+        SingleDeviceStrategy as SingleDeviceStrategy,
     )
     from stratagem.plan.step_options import (
         Compilation as Compilation,
@@ -63,7 +65,7 @@ else:
         __name__,
         "strategy",
         {
-            "stratagem.compile.modules": "adopt_compiled own_module",
+            "stratagem.compile": "adopt_compiled own_module",
             "stratagem.discovery.capabilities": "Capabilities",
             "stratagem.discovery.registry": "StrategyRegistry",
             "stratagem.distributed.activation_checkpointing": (
@@ -76,12 +78,13 @@ else:
             "stratagem.interfaces.checkpoint_io": "CheckpointIO",
             "stratagem.interfaces.components": "Components",
             "stratagem.interfaces.contract_checks": "check_capabilities check_overrides",
-            "stratagem.interfaces.prepared_model": "Optimizers PreparedModel make_optimizers",
+            "stratagem.interfaces.prepared_model": (
+                "Optimizers PreparedModel StepModule make_optimizers"
+            ),
             "stratagem.interfaces.ranks": "DataSplit Ranks ReduceOp",
-            "stratagem.interfaces.step_module": "StepModule",
             "stratagem.interfaces.stepping": "TrainStep",
             "stratagem.interfaces.strategy": "Strategy",
-            "stratagem.native.single_device": "SingleDeviceStrategy",
+            "stratagem.native.strategies.single_device": "SingleDeviceStrategy",
             "stratagem.native.strategies.communication_hooks": "CommHook CommWrapper",
             "stratagem.plan.step_options": "Compilation GradientClip StepOptions seconds",
         },

@@ -69,7 +69,7 @@ class Program:
         )
 
     def __call__(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = self.python("-m", "stratagem.cli", *arguments)
+        done = self.python("-m", "stratagem", *arguments)
         assert done.returncode == code, (done.stdout, done.stderr)
         return done
 

@@ -14,11 +14,9 @@ if TYPE_CHECKING:
     )
     from stratagem.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from stratagem.native.checkpoint.asynchronous import AsyncCheckpointIO as AsyncCheckpointIO
-    from stratagem.native.checkpoint.sharded.consolidate import (
-        consolidate_checkpoint as consolidate_checkpoint,
-    )
     from stratagem.native.checkpoint.sharded.directory import (
         DirectoryCheckpointIO as DirectoryCheckpointIO,
+        consolidate_checkpoint as consolidate_checkpoint,
     )
     from stratagem.native.checkpoint.single_file import (
         SingleFileCheckpointIO as SingleFileCheckpointIO,
@@ -36,7 +34,7 @@ else:
             "stratagem.checkpoint.catalog": "SUFFIX find_all",
             "stratagem.checkpoint.trainer_format": "FORMAT_VERSION check_trainer_checkpoint",
             "stratagem.interfaces.checkpoint_io": "CheckpointIO",
-            "stratagem.native.checkpoint.sharded.consolidate": "consolidate_checkpoint",
+            "stratagem.native.checkpoint.sharded.directory": "consolidate_checkpoint",
             "stratagem.native.checkpoint.single_file": "SingleFileCheckpointIO",
             "stratagem.state.shards": "LazyTensor Shards read_whole",
         },

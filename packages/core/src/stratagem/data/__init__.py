@@ -9,15 +9,15 @@ from stratagem._lazy import lazy_names
 if TYPE_CHECKING:
     from stratagem.data.combined_loader import CombinedLoader as CombinedLoader
     from stratagem.data.pytree import map_tensors as map_tensors, move_to_device as move_to_device
-    from stratagem.data.resume.resumable import generators_of_loader as generators_of_loader
     from stratagem.data.sharding import UNKNOWN as UNKNOWN, length_of as length_of
+    from stratagem.rng import generators_of_loader as generators_of_loader
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
             "stratagem.data.combined_loader": "CombinedLoader",
             "stratagem.data.pytree": "map_tensors move_to_device",
-            "stratagem.data.resume.resumable": "generators_of_loader",
+            "stratagem.rng": "generators_of_loader",
             "stratagem.data.sharding": "UNKNOWN length_of",
         },
     )

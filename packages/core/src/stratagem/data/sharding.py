@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +19,13 @@ from torch.utils.data import (
 
 from stratagem.data.index_sequence import IndexSequence, draw_all
 from stratagem.errors import UserCodeError
-from stratagem.rng import WorkerSeed, chosen_seed, seeds_workers
+from stratagem.rng import (
+    WorkerSeed,
+    chosen_seed,
+    preserve_rng_state,
+    seed_host,
+    seeds_workers,
+)
 
 UNKNOWN = float("inf")
 """The length of what does not know its length."""
@@ -79,27 +82,11 @@ class ShardedSampler(Sampler[Any]):
         """
         generator = getattr(self.sampler, "generator", None)
         seed = (self.seed + self.epoch) % 2**63
-        with torch.random.fork_rng(devices=[]), _same_random_numbers(seed):
-            torch.default_generator.manual_seed(seed)
+        with preserve_rng_state():
+            seed_host(seed)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             return draw_all(self.sampler, rule)
-
-
-@contextmanager
-def _same_random_numbers(seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's RNGs, which a user's sampler may draw from; restore them after."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), None if numpy is None else numpy.random.get_state()
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
 
 
 def shard_loader(
@@ -192,6 +179,12 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for sampler in {id(one): one for one in samplers}.values():
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
+
+
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether a loader's workers were started and stay from epoch to epoch."""
+    persistent = getattr(loader, "persistent_workers", False)
+    return persistent and getattr(loader, "_iterator", None) is not None
 
 
 def length_of(loader: Any) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stratagem.compile.modules import check_compilation
+from stratagem.compile import check_compilation
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.compile.modules import own_module
+from stratagem.compile import own_module
 from stratagem.data import sharding
 from stratagem.data.pytree import map_tensors, move_to_device
 from stratagem.distributed.uneven_inputs import UnevenInputs
@@ -21,7 +21,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
 from stratagem.interfaces.prepared_model import PreparedModel
-from stratagem.interfaces.ranks import Ranks, ReduceOp
+from stratagem.interfaces.ranks import ReduceOp
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.module import LiteModule
@@ -39,15 +39,14 @@ from stratagem.runtime.prepare import (
     prepared_of,
     warn_of_lost_epsilon,
 )
-from stratagem.runtime.request import Devices, Plugin, as_list
-from stratagem.runtime.runtime import Runtime
+from stratagem.runtime.runtime import Devices, FrontEnd, Plugin, Runtime, as_list
 from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 
 PathLike = str | os.PathLike[str]
 
 
-class Lite:
+class Lite(FrontEnd):
     """Gives a hand-written loop devices, processes, precision and checkpoints.
 
     Either subclass it, write the loop in `run` and call that; or make one, call `launch` and go on
@@ -148,34 +147,9 @@ class Lite:
     # -- ranks and devices
 
     @property
-    def ranks(self) -> Ranks:
-        """The processes that train together; collectives work once they are launched."""
-        return self.strategy.ranks
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all."""
-        return self.ranks.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return self.ranks.local_rank
-
-    @property
     def node_rank(self) -> int:
         """The rank of this process's node."""
         return self.ranks.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.ranks.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.ranks.is_global_zero
 
     @property
     def device(self) -> torch.device:

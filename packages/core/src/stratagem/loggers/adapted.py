@@ -10,7 +10,7 @@ from typing import Any
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.loggers.logger import Logger
-from stratagem.runtime.request import as_list
+from stratagem.runtime.runtime import as_list
 from stratagem.storage import paths
 
 Loggers = bool | Logger | Sequence[Logger | str] | str | None

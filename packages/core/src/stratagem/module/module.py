@@ -399,7 +399,7 @@ class Module(StepHooks, HyperParametersMixin, ModuleHooks):
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointMismatchError: says why.
         """
-        from stratagem.compile.modules import adopt_compiled
+        from stratagem.compile import adopt_compiled
         from stratagem.errors import naming
         from stratagem.launch.rank_zero import rank_zero_warn
         from stratagem.state.state_dict import load_weights

@@ -108,13 +108,13 @@ _FSDP_ROWS: tuple[tuple[str, dict[str, object], tuple[str, ...], str], ...] = (
 
 # name, class, aliases, summary
 _PRECISION_ROWS = (
-    ("32-true", "true:TruePrecision", ("32",), "float32 throughout"),
-    ("64-true", "true:TruePrecision", ("64",), "float64 throughout"),
-    ("16-true", "true:TruePrecision", (), "float16 throughout"),
-    ("bf16-true", "true:TruePrecision", (), "bfloat16 throughout"),
+    ("32-true", "TruePrecision", ("32",), "float32 throughout"),
+    ("64-true", "TruePrecision", ("64",), "float64 throughout"),
+    ("16-true", "TruePrecision", (), "float16 throughout"),
+    ("bf16-true", "TruePrecision", (), "bfloat16 throughout"),
     (
         "bf16-mixed",
-        "mixed:MixedPrecision",
+        "MixedPrecision",
         ("bf16",),
         "float32 parameters, bfloat16 where autocast finds it safe",
     ),
@@ -164,7 +164,7 @@ def _ddp(name: str, init_args: dict[str, bool]) -> StrategySpec:
 _COMPONENTS: tuple[ComponentSpec, ...] = (
     StrategySpec(
         name="single_device",
-        target="stratagem.native.single_device:SingleDeviceStrategy",
+        target=f"{_STRATEGIES}.single_device:SingleDeviceStrategy",
         api_version=1,
         summary="One process, one device",
         capabilities=SINGLE_DEVICE,
@@ -172,7 +172,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     *(_ddp(name, init_args) for name in _DDP_NAMES for init_args in _UNUSED),
     StrategySpec(
         name="dp",
-        target=f"{_STRATEGIES}.dp:DataParallelStrategy",
+        target=f"{_STRATEGIES}.single_device:DataParallelStrategy",
         api_version=1,
         summary="DataParallel, one process for several GPUs; deprecated, use ddp",
         capabilities=DP,
@@ -201,7 +201,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     ),
     AcceleratorSpec(
         name="cpu",
-        target="stratagem.native.accelerators.cpu:CPUAccelerator",
+        target="stratagem.native.accelerators:CPUAccelerator",
         api_version=1,
         summary="The processor; gloo between ranks",
         probe=cpu_availability,
@@ -209,7 +209,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     *(
         PrecisionSpec(
             name=name,
-            target=f"stratagem.native.precision.{target}",
+            target=f"stratagem.native.precision:{target}",
             api_version=1,
             summary=summary,
             init_args={"name": name},
@@ -236,7 +236,7 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     ),
     LauncherSpec(
         name="external",
-        target="stratagem.native.launchers.external:ExternalLauncher",
+        target="stratagem.native.launchers.in_process:ExternalLauncher",
         api_version=1,
         summary="The processes are there already (torchrun, a cluster, `stratagem run`)",
         starts_ranks=False,
@@ -269,13 +269,13 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     # the variables of mpirun too, and mpirun may start its daemons with srun.
     ClusterEnvironmentSpec(
         name="plain",
-        target=f"{_ENVIRONMENTS}.plain:PlainEnvironment",
+        target=f"{_ENVIRONMENTS}.variables:PlainEnvironment",
         api_version=1,
         summary="MASTER_ADDR, MASTER_PORT, WORLD_SIZE, NODE_RANK and LOCAL_RANK, or one node",
     ),
     ClusterEnvironmentSpec(
         name="TorchElastic",
-        target=f"{_ENVIRONMENTS}.torchelastic:TorchElasticEnvironment",
+        target=f"{_ENVIRONMENTS}.variables:TorchElasticEnvironment",
         api_version=1,
         summary="torchrun",
         aliases=("TorchElasticEnvironment",),
@@ -336,16 +336,16 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
     ),
     ClusterEnvironmentSpec(
         name="Kubeflow",
-        target=f"{_ENVIRONMENTS}.kubeflow:KubeflowEnvironment",
+        target=f"{_ENVIRONMENTS}.variables:KubeflowEnvironment",
         api_version=1,
         summary="pods of a Kubeflow PyTorchJob, one process in each",
         aliases=("KubeflowEnvironment",),
         variables=("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),
-        incompatible_because=f"{_ENVIRONMENTS}.kubeflow:incompatible_because",
+        incompatible_because=f"{_ENVIRONMENTS}.variables:no_rank_of_kubeflow_because",
         priority=5,
         # One process a pod: whoever has a rank was started as one.
         local_rank_variable="RANK",
-        local_world_size=f"{_ENVIRONMENTS}.kubeflow:local_world_size",
+        local_world_size=f"{_ENVIRONMENTS}.variables:processes_of_pod",
     ),
     LoggerSpec(
         name="csv",

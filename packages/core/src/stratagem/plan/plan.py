@@ -102,7 +102,7 @@ def selection_of(candidate: Candidate, why: str) -> Selection:
     return Selection(candidate.spec.kind, candidate.spec.name, provider, why, candidate.spec)
 
 
-def given(kind: str, component: Any, *, method: str, base: str, name: str = "") -> Selection:
+def given(kind: str, component: Any, *, method: str, base: str) -> Selection:
     """Return the selection of an object that the user passed.
 
     Args:
@@ -110,7 +110,6 @@ def given(kind: str, component: Any, *, method: str, base: str, name: str = "") 
         component: the object.
         method: an attribute that every such object has.
         base: the class to subclass, for the error.
-        name: what the plan calls it; by default the name of its class.
 
     Raises:
         ConfigurationError: it is no such object, or a class.
@@ -120,7 +119,7 @@ def given(kind: str, component: Any, *, method: str, base: str, name: str = "") 
             f"{kind}={component!r}: expected a name or an instance of {base}"
             + (", received a class: call it" if isinstance(component, type) else "")
         )
-    return Selection(kind, name or type(component).__name__, GIVEN, "you passed it", component)
+    return Selection(kind, type(component).__name__, GIVEN, "you passed it", component)
 
 
 def capabilities_of(strategy: Selection) -> Capabilities:

@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from stratagem.runtime.checkpoint_writer import CheckpointWriter
+from stratagem.runtime.optimizer import LiteOptimizer
+from stratagem.runtime.runtime import as_list
 
-from stratagem._lazy import lazy_names
-
-if TYPE_CHECKING:
-    from stratagem.runtime.checkpoint_writer import CheckpointWriter as CheckpointWriter
-    from stratagem.runtime.optimizer import LiteOptimizer as LiteOptimizer
-    from stratagem.runtime.request import as_list as as_list
-else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__,
-        {
-            "stratagem.runtime.checkpoint_writer": "CheckpointWriter",
-            "stratagem.runtime.optimizer": "LiteOptimizer",
-            "stratagem.runtime.request": "as_list",
-        },
-    )
+__all__ = ["CheckpointWriter", "LiteOptimizer", "as_list"]

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stratagem.compile.modules import adopt_compiled, check_compilation, uncompile_model
+from stratagem.compile import adopt_compiled, check_compilation, uncompile_model
 from stratagem.errors import ConfigurationError, PluginError
-from stratagem.interfaces.prepared_model import Optimizers, PreparedModel
-from stratagem.interfaces.step_module import StepModule
+from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, StepModule
 from stratagem.interfaces.strategy import Strategy
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import Compilation, check_compiles

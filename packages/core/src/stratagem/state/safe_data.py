@@ -32,7 +32,6 @@ _TORCH = (torch.Size, torch.dtype, torch.device)
 # A subclass is saved under its own name, which `weights_only` does not read; an nn.Buffer is a
 # torch.Tensor.
 _TENSORS = (Tensor, torch.nn.Parameter)
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def find_offending_value(data: Any, path: str = "") -> str | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stratagem.trainer.options import TrainerOptions as TrainerOptions
     from stratagem.trainer.progress import RunState as RunState
     from stratagem.trainer.run import Run as Run
-    from stratagem.trainer.step.batch_feed import (
+    from stratagem.trainer.step.batches import (
         BatchFeed as BatchFeed,
         training_batches as training_batches,
     )
@@ -35,7 +35,7 @@ else:
             "stratagem.trainer.options": "TrainerOptions",
             "stratagem.trainer.progress": "RunState",
             "stratagem.trainer.run": "Run",
-            "stratagem.trainer.step.batch_feed": "BatchFeed training_batches",
+            "stratagem.trainer.step.batches": "BatchFeed training_batches",
             "stratagem.trainer.step.contract_check": "takes_own_steps",
             "stratagem.trainer.step.hooked_step": "needs_closure step_hooks_of",
             "stratagem.trainer.step.optimizers": "SchedulerConfig",

@@ -12,7 +12,7 @@ from stratagem.callbacks import ModelCheckpoint, ProgressBar
 from stratagem.callbacks.callback import Callback
 from stratagem.discovery.registry import get_registry
 from stratagem.errors import ConfigurationError
-from stratagem.runtime.request import as_list
+from stratagem.runtime.runtime import as_list
 
 if TYPE_CHECKING:
     from stratagem.module.module import Module

@@ -1,4 +1,4 @@
-"""Job: one request to fit, validate, test or predict."""
+"""Job: the request of a run, and its result where it ran in other processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.compile.modules import own_module
+from stratagem.compile import adopt_compiled, own_module
 from stratagem.errors import ConfigurationError
 from stratagem.module.datamodule import DataModule
 from stratagem.storage import paths
@@ -14,7 +14,11 @@ from stratagem.storage import paths
 if TYPE_CHECKING:
     from stratagem.interfaces.ranks import Ranks
     from stratagem.module.module import Module
+    from stratagem.trainer.metrics.metrics import LatestMetrics
+    from stratagem.trainer.progress import Progress
+    from stratagem.trainer.run import Run
     from stratagem.trainer.trainer import Trainer
+
 
 Stage = Literal["fit", "validate", "test", "predict"]
 
@@ -95,3 +99,49 @@ class Job:
             if (ranks.local_rank if source.prepare_data_per_node else ranks.global_rank) == 0:
                 source.prepare_data()
         ranks.barrier("prepare_data")
+
+
+def collect_result(run: Run, result: Any) -> dict[str, Any]:
+    """Return the state that the launching process loads; called on every rank.
+
+    Args:
+        run: the finished run.
+        result: what it has returned.
+    """
+    states = {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks}
+    return {
+        "result": result,
+        "weights": run.strategy.model_state(run.require_prepared()),
+        "callback_metrics": run.trainer.callback_metrics,
+        "logged_metrics": run.trainer.logged_metrics,
+        "callbacks": {key: state for key, state in states.items() if state},
+        "progress": run.progress.state_dict(),
+    }
+
+
+def load_result(
+    outcome: dict[str, Any],
+    model: Module,
+    trainer: Trainer,
+    *,
+    latest: LatestMetrics,
+    progress: Progress,
+) -> Any:
+    """Load what `collect_result` returned in the launching process; return the run's result."""
+    adopt_compiled(model)  # as on each rank, so that names agree
+    if not set(model.state_dict()) >= set(outcome["weights"]):
+        model.configure_model()
+    if not set(model.state_dict()) >= set(outcome["weights"]):
+        # To a model that has entries of its own, such as scales.
+        trainer.strategy.precision.convert_module(model)
+    model.load_state_dict(outcome["weights"])
+    latest.values = dict(outcome["callback_metrics"])
+    logged = outcome["logged_metrics"]
+    latest.for_loggers = dict.fromkeys(logged)
+    latest.evaluation_steps = {k: v for k, v in logged.items() if k not in latest.values}
+    states = outcome["callbacks"]
+    for callback in trainer.callbacks:
+        if callback.state_key in states:
+            callback.load_remote_state(states[callback.state_key])
+    progress.load_state_dict(outcome["progress"])
+    return outcome["result"]

@@ -19,7 +19,7 @@ from stratagem.runtime.device_errors import explain_device_error
 from stratagem.runtime.optimizer import wrap_optimizer
 from stratagem.runtime.prepare import prepare, release
 from stratagem.storage import paths
-from stratagem.trainer import checks, folders
+from stratagem.trainer import checks
 from stratagem.trainer.hooks import Hooks
 from stratagem.trainer.loaders.loaders import EvaluationLoader
 from stratagem.trainer.loaders.open import FitData, open_evaluation_data, open_fit_data
@@ -142,7 +142,7 @@ class Run:
         status = "failed"
         ranks = self.strategy.ranks
         ranks.report_status(self._position)
-        folders.check_on_ranks(trainer, stage)
+        checks.check_folders_on_ranks(trainer, stage)
         restore_determinism = set_determinism(self.strategy.accelerator, trainer.options)
         self.profiling.begin(self)
         before = LOGGED.set(module)

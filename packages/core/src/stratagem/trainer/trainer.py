@@ -15,7 +15,6 @@ from stratagem.callbacks import Callback, ModelCheckpoint, ProgressBar
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
 from stratagem.interfaces.precision import Precision
-from stratagem.interfaces.ranks import Ranks
 from stratagem.interfaces.strategy import Strategy
 from stratagem.launch.rank import leave_unprinted
 from stratagem.loggers.adapted import Loggers, make_loggers
@@ -24,18 +23,17 @@ from stratagem.module.module import Module
 from stratagem.plan.plan import RunPlan
 from stratagem.plan.step_options import Compilation, StepOptions, gradient_clip, seconds
 from stratagem.runtime.checkpoint_writer import CheckpointWriter
-from stratagem.runtime.request import Devices, Plugin, as_list
-from stratagem.runtime.runtime import Runtime
+from stratagem.runtime.runtime import Devices, FrontEnd, Plugin, Runtime, as_list
 from stratagem.storage import paths
-from stratagem.trainer import folders, remote_result
 from stratagem.trainer.checks import (
     check_divergence_detection,
+    check_folders_before_launch,
     check_module,
     check_not_running,
     warn_on_refit,
 )
 from stratagem.trainer.hooks import find_callbacks, make_callbacks, merge_callbacks
-from stratagem.trainer.job import Job, Stage
+from stratagem.trainer.job import Job, Stage, collect_result, load_result
 from stratagem.trainer.loops.divergence import DEFAULT_INTERVAL
 from stratagem.trainer.metrics.metrics import LatestMetrics
 from stratagem.trainer.options import (
@@ -57,14 +55,14 @@ if TYPE_CHECKING:
     from stratagem.loggers import Logger
     from stratagem.profilers import Profiler
     from stratagem.trainer.run import Run
-    from stratagem.trainer.step.batch_feed import BatchFeed, IndexedBatch
+    from stratagem.trainer.step.batches import BatchFeed, IndexedBatch
     from stratagem.trainer.step.optimizers import SchedulerConfig
     from stratagem.trainer.step.step import Step
 
 TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
-class Trainer:
+class Trainer(FrontEnd):
     """Trains, validates, tests and predicts.
 
     Args:
@@ -219,7 +217,7 @@ class Trainer:
         )
         quick = check_switch("fast_dev_run", fast_dev_run, unit="batches", on=1)
         self.options = options.for_quick_run(quick) if quick else options
-        self.runtime = Runtime(
+        self.runtime = self._runtime = Runtime(
             accelerator=accelerator,
             strategy=strategy,
             devices=devices,
@@ -301,31 +299,6 @@ class Trainer:
     def strategy(self) -> Strategy:
         """The strategy; it has a device once processes are launched."""
         return self.runtime.strategy
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that train together; collectives work once they are launched."""
-        return self.runtime.ranks
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all."""
-        return self.ranks.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return self.ranks.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.ranks.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.ranks.is_global_zero
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, above the progress bar."""
@@ -465,7 +438,7 @@ class Trainer:
         check_module(job.model, job.stage, makes_optimizers=self.strategy.makes_optimizers)
         self._state = RunState(job.stage, "running", job.stage)
         try:
-            folders.check_before_launch(self, self.runtime, job.stage)
+            check_folders_before_launch(self, self.runtime, job.stage)
             if self.plan.remote and not self.runtime.is_launched:
                 result = self._execute_remotely(job)
             else:
@@ -483,15 +456,13 @@ class Trainer:
         outcome = self.runtime.launch(self._run_and_report, job)
         if outcome is None:
             return None  # rank 0 has ended itself, by sys.exit()
-        result = remote_result.load(
-            outcome, job.model, self, latest=self._latest, progress=self._progress
-        )
+        result = load_result(outcome, job.model, self, latest=self._latest, progress=self._progress)
         self._remote_model = job.model
         return result
 
     def _run_and_report(self, job: Job) -> dict[str, Any]:
         result = self._run_on_rank(job)
-        return remote_result.collect(self.run, result)
+        return collect_result(self.run, result)
 
     def _run_on_rank(self, job: Job) -> Any:
         job.attach(self)
@@ -557,7 +528,7 @@ class Trainer:
             count: how many there are; infinity: not known.
             takes: how many of (batch, batch_idx, dataloader_idx) the step takes.
         """
-        from stratagem.trainer.step.batch_feed import BatchFeed, refuse_dataloader_iter
+        from stratagem.trainer.step.batches import BatchFeed, refuse_dataloader_iter
 
         refuse_dataloader_iter(step)
         return BatchFeed(batches, takes)

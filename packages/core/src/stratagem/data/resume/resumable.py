@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from stratagem.data.index_sequence import RULES, TORCH, IndexSequence, draw_all
 from stratagem.data.resume.resumable_sampler import ResumableSampler, has_exact_length
-from stratagem.data.sharding import ShardedSampler, length_of
+from stratagem.data.sharding import ShardedSampler, has_persistent_workers, length_of
 from stratagem.rng import (
     generator_states,
-    generators_of,
+    generators_of_dataset,
+    generators_of_loader,
     preserve_rng_state,
     rng_state,
+    seed_host,
     set_generator_states,
     set_rng_state,
 )
@@ -217,7 +216,7 @@ class Resumable:
         is_batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if is_batched else loader.sampler
         with_workers = loader.num_workers > 0
-        held_by_data = generators_of(*_chain(loader.dataset, "dataset"))
+        held_by_data = generators_of_dataset(loader.dataset)
         self._generators = generators_of_loader(loader)
         if not with_workers:
             self._generators += [g for g in held_by_data if g not in self._generators]
@@ -492,29 +491,8 @@ class Resumable:
             warnings.warn(message, stacklevel=3)
 
 
-def generators_of_loader(loader: Any) -> list[Any]:
-    """Return the generators that a loader and its samplers hold."""
-    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    return generators_of(loader, *(s for sampler in samplers for s in _chain(sampler, "sampler")))
-
-
-def has_persistent_workers(loader: Any) -> bool:
-    """Whether a loader's workers were started and stay from epoch to epoch."""
-    persistent = getattr(loader, "persistent_workers", False)
-    return persistent and getattr(loader, "_iterator", None) is not None
-
-
 def _has_state(thing: Any) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-
-
-def _chain(thing: Any, attribute: str) -> list[Any]:
-    """Return a thing, what it holds under `attribute`, and so on, ten deep at most."""
-    found: list[Any] = []
-    while thing is not None and len(found) < 10 and not any(thing is other for other in found):
-        found.append(thing)
-        thing = getattr(thing, attribute, None)
-    return found
 
 
 class _SeededDataset:
@@ -531,11 +509,11 @@ class _SeededDataset:
         return [self._dataset[index] for index in indices]
 
     def __getitems__(self, seed_and_indices: list[Any]) -> Any:
-        _seed(seed_and_indices[0])
+        seed_host(seed_and_indices[0])
         return self._read(seed_and_indices[1:])
 
     def __getitem__(self, seed_and_index: tuple[int, Any]) -> Any:
-        _seed(seed_and_index[0])
+        seed_host(seed_and_index[0])
         return self._dataset[seed_and_index[1]]
 
     def __len__(self) -> int:
@@ -545,11 +523,3 @@ class _SeededDataset:
         if name.startswith("__") or name in ("_dataset", "_read"):
             raise AttributeError(name)  # while it is pickled to a worker, for one
         return getattr(self._dataset, name)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    # torch.manual_seed takes 83 us, for all devices.
-    torch.default_generator.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)

@@ -31,10 +31,15 @@ from stratagem.checkpoint.directory import (
     read_directory,
     verify_files,
 )
-from stratagem.errors import CheckpointCorruptError, CheckpointNotFoundError
+from stratagem.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+)
 from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.ranks import Ranks
 from stratagem.state.safe_data import find_oversized
+from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 
 # A manifest has to fit in the archive's comment.
@@ -155,25 +160,6 @@ def _without_crc32() -> Iterator[None]:
                 set_crc32_options(_crc32_before)
 
 
-def open_checkpoint(
-    path: str | os.PathLike[str], *, verify: bool = True, ranks: Ranks | None = None
-) -> dict[str, Any]:
-    """Return a checkpoint of either format, without executing anything.
-
-    A file is loaded, its tensors mapped into memory. Of a directory each sharded tensor is a
-    `LazyTensor`, and the ranks share the verification; every one of them makes the call.
-
-    Args:
-        path: a file, a directory, or the URL of a file.
-        verify: compare with the checksums before anything is loaded.
-        ranks: those that make the call; None: this process alone.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
-    """
-    return CheckpointReader(verify=verify).open(path, ranks=ranks)
-
-
 class CheckpointReader:
     """Opens checkpoints, and remembers the file that it has verified last.
 
@@ -213,7 +199,18 @@ class CheckpointReader:
             self._verified, self._identity = contents, identity
 
     def open(self, path: str | os.PathLike[str], *, ranks: Ranks | None = None) -> dict[str, Any]:
-        """Return a checkpoint; see `open_checkpoint`."""
+        """Return a checkpoint of either format, without executing anything.
+
+        A file is loaded, its tensors mapped into memory. Of a directory each sharded tensor is a
+        `LazyTensor`, and the ranks share the verification; every one of them makes the call.
+
+        Args:
+            path: a file, a directory, or the URL of a file.
+            ranks: those that make the call; None: this process alone.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError: it is no whole checkpoint.
+        """
         path = paths.to_location(path)
         if isinstance(path, Path) and path.is_dir():
             self.forget()
@@ -348,3 +345,50 @@ def _insert(checkpoint: dict[str, Any], place: tuple[Any, ...], value: Any, path
             f"{str(path)!r} is damaged: its layout has a tensor at {place!r}, where "
             f"{STATE} has no place for one"
         ) from error
+
+
+class StoredCheckpointIO(CheckpointIO):
+    """The base of core's formats: it reads, verifies, links and removes checkpoints of each.
+
+    Args:
+        verify: compare with the checksums when loading.
+    """
+
+    def __init__(self, *, verify: bool = True) -> None:
+        self.verify = verify
+        self._reader = CheckpointReader(verify=verify)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`; see `CheckpointIO.load_checkpoint`."""
+        return read_whole(self.open_checkpoint(path))
+
+    def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
+        return self._reader.open(path, ranks=self.ranks)
+
+    def verify_checkpoint(self, path: str | Path) -> None:
+        """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
+        self._reader.verify(path)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove what is at `path`, if there is anything."""
+        paths.remove(path)
+
+    def teardown(self) -> None:
+        """Close the file that was verified last."""
+        self._reader.forget()
+
+    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
+        """Make `path` a symbolic link to `target`, or a copy of it on an object store.
+
+        Raises:
+            CheckpointSaveError: the file system refused; `path` names what it named before.
+        """
+        try:
+            return paths.link(target, path)
+        except OSError as error:
+            raise CheckpointSaveError(
+                f"cannot let {str(path)!r} name {str(target)!r}: {type(error).__name__}: {error}; "
+                "it names what it named before",
+                errno=error.errno,
+            ) from error

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import CheckpointSaveError
-from stratagem.interfaces.checkpoint_io import CheckpointIO
-from stratagem.native.checkpoint.archive_io import CheckpointReader, manifest_of, write_archive
+from stratagem.native.checkpoint.archive_io import StoredCheckpointIO, manifest_of, write_archive
 from stratagem.state.safe_data import check_contents
-from stratagem.state.shards import read_whole
 from stratagem.storage import paths
 from stratagem.storage.local import DurableFile
 from stratagem.storage.remote import RemoteFile
 
 
-class SingleFileCheckpointIO(CheckpointIO):
+class SingleFileCheckpointIO(StoredCheckpointIO):
     """Writes what `torch.save` makes, with a manifest and a checksum, so that it survives.
 
     A path holds a whole checkpoint or the one before: through a kill at any moment, a full disk, a
@@ -35,10 +33,6 @@ class SingleFileCheckpointIO(CheckpointIO):
         >>> SingleFileCheckpointIO().load_checkpoint(path)
         {'weights': tensor([1., 1.])}
     """
-
-    def __init__(self, *, verify: bool = True) -> None:
-        self.verify = verify
-        self._reader = CheckpointReader(verify=verify)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write `checkpoint` to `path`; see `CheckpointIO.save_checkpoint`.
@@ -71,41 +65,6 @@ class SingleFileCheckpointIO(CheckpointIO):
     def contents(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return what the file is to hold of a checkpoint: by default all of it, as it is."""
         return checkpoint
-
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`; see `CheckpointIO.load_checkpoint`."""
-        return read_whole(self.open_checkpoint(path))
-
-    def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
-        return self._reader.open(path, ranks=self.ranks)
-
-    def verify_checkpoint(self, path: str | Path) -> None:
-        """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
-        self._reader.verify(path)
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove what is at `path`, if there is anything."""
-        paths.remove(path)
-
-    def teardown(self) -> None:
-        """Close the file that was verified last."""
-        self._reader.forget()
-
-    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
-        """Make `path` a symbolic link to `target`, or a copy of it on an object store.
-
-        Raises:
-            CheckpointSaveError: the file system refused; `path` names what it named before.
-        """
-        try:
-            return paths.link(target, path)
-        except OSError as error:
-            raise CheckpointSaveError(
-                f"cannot let {str(path)!r} name {str(target)!r}: {type(error).__name__}: {error}; "
-                "it names what it named before",
-                errno=error.errno,
-            ) from error
 
 
 def _create(path: paths.Location) -> DurableFile | RemoteFile:

@@ -59,11 +59,6 @@ class LSFEnvironment(AnnouncedPortEnvironment):
     """
 
     @property
-    def creates_processes_externally(self) -> bool:
-        """Whether jsrun has started this process, which is always so."""
-        return True
-
-    @property
     def main_address(self) -> str:
         if "MASTER_ADDR" in os.environ:
             return os.environ["MASTER_ADDR"]
@@ -92,6 +87,3 @@ class LSFEnvironment(AnnouncedPortEnvironment):
 
     def local_rank(self) -> int:
         return self._number("JSM_NAMESPACE_LOCAL_RANK")
-
-    def node_rank(self) -> int:
-        return self.global_rank() // self.local_world_size()

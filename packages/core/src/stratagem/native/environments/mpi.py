@@ -34,11 +34,6 @@ class MPIEnvironment(AnnouncedPortEnvironment):
         self._address: str | None = None
 
     @property
-    def creates_processes_externally(self) -> bool:
-        """Whether mpirun has started this process, which is always so."""
-        return True
-
-    @property
     def main_address(self) -> str:
         """Where rank 0 runs; every rank must ask, since rank 0 broadcasts it."""
         if "MASTER_ADDR" in os.environ:
@@ -83,6 +78,3 @@ class MPIEnvironment(AnnouncedPortEnvironment):
 
     def local_rank(self) -> int:
         return self._number("OMPI_COMM_WORLD_LOCAL_RANK")
-
-    def node_rank(self) -> int:
-        return self.global_rank() // self.local_world_size()

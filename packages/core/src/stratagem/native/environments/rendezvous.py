@@ -57,6 +57,15 @@ class AnnouncedPortEnvironment(ClusterEnvironment):
         raise NotImplementedError
 
     @property
+    def creates_processes_externally(self) -> bool:
+        """Whether the cluster has started this process, which it does by default."""
+        return True
+
+    def node_rank(self) -> int:
+        """Return the node's rank, where each node has as many ranks."""
+        return self.global_rank() // self.local_world_size()
+
+    @property
     def _one_node(self) -> bool:
         return self.world_size() == self.local_world_size()
 

@@ -1,4 +1,4 @@
-"""InProcessLauncher: the current process, alone."""
+"""InProcessLauncher and ExternalLauncher, which start no process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stratagem.interfaces.launcher import Launcher, Result
+from stratagem.launch.rank import run_as_rank
 from stratagem.plan.plan import RunPlan
 
 
@@ -17,3 +18,13 @@ class InProcessLauncher(Launcher):
     ) -> Result:
         """Return `function(*args, **kwargs)`."""
         return function(*args, **kwargs)
+
+
+class ExternalLauncher(Launcher):
+    """Calls the function here, on what is already one of several ranks."""
+
+    def launch(
+        self, plan: RunPlan, function: Callable[..., Result], *args: Any, **kwargs: Any
+    ) -> Result:
+        """Return `function(*args, **kwargs)`; an exception is reported to who started this rank."""
+        return run_as_rank(function, *args, **kwargs)

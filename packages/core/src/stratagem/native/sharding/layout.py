@@ -1,17 +1,21 @@
-"""Between whole tensors and shards (DTensors), one tensor at a time."""
+"""Between whole tensors and shards (DTensors): tensors, state, optimizers, and what stays whole."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 
-from stratagem.state.shards import LazyTensor, Shards
+from stratagem.errors import ConfigurationError
+from stratagem.state.shards import LazyTensor, Shards, read_whole
 
 
 def distribute_like(pattern: Tensor, whole: Tensor | LazyTensor) -> Tensor:
@@ -81,3 +85,126 @@ def whole_on_cpu(value: Any) -> Any:
         value = value.full_tensor()
     # A tensor that is not spread over ranks comes back as the live one.
     return value.to("cpu", copy=True)
+
+
+class Rebinding:
+    """Takes optimizers from a model's parameters to those that sharding puts in their place.
+
+    Sharding replaces every parameter by another object. An optimizer that keeps the old ones steps
+    them without an error, and the model never changes. So the names are noted before, and the new
+    parameters are looked up by them afterwards; groups, schedulers and state stay.
+
+    Args:
+        module: the model, not sharded yet.
+        optimizers: made from its parameters.
+
+    Raises:
+        ConfigurationError: an optimizer holds a parameter that the model does not have.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        check_parameters(module, optimizers)
+        names = {id(p): name for name, p in module.named_parameters()}
+        self._optimizers = [
+            (o, [[names[id(p)] for p in group["params"]] for group in o.param_groups])
+            for o in optimizers
+        ]
+
+    def apply(self, module: nn.Module) -> None:
+        """Put the parameters that the model has now into the optimizers."""
+        now = dict(module.named_parameters())
+        for optimizer, groups in self._optimizers:
+            for group, names in zip(optimizer.param_groups, groups, strict=True):
+                for index, name in enumerate(names):
+                    before, after = group["params"][index], now[name]
+                    group["params"][index] = after
+                    if before is not after and before in optimizer.state:
+                        state = optimizer.state.pop(before)
+                        optimizer.state[after] = distribute_state(state, after)
+
+
+def distribute_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return a parameter's optimizer state with its tensors sharded as the parameter is."""
+    like_parameter = {
+        name
+        for name, value in state.items()
+        if isinstance(value, (Tensor, LazyTensor)) and value.shape == parameter.shape != ()
+    }
+    return {
+        name: distribute_like(parameter, value) if name in like_parameter else read_whole(value)
+        for name, value in state.items()
+    }
+
+
+def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that would step something else than the model's parameters.
+
+    Raises:
+        ConfigurationError: says how many parameters are not the model's; or that sharded and whole
+            ones are to be stepped by one kernel.
+    """
+    own = {id(p) for p in module.parameters()}
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        strangers = sum(id(p) not in own for p in held)
+        if strangers:
+            raise ConfigurationError(
+                f"the {type(optimizer).__name__} holds {strangers} of {len(held)} parameters that "
+                "the model does not have (any more), so that stepping it would change nothing: "
+                "make it from model.parameters(), after everything that replaces parameters "
+                "(building the model again, configure_model)"
+            )
+        for group in optimizer.param_groups:
+            joint = [name for name in ("foreach", "fused") if group.get(name)]
+            if joint and len({isinstance(p, DTensor) for p in group["params"]}) > 1:
+                whole = [p for p in group["params"] if not isinstance(p, DTensor)]
+                raise ConfigurationError(
+                    f"the {type(optimizer).__name__} was made with {joint[0]}=True, which steps "
+                    f"all parameters of a group at once; {len(whole)} of them cannot be sharded "
+                    f"(they have no dimension) and the others are: leave {joint[0]} out, or give "
+                    "them a group of their own"
+                )
+
+
+def find_replicated(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters without a dimension, such as a learned temperature."""
+    return [p for p in module.parameters() if p.ndim == 0]
+
+
+def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the values of rank 0, in place."""
+    for tensor in tensors:
+        values = tensor.detach()
+        whole = values.contiguous()
+        dist.broadcast(whole, 0)
+        if whole is not values:
+            values.copy_(whole)
+
+
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Replace the gradients by their mean over ranks, in one collective.
+
+    A rank that did not use a parameter counts as a zero; one that nobody used stays without a
+    gradient. What is an average already stays what it is, so that gradients may be accumulated
+    with and without this.
+    """
+    wanted = [p for p in parameters if p.requires_grad]
+    if not wanted:
+        return
+    device = wanted[0].device
+    message = torch.zeros(2, len(wanted), dtype=torch.float32, device=device)
+    for index, parameter in enumerate(wanted):
+        if parameter.grad is not None:
+            message[0, index] = parameter.grad
+            message[1, index] = 1.0
+    dist.all_reduce(message)
+    users = message[1].tolist()
+    world_size = dist.get_world_size()
+    for index, parameter in enumerate(wanted):
+        if not users[index]:
+            continue
+        mean = (message[0, index] / world_size).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = mean.clone()
+        else:
+            parameter.grad.copy_(mean)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import UserCodeError
-from stratagem.interfaces.step_module import StepModule
+from stratagem.interfaces.prepared_model import StepModule
 from stratagem.native.sharding.deferred import is_put_away, restore
-from stratagem.native.sharding.replicated import broadcast_from_first
+from stratagem.native.sharding.layout import broadcast_from_first
 
 _SUCCESSOR = "_stratagem_successor"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -20,12 +21,18 @@ from stratagem.interfaces.prepared_model import PreparedModel
 from stratagem.native.plugin import DDP
 from stratagem.native.strategies.communication_hooks import CommHook, CommunicationHook, CommWrapper
 from stratagem.native.strategies.unfrozen import reduce_unfrozen
-from stratagem.native.torch_versions import FORWARD_SYNC_BUFFERS
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 _AVERAGING_STEP = "model_averaging_step"
+_FORWARD_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""DDP's argument: whether rank 0's buffers are sent before each forward pass. The earlier name is
+deprecated in torch 2.13, and needed up to 2.12."""
 
 
 class DDPStrategy(ParallelStrategy):
@@ -101,7 +108,7 @@ class DDPStrategy(ParallelStrategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
             "init_sync": init_sync,
-            **({} if broadcast_buffers else {FORWARD_SYNC_BUFFERS: False}),
+            **({} if broadcast_buffers else {_FORWARD_SYNC_BUFFERS: False}),
         }
         self.communication_hook = CommunicationHook(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffload,
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from stratagem.distributed.activation_checkpointing import (
     ActivationCheckpointing,
     apply_activation_checkpointing,
     check_activation_checkpointing,
 )
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UserCodeError
 from stratagem.interfaces.components import Components
 from stratagem.native.plugin import FSDP
-from stratagem.native.sharding.replicated import find_replicated
+from stratagem.native.sharding.layout import find_replicated
 from stratagem.native.sharding.shard_model import shard_model
-from stratagem.native.sharding.usage_check import CheckedReduceScatter
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy
-from stratagem.native.torch_versions import takes_unused_parameters
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
+TAKES_UNUSED_PARAMETERS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether FSDP2 reduces a group of whose parameters a rank left some unused: since torch 2.13."""
 
 
 class FSDPStrategy(ShardedStrategy):
@@ -70,14 +70,12 @@ class FSDPStrategy(ShardedStrategy):
             everything whole, as ddp does; "HYBRID_SHARD" shards within a node and replicates
             over nodes, or as `device_mesh` says.
         device_mesh: for HYBRID_SHARD, (replicas, shards); their product is the number of ranks.
-        cpu_offload: keep shards and optimizer state in host memory, or an `OffloadPolicy`; also
-            FSDP1's `CPUOffload`.
+        cpu_offload: keep shards and optimizer state in host memory, or an `OffloadPolicy`.
         mixed_precision: a dtype, for gathered parameters, inputs and activations of every group
-            (gradients are reduced in float32), or a `MixedPrecisionPolicy`; also FSDP1's
-            `MixedPrecision`, whose `buffer_dtype` is left out with a warning. The shards, and so
-            the optimizer's, stay in the model's own dtype. Losses are not scaled, which float16
-            may need: prefer bfloat16. With None, `precision` of the Trainer
-            or Lite decides: "bf16-mixed" is autocast over float32 parameters, as under ddp.
+            (gradients are reduced in float32), or a `MixedPrecisionPolicy`. The shards, and so the
+            optimizer's, stay in the model's own dtype. Losses are not scaled, which float16 may
+            need: prefer bfloat16. With None, `precision` of the Trainer or Lite decides:
+            "bf16-mixed" is autocast over float32 parameters, as under ddp.
         activation_checkpointing: compute activations of modules again in backward, in place of
             keeping them: True for every group, a class or a set of classes, or a function of a
             module. Batch norm counts each batch once.
@@ -116,8 +114,8 @@ class FSDPStrategy(ShardedStrategy):
         *,
         sharding_strategy: str = "FULL_SHARD",
         device_mesh: tuple[int, int] | None = None,
-        cpu_offload: bool | OffloadPolicy | CPUOffload | None = None,
-        mixed_precision: torch.dtype | MixedPrecisionPolicy | MixedPrecision | None = None,
+        cpu_offload: bool | OffloadPolicy | None = None,
+        mixed_precision: torch.dtype | MixedPrecisionPolicy | None = None,
         activation_checkpointing: ActivationCheckpointing = None,
         auto_wrap_policy: WrapPolicy | None = None,
         reshard_after_forward: bool | int | None = None,
@@ -130,10 +128,13 @@ class FSDPStrategy(ShardedStrategy):
         super().__init__(**components)
         self.sharding_strategy = _name("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
         self.replicas_and_shards = _checked_mesh(device_mesh, self.sharding_strategy)
-        self.cpu_offload = (
-            cpu_offload.offload_params if isinstance(cpu_offload, CPUOffload) else cpu_offload
-        )
-        self.mixed_precision = as_policy(mixed_precision)
+        if not isinstance(cpu_offload, (bool, OffloadPolicy, NoneType)):
+            raise ConfigurationError(
+                f"cpu_offload={cpu_offload!r}: expected True, False, or a "
+                "torch.distributed.fsdp.OffloadPolicy"
+            )
+        self.cpu_offload = cpu_offload
+        self.mixed_precision = _policy(mixed_precision)
         self.activation_checkpointing = check_activation_checkpointing(activation_checkpointing)
         check_policy(auto_wrap_policy)
         self.auto_wrap_policy = auto_wrap_policy
@@ -149,7 +150,7 @@ class FSDPStrategy(ShardedStrategy):
                 f"limit_all_gathers={limit_all_gathers!r}: FSDP2 never gathers further ahead than "
                 "the next group, so expected True: leave it out"
             )
-        if find_unused_parameters and not takes_unused_parameters(FSDPModule):
+        if find_unused_parameters and not TAKES_UNUSED_PARAMETERS:
             raise ConfigurationError(
                 f"find_unused_parameters={find_unused_parameters!r} needs a newer torch, received "
                 f"{torch.__version__}: leave it out and let every rank use all parameters of a "
@@ -240,7 +241,7 @@ class FSDPStrategy(ShardedStrategy):
         elif self.mesh_shape()[0][-1] > 1:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
-                    part.set_custom_reduce_scatter(CheckedReduceScatter())
+                    part.set_custom_reduce_scatter(_CheckedReduceScatter())
 
     def _offload_policy(self) -> OffloadPolicy:
         if isinstance(self.cpu_offload, OffloadPolicy):
@@ -261,28 +262,47 @@ class FSDPStrategy(ShardedStrategy):
                 group.set_modules_to_backward_prefetch([group])
 
 
-def as_policy(
-    given: torch.dtype | MixedPrecisionPolicy | MixedPrecision | None,
-) -> MixedPrecisionPolicy | None:
-    """Return the policy that a dtype, or what FSDP1 takes, stands for.
+class _CheckedReduceScatter(DefaultReduceScatter):
+    """FSDP2's reduction of a group's gradients, which first compares their sizes between ranks.
 
-    Raises:
-        ConfigurationError: it is neither.
+    FSDP2 reduces the gradients that a rank has. Where ranks have different ones, the communication
+    library ends the process without a word on the cause, or mixes gradients up. Only the first
+    reduction is compared: it costs a collective.
     """
+
+    def __init__(self) -> None:
+        self._compared = False
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        if not self._compared:
+            self._compared = True
+            _compare(input_tensor, group)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def _compare(gradients: Tensor, group: dist.ProcessGroup) -> None:
+    own = torch.tensor(gradients.numel(), device=gradients.device)
+    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, own, group)
+    if len({int(size) for size in sizes}) > 1:
+        raise UserCodeError(
+            "ranks have gradients of different parameters in the first backward (elements by rank: "
+            f"{', '.join(str(int(size)) for size in sizes)}): expected every rank to use the same "
+            "ones. Pass FSDPStrategy(find_unused_parameters=True) (torch 2.13 or later) where "
+            "a rank leaves some out"
+        )
+
+
+def _policy(given: torch.dtype | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:
     if given is None or isinstance(given, MixedPrecisionPolicy):
         return given
-    if isinstance(given, MixedPrecision):
-        if given.buffer_dtype is not None:
-            warnings.warn(
-                f"mixed_precision has buffer_dtype={given.buffer_dtype}, which is left out: FSDP2 "
-                "leaves buffers as they are; convert them in the model",
-                stacklevel=3,
-            )
-        return MixedPrecisionPolicy(
-            param_dtype=given.param_dtype,
-            reduce_dtype=given.reduce_dtype,
-            cast_forward_inputs=given.cast_forward_inputs or given.cast_root_forward_inputs,
-        )
     if isinstance(given, torch.dtype) and given.is_floating_point:
         return MixedPrecisionPolicy(param_dtype=given, reduce_dtype=torch.float32)
     raise ConfigurationError(

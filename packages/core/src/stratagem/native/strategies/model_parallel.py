@@ -11,13 +11,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from stratagem.data.pytree import map_tensors
 from stratagem.errors import ConfigurationError, UserCodeError
-from stratagem.interfaces.prepared_model import PreparedModel
+from stratagem.interfaces.prepared_model import PreparedModel, StepModule
 from stratagem.interfaces.ranks import DataSplit
-from stratagem.interfaces.step_module import StepModule
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.native.plugin import MODEL_PARALLEL
 from stratagem.native.sharding.deferred import DeferredBuild
-from stratagem.native.sharding.replicated import find_replicated
+from stratagem.native.sharding.layout import find_replicated
 from stratagem.native.sharding.shard_model import give_values, shard_model
 from stratagem.native.sharding.wrap_policy import WrapPolicy, check_policy, find_groups
 from stratagem.native.strategies.sharded import ShardedStrategy

@@ -22,12 +22,16 @@ from stratagem.interfaces.components import Components
 from stratagem.interfaces.prepared_model import Optimizers, PreparedModel, make_optimizers
 from stratagem.native.sharding import clipping
 from stratagem.native.sharding.deferred import DeferredBuild
-from stratagem.native.sharding.layout import distribute_like, shards_of, whole_on_cpu
-from stratagem.native.sharding.rebind import Rebinding, check_parameters, distribute_state
-from stratagem.native.sharding.replicated import (
+from stratagem.native.sharding.layout import (
+    Rebinding,
     average_gradients,
     broadcast_from_first,
+    check_parameters,
+    distribute_like,
+    distribute_state,
     find_replicated,
+    shards_of,
+    whole_on_cpu,
 )
 from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor

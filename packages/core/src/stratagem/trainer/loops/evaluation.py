@@ -17,8 +17,7 @@ from stratagem.trainer.hooks import is_users, positional_parameters
 from stratagem.trainer.loaders.loaders import set_epoch_of
 from stratagem.trainer.metrics.log_buffer import LogBuffer
 from stratagem.trainer.metrics.metrics import EpochMetrics, LatestMetrics, Metrics
-from stratagem.trainer.step.batch_feed import training_batches
-from stratagem.trainer.step.batch_transfer import batch_converter
+from stratagem.trainer.step.batches import batch_converter, training_batches
 from stratagem.trainer.step.step import EndOfEpoch
 
 if TYPE_CHECKING:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stratagem.data.resume.resumable import generators_of_loader, has_persistent_workers
+from stratagem.data.sharding import has_persistent_workers
 from stratagem.rng import (
     generator_states,
+    generators_of_loader,
     preserve_rng_state,
     rng_state,
     set_generator_states,

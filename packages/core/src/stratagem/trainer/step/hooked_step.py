@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from stratagem.errors import ConfigurationError, PluginError, UserCodeError
 from stratagem.interfaces.stepping import Stepping, TrainStep
 from stratagem.trainer.hooks import is_users
-from stratagem.trainer.step.batch_feed import refuse_dataloader_iter
+from stratagem.trainer.step.batches import refuse_dataloader_iter
 from stratagem.trainer.step.contract_check import takes_own_steps
 from stratagem.trainer.step.step import Step
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NonFiniteLossError, StratagemError, UserCodeError
-from stratagem.interfaces.step_module import StepModule
+from stratagem.interfaces.prepared_model import StepModule
 from stratagem.interfaces.stepping import TrainStep
 from stratagem.trainer.hooks import positional_parameters
-from stratagem.trainer.step.batch_transfer import batch_converter
+from stratagem.trainer.step.batches import batch_converter
 from stratagem.trainer.step.contract_check import StrategyCheck
 
 if TYPE_CHECKING:

@@ -2,11 +2,12 @@
 
 # Annotations are objects here, since jsonargparse is handed them one by one.
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy
 
 from stratagem import strategies
 from stratagem.errors import ConfigurationError
@@ -17,7 +18,10 @@ class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
     """Shards parameters, gradients and optimizer state; as `stratagem.strategies.FSDPStrategy`.
 
     Args:
-        mixed_precision, device_mesh, activation_checkpointing: as there.
+        mixed_precision: as there; also FSDP1's `MixedPrecision`, whose `buffer_dtype` is left out
+            with a warning.
+        cpu_offload: as there; also FSDP1's `CPUOffload`.
+        device_mesh, activation_checkpointing: as there.
         activation_checkpointing_policy: the later name of `activation_checkpointing`; also a
             policy of `torch.distributed.fsdp.wrap`, or a function of a module, of whether to look
             at its submodules, and of a number of parameters.
@@ -43,6 +47,7 @@ class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
         self,
         *,
         mixed_precision: Any = None,
+        cpu_offload: Any = None,
         device_mesh: tuple[int, int] | None = None,
         activation_checkpointing: Any = None,
         activation_checkpointing_policy: Any = None,
@@ -66,7 +71,10 @@ class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
                 "two names of one argument: leave one out"
             )
         super().__init__(
-            mixed_precision=mixed_precision,
+            mixed_precision=_as_policy(mixed_precision),
+            cpu_offload=cpu_offload.offload_params
+            if isinstance(cpu_offload, CPUOffload)
+            else cpu_offload,
             device_mesh=device_mesh,
             activation_checkpointing=_of_policy(activation_checkpointing_policy)
             if activation_checkpointing is None
@@ -75,6 +83,23 @@ class FSDPStrategy(strategies.FSDPStrategy, metaclass=InstanceCheck):
             **options,
         )
         self.mixed_precision_config: MixedPrecision | None = mixed_precision
+
+
+def _as_policy(given: Any) -> Any:
+    """Return FSDP2's policy for FSDP1's, and anything else as it is."""
+    if not isinstance(given, MixedPrecision):
+        return given
+    if given.buffer_dtype is not None:
+        warnings.warn(
+            f"mixed_precision has buffer_dtype={given.buffer_dtype}, which is left out: FSDP2 "
+            "leaves buffers as they are; convert them in the model",
+            stacklevel=3,
+        )
+    return MixedPrecisionPolicy(
+        param_dtype=given.param_dtype,
+        reduce_dtype=given.reduce_dtype,
+        cast_forward_inputs=given.cast_forward_inputs or given.cast_root_forward_inputs,
+    )
 
 
 def _as_set(choice: Any) -> Any:

@@ -24,16 +24,15 @@ from stratagem.checkpoint.directory import (
     is_directory_checkpoint,
 )
 from stratagem.errors import CheckpointContentError, CheckpointSaveError
-from stratagem.interfaces.checkpoint_io import CheckpointIO
 from stratagem.interfaces.ranks import Ranks
-from stratagem.native.checkpoint.archive_io import CheckpointReader, manifest_of, write_archive
+from stratagem.native.checkpoint.archive_io import StoredCheckpointIO, manifest_of, write_archive
 from stratagem.native.checkpoint.sharded.exchange import Exchange, StoreExchange
 from stratagem.native.checkpoint.sharded.layout import encode_layout
 from stratagem.native.checkpoint.sharded.save_plan import Held, SavePlan, make_plan
 from stratagem.native.checkpoint.sharded.shard_writer import file_of, write_share
 from stratagem.native.checkpoint.single_file import SingleFileCheckpointIO
 from stratagem.state.safe_data import why_refused
-from stratagem.state.shards import Shards, has_shards, read_whole
+from stratagem.state.shards import Shards, has_shards
 from stratagem.storage import paths
 from stratagem.storage.local import DurableDirectory, StreamedFile
 
@@ -41,7 +40,7 @@ Record = dict[str, Any]
 """What a rank tells of its part of a save, or rank 0 of all of it; "error" says why it failed."""
 
 
-class DirectoryCheckpointIO(CheckpointIO):
+class DirectoryCheckpointIO(StoredCheckpointIO):
     """Writes sharded state in parallel: no rank gathers, or holds, another rank's share.
 
     Tensors lie in the format of `torch.distributed.checkpoint`, everything else in a small file
@@ -67,8 +66,7 @@ class DirectoryCheckpointIO(CheckpointIO):
     supports_shards = True
 
     def __init__(self, *, verify: bool = True) -> None:
-        self.verify = verify
-        self._reader = CheckpointReader(verify=verify)
+        super().__init__(verify=verify)
         self._exchange: StoreExchange | None = None
         self.last_plan: SavePlan | None = None
 
@@ -88,33 +86,13 @@ class DirectoryCheckpointIO(CheckpointIO):
             exchange = self._exchange = self._exchange or StoreExchange(save.ranks)
         return partial(save.write, exchange)
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`, whole; see `CheckpointIO.load_checkpoint`."""
-        return read_whole(self.open_checkpoint(path))
-
-    def open_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`; see `CheckpointIO.open_checkpoint`."""
-        return self._reader.open(path, ranks=self.ranks)
-
-    def verify_checkpoint(self, path: str | Path) -> None:
-        """Return if the checkpoint at `path` is whole; see `CheckpointIO.verify_checkpoint`."""
-        self._reader.verify(path)
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove what is at `path`."""
-        paths.remove(path)
-
-    def link_checkpoint(self, target: str | Path, path: str | Path) -> bool:
-        """Make `path` a symbolic link to `target`; see `CheckpointIO.link_checkpoint`."""
-        return SingleFileCheckpointIO().link_checkpoint(target, path)
-
     def rank_was_lost(self) -> None:
         if self._exchange is not None:
             self._exchange.stop()
 
     def teardown(self) -> None:
         """Wait for no other rank any more."""
-        self._reader.forget()
+        super().teardown()
         self.last_plan = None
         if self._exchange is not None:
             self._exchange.stop()
@@ -357,3 +335,31 @@ class _HashedFile:
             finally:
                 file.close()
             self._files[self._name] = SavedFile(self._size, self._checksum.hexdigest())
+
+
+def consolidate_checkpoint(source: str | Path, target: str | Path) -> None:
+    """Make one file of a checkpoint that is a directory; nothing is lost.
+
+    Args:
+        source: the directory; checked before anything is loaded. All of it must fit into memory.
+        target: the file, which must not be there yet.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointCorruptError: `source` is no whole checkpoint.
+        CheckpointSaveError: `target` is there, or cannot be written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from stratagem import Lite
+        >>> from stratagem.checkpoint import consolidate_checkpoint
+        >>> lite = Lite(accelerator="cpu", plugins="directory")
+        >>> lite.launch()
+        >>> folder = tempfile.mkdtemp()
+        >>> lite.save(f"{folder}/step=1", {"weights": torch.ones(2)})
+        >>> consolidate_checkpoint(f"{folder}/step=1", f"{folder}/step=1.ckpt")
+        >>> torch.load(f"{folder}/step=1.ckpt", weights_only=True)
+        {'weights': tensor([1., 1.])}
+    """
+    paths.check_is_new(target)
+    io = SingleFileCheckpointIO()
+    io.save_checkpoint(io.load_checkpoint(source), target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from stratagem.native.checkpoint.sharded.save_plan import HeldTensors, SavePlan, chunks_of
-from stratagem.native.torch_versions import quiet_dcp_writer
 
 
 def file_of(rank: int) -> str:
@@ -66,7 +66,14 @@ def write_share(
     writer.fs = _Files(create)
     dcp_plan = writer.prepare_global_plan([planner.SavePlan(items)])[0]
     dcp_plan.storage_data.prefix = file_of(rank).removesuffix("0.distcp")
-    quiet_dcp_writer()
+    # It asks for a storage in a deprecated way in torch 2.9, with which this can go. The filter
+    # stays: a save may run in a thread, and `warnings.catch_warnings` is the whole process's.
+    warnings.filterwarnings(
+        "ignore",
+        message="TypedStorage is deprecated",
+        category=UserWarning,
+        module=r"torch\.distributed\.checkpoint\.filesystem$",
+    )
     results = writer.write_data(dcp_plan, _Chunks(chunks)).wait()
     places = {result.index: result.storage_data for result in results}
     return [

@@ -1,4 +1,4 @@
-"""MixedPrecision: float32 parameters, autocast in the forward pass."""
+"""TruePrecision and MixedPrecision."""
 
 from __future__ import annotations
 
@@ -7,11 +7,67 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
-from stratagem.data.pytree import convert_floats
+from stratagem.data.pytree import convert_floats, convert_module_floats
 from stratagem.errors import ConfigurationError
 from stratagem.interfaces.accelerator import Accelerator
-from stratagem.interfaces.precision import Precision
+from stratagem.interfaces.precision import Precision, default_dtype
+
+_DTYPES = {
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+}
+
+
+class TruePrecision(Precision):
+    """Parameters, activations, gradients and floating-point inputs all have one dtype.
+
+    Args:
+        name: "64-true", "32-true", "16-true" or "bf16-true".
+
+    Example:
+        >>> from stratagem import Lite
+        >>> from stratagem.precision import TruePrecision
+        >>> Lite(accelerator="cpu", plugins=TruePrecision("64-true")).plan.precision.name
+        '64-true'
+    """
+
+    def __init__(self, name: str = "32-true") -> None:
+        if name not in _DTYPES:
+            raise ConfigurationError(
+                f"TruePrecision(name={name!r}): expected one of {', '.join(map(repr, _DTYPES))}"
+            )
+        self.name = name
+        self.dtype = _DTYPES[name]
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new tensors have this dtype."""
+        return default_dtype(self.dtype)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert floating-point parameters and buffers, not complex ones; "32-true": none."""
+        if self.dtype is torch.float32:
+            return module
+        return convert_module_floats(module, self.dtype)
+
+    def input_converter(self) -> Callable[[Any], Any] | None:
+        """Return a function that converts floating-point tensors, or None for float32."""
+        if self.dtype is torch.float32:
+            return None
+        return lambda batch: convert_floats(batch, self.dtype)
+
+    def output_converter(self) -> Callable[[Any], Any] | None:
+        """Return a function that converts outputs to the default dtype, or None for float32."""
+        if self.dtype is torch.float32:
+            return None
+        return lambda output: convert_floats(output, torch.get_default_dtype())
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        """Return a context in which new tensors have this dtype, or None for float32."""
+        return None if self.dtype is torch.float32 else default_dtype(self.dtype)
 
 
 class MixedPrecision(Precision):

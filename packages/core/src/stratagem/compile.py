@@ -1,4 +1,4 @@
-"""Compiling a model's parts in place with torch.compile: names and hooks stay as they are."""
+"""torch.compile of a model's parts in place: names and hooks stay as they are."""
 
 from __future__ import annotations
 

@@ -1,14 +1,28 @@
-"""TorchElasticEnvironment: processes started by torchrun."""
+"""Environments that only read variables: plain, torchrun and Kubeflow."""
 
 from __future__ import annotations
 
 import os
 import socket
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 from stratagem.interfaces.cluster_environment import ClusterEnvironment
 from stratagem.launch.rank import ERROR_FILE_VARIABLE
+
+
+class PlainEnvironment(ClusterEnvironment):
+    """Ranks from MASTER_ADDR, MASTER_PORT, WORLD_SIZE, NODE_RANK and LOCAL_RANK.
+
+    Set by a launcher of ours for each process, or by hand: on every node the first three and
+    NODE_RANK, and the launcher starts that node's processes.
+
+    Example:
+        >>> from stratagem.environments import PlainEnvironment
+        >>> PlainEnvironment().world_size()
+        1
+    """
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
@@ -71,3 +85,54 @@ class TorchElasticEnvironment(ClusterEnvironment):
             return None
         # FOLDER/attempt_0/LOCAL_RANK/error.json
         return f"{socket.gethostname()}:{Path(error_file).parent.parent.parent}"
+
+
+def no_rank_of_kubeflow_because(environ: Mapping[str, str]) -> str:
+    """Return why a process in a pod is no rank of its own: another launcher has started it."""
+    if "LOCAL_RANK" in environ:
+        return "LOCAL_RANK is set: another launcher has started this process in its pod"
+    return ""
+
+
+def processes_of_pod(environ: Mapping[str, str]) -> int:
+    """Return 1: the operator starts one process in each pod."""
+    return 1
+
+
+class KubeflowEnvironment(ClusterEnvironment):
+    """Ranks from the variables that Kubeflow's training operator sets for the pods of a PyTorchJob.
+
+    Each pod is one rank. For several devices in a pod, let it run `torchrun`, which the operator
+    describes the other pods by its own variables.
+
+    Checked against the operator's documented variables, never run on a Kubeflow cluster.
+
+    Example:
+        >>> from stratagem.environments import KubeflowEnvironment
+        >>> KubeflowEnvironment().local_world_size()
+        1
+    """
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether the operator has started this process, which is always so."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ["MASTER_ADDR"]
+
+    def world_size(self) -> int:
+        return self._number("WORLD_SIZE")
+
+    def local_world_size(self) -> int:
+        return 1
+
+    def global_rank(self) -> int:
+        return self._number("RANK")
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return self._number("RANK")

@@ -1,1 +1,0 @@
-"""Compile modules in place with torch.compile."""
