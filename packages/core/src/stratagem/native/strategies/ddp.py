@@ -147,6 +147,7 @@ class DDPStrategy(ParallelStrategy):
             self.configure_ddp()
             if isinstance(self.model, DistributedDataParallel):
                 self._check_owner_of_state(module)
+                self.model.__dict__[_NAMES] = _trained_names(self.model)
                 self._hook_state = self.communication_hook.register(self.model)
                 reduce_unfrozen(self.model, lambda: self._within_forward_of is not None)
         return self.model
@@ -288,6 +289,8 @@ class DDPStrategy(ParallelStrategy):
             averager.step = self._hook_state.iter = state[_AVERAGING_STEP]
 
 
+_NAMES = "_stratagem_trained_names"
+"""An attribute of DDP: the names of its parameters, by the index that its reducer gives them."""
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _MARKED_TWICE = re.compile(r"Parameter at index (\d+)")
 
@@ -311,8 +314,8 @@ def explain(error: RuntimeError, ddp: DistributedDataParallel) -> UserCodeError 
         return UserCodeError(
             "the loss of the step before did not depend on every parameter, so DDP still waits "
             f"for gradients: {_unused(text, ddp)}. Let the loss use them, freeze them with "
-            "requires_grad_(False), or pass find_unused_parameters=True, as in "
-            "strategy='ddp_find_unused_parameters_true' (static_graph=True costs less, if all "
+            "requires_grad_(False) before training begins, or pass find_unused_parameters=True, as "
+            "in strategy='ddp_find_unused_parameters_true' (static_graph=True costs less, if all "
             "steps leave out the same ones)"
         )
     if "Expected to mark a variable ready only once" in text:
@@ -331,13 +334,22 @@ def _unused(text: str, ddp: DistributedDataParallel) -> str:
     found = _INDICES.search(text)
     if found is None:
         return "which ones, a backward in one process shows (devices=1): their .grad stays None"
-    names = _names(ddp)
-    indices = [int(index) for index in found[1].split()]
-    return "unused: " + ", ".join(names[index] for index in indices if index < len(names))
+    names, trained = _names(ddp), dict(ddp.module.named_parameters())
+    unused = [names[index] for index in map(int, found[1].split()) if index < len(names)]
+    return "unused: " + ", ".join(
+        name if trained[name].requires_grad else f"{name} (frozen since DDP was made)"
+        for name in unused
+    )
 
 
 def _names(ddp: DistributedDataParallel) -> list[str]:
     """Return the names of the parameters by the index that the reducer gives them."""
+    names: list[str] = ddp.__dict__[_NAMES]
+    return names
+
+
+def _trained_names(ddp: DistributedDataParallel) -> list[str]:
+    """Return the names of the parameters that require gradients now, in the reducer's order."""
     ignored = ddp.parameters_to_ignore
     return [
         name

@@ -51,8 +51,9 @@ class FSDPStrategy(ShardedStrategy):
 
     Ranks run as many batches as each other, also to evaluate: what a sampler divides is made even
     by repeating its first samples, and an IterableDataset must yield as many batches on each rank.
-    After an evaluation some parameters stay whole until the next step, so read the weights with
-    `Trainer.save_checkpoint` or `Lite.save`, which gather all of them, and not from the module.
+    Between forward and backward passes, and after an evaluation, the module's parameters are this
+    rank's shards: what a callback changes or freezes there holds. Read whole weights with
+    `Trainer.save_checkpoint` or `Lite.save`, which gather them.
 
     On CPU, C's allocator keeps what is freed, in the threads of backward and of communication,
     so that a process with sharded parameters would grow as large as one with all of them. This

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -164,6 +165,7 @@ class ShardedStrategy(ParallelStrategy):
             self.shard(module)
             rebinding.apply(module)
             _gather_once(module)
+            module.register_forward_hook(_reshard_without_grad)
             for child in module.children():
                 child.__dict__[_ROOT] = module
         else:
@@ -279,6 +281,17 @@ class ShardedStrategy(ParallelStrategy):
             if self.ranks.is_global_zero:
                 gathered[name] = whole
         return gathered
+
+
+def _reshard_without_grad(root: nn.Module, inputs: Any, output: Any) -> None:
+    """Free the parameters that a forward pass without gradients has gathered.
+
+    No backward pass would free them, and a change of the gathered copies would be lost.
+    """
+    if not torch.is_grad_enabled():
+        for part in root.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
 
 class _Held(AbstractContextManager[None]):

@@ -1,0 +1,168 @@
+"""Hooks change or freeze weights between steps, with validation: losses, by strategy.
+
+python changes_between_steps.py STRATEGY RANKS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem import Callback, Lite, Module, Trainer
+from stratagem.callbacks import BackboneFinetuning
+from stratagem.strategies import DDPStrategy, FSDPStrategy
+
+EPOCHS, SAMPLES, BATCH = 4, 16, 8
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.backbone = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.backbone(x))
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return mse_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class HeadFirst(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+
+
+def at(hook: str, epochs: tuple[int, ...], change: Callable[[Net], None]) -> Callback:
+    """A callback whose hook of that name changes the model in some epochs."""
+
+    def call(self: Callback, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.current_epoch in epochs and not trainer.sanity_checking:
+            change(module)
+
+    made: Callback = type("Change", (Callback,), {hook: call})()
+    return made
+
+
+def halve(net: Net) -> None:
+    with torch.no_grad():
+        net.head.weight.mul_(0.5)
+
+
+def freeze(net: Net) -> None:
+    net.backbone.requires_grad_(False)
+
+
+def unfreeze(net: Net) -> None:
+    net.backbone.requires_grad_(True)
+
+
+def callbacks(case: str) -> list[Callback]:
+    if case == "finetuning":
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=2, verbose=False)]
+    if case == "frozen for an epoch":
+        return [
+            at("on_train_epoch_start", (1,), freeze),
+            at("on_train_epoch_start", (2,), unfreeze),
+        ]
+    hook = case.partition(" in ")[2]
+    return [at(hook, (1, 2), halve)]
+
+
+CASES = (
+    "finetuning",
+    "frozen for an epoch",
+    *(
+        f"halved in {hook}"
+        for hook in (
+            *("on_train_epoch_start", "on_train_epoch_end", "on_validation_start"),
+            *("on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end"),
+            *("on_validation_end", "on_train_batch_end"),
+        )
+    ),
+)
+
+
+def data(ranks: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 4, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), BATCH // ranks)
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "single_device": lambda: "single_device",
+    "ddp": lambda: DDPStrategy(find_unused_parameters=True),
+    "ddp_plain": DDPStrategy,
+    "fsdp": FSDPStrategy,
+}
+
+
+def fit(case: str, name: str, ranks: int) -> list[float]:
+    net = HeadFirst() if case == "finetuning" else Net()
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=STRATEGIES[name](),
+        devices=ranks,
+        max_epochs=EPOCHS,
+        callbacks=callbacks(case),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(net, data(ranks), data(ranks))
+    trainer.save_checkpoint(f"{name}.ckpt")
+    return flat(f"{name}.ckpt")
+
+
+def flat(path: str) -> list[float]:
+    state = torch.load(path, weights_only=True)
+    weights = state.get("state_dict") or state["net"]
+    return [number for name in sorted(weights) for number in weights[name].flatten().tolist()]
+
+
+def loop(name: str, ranks: int) -> list[float]:
+    """A loop of one's own, which evaluates and changes weights after it."""
+    lite = Lite(accelerator="cpu", strategy=STRATEGIES[name](), devices=ranks)
+    lite.launch()
+    net = Net()
+    model, optimizer = lite.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    loader = lite.setup_dataloaders(data(ranks))
+    for _ in range(3):
+        for inputs, targets in loader:
+            lite.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for inputs, _targets in loader:
+                model(inputs)
+        halve(net)
+    lite.save(f"lite {name}.ckpt", {"net": model})
+    return flat(f"lite {name}.ckpt")
+
+
+def main(name: str, ranks: int) -> None:
+    cases = ("frozen for an epoch",) if name == "ddp_plain" else CASES
+    found = {case: fit(case, name, ranks) for case in cases}
+    found["lite"] = loop(name, ranks)
+    Path(f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

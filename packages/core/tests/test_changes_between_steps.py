@@ -1,0 +1,48 @@
+"""Callbacks that change or freeze weights have the effect that they have in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fixtures import run_file
+
+SCRIPT = Path(__file__).parent / "scripts" / "changes_between_steps.py"
+HOOKS = (
+    *("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_end", "on_validation_start"),
+    *("on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end"),
+    "on_validation_end",
+)
+CASES = ("finetuning", "frozen for an epoch", "lite", *(f"halved in {hook}" for hook in HOOKS))
+
+Weights = dict[str, dict[str, list[float]]]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """The weights after training, by strategy and case."""
+    folder = tmp_path_factory.mktemp("changes")
+    for strategy, ranks in (("single_device", 1), ("ddp", 2), ("fsdp", 2)):
+        run_file(SCRIPT, strategy, str(ranks), folder=folder)
+    return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_one_process(case: str, strategy: str, weights: Weights) -> None:
+    expected = weights["single_device"]
+    assert weights[strategy].keys() == expected.keys() == set(CASES)
+    assert weights[strategy][case] == pytest.approx(expected[case], rel=0, abs=1e-6)
+    if case.startswith("halved"):
+        assert expected[case] != expected["finetuning"]
+
+
+@pytest.mark.slow
+def test_parameters_that_ddp_still_waits_for_are_named(tmp_path: Path) -> None:
+    """A model is frozen in part after DDP was made, and trains on without unused parameters."""
+    done = run_file(SCRIPT, "ddp_plain", "2", folder=tmp_path, expect=1)
+    frozen = "backbone.0.weight (frozen since DDP was made), backbone.0.bias (frozen since DDP was"
+    assert f"unused: {frozen}" in done.stderr
+    assert "head" not in done.stderr.partition("unused: ")[2].partition(". Let")[0]
