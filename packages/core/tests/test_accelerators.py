@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,3 +172,30 @@ def test_an_optimizer_whose_parameter_a_conversion_removed_is_refused() -> None:
         "the SGD holds the parameter 'bias', which the model has no longer after its conversion: "
         "make the optimizer after setup(model)"
     )
+
+
+class Reading:
+    """A tensor of a device whose copies to the host are recorded."""
+
+    device = torch.device("meta")
+
+    def __init__(self) -> None:
+        self.copies: list[bool] = []
+
+    def to(self, where: str, *, non_blocking: bool) -> Tensor:
+        self.copies.append(non_blocking)
+        return torch.tensor([1.5])
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_values_are_read_through_pinned_memory_where_the_accelerator_has_it(
+    pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = Reading()
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    monkeypatch.setattr(torch, "stack", lambda tensors: values)
+    monkeypatch.setattr(torch, "Event", lambda device: event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    kind = type("Device", (CPUAccelerator,), {"pins_memory": pins})
+    assert kind().start_reading([torch.ones(())])() == [1.5]
+    assert values.copies == [pins]

@@ -166,7 +166,8 @@ class Accelerator(ABC):
             A function that waits until they are there, and returns the numbers.
         """
         values = torch.stack([one.reshape(()).double() for one in tensors])
-        on_host = values.to("cpu", non_blocking=True)  # into pinned memory
+        # torch puts what it copies without waiting into pinned memory.
+        on_host = values.to("cpu", non_blocking=self.pins_memory)
         event = torch.Event(values.device)
         event.record(torch.accelerator.current_stream(values.device))
 
