@@ -134,7 +134,7 @@ for name, options in (("to", {"accelerator": "cpu", "devices": 1}), ("from", {})
         str(next(loaded.parameters()).device),
     )
 
-# -- RNG states: of this device, of one with another index, of a checkpoint from before
+# -- RNG states: of this device, and of one with another index
 state = rng_state(accelerator, second)
 drawn = torch.rand(3, device=second)
 set_rng_state(state, accelerator, second)
@@ -142,12 +142,8 @@ again = torch.rand(3, device=second)
 zeroth = torch.device("sim", 0)
 set_rng_state(state, accelerator, zeroth)
 elsewhere = torch.rand(3, device=zeroth)
-before = {k: v for k, v in state.items() if k != "device"}
-before["sim"] = [module_of_device.get_rng_state(i) for i in range(2)] + [state["device"][1]]
-set_rng_state(before, accelerator, second)
-from_list = torch.rand(3, device=second)
 set_rng_state({**state, "device": ["other", torch.zeros(3)]}, accelerator, second)
-out["rng"] = [drawn.equal(again), drawn.cpu().equal(elsewhere.cpu()), drawn.equal(from_list)]
+out["rng"] = [drawn.equal(again), drawn.cpu().equal(elsewhere.cpu())]
 
 # -- what is logged: in all of an epoch's steps, and read for the loggers with the epoch's own
 

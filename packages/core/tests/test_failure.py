@@ -349,3 +349,45 @@ def test_only_errors_of_communication_are_taken_for_such() -> None:
     assert not is_communication_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_communication_error(ValueError("gloo/"))
     assert CommunicationError("text", (1,), "here").missing == (1,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "to", "numbers", "seconds"),
+    [
+        ("in a fit", (0, 1), [signal.SIGTERM], 15),
+        ("different collectives", (0, 1), [signal.SIGINT], 15),
+        ("different collectives", (0,), [signal.SIGTERM], 15),
+        ("asleep", (0,), [signal.SIGINT, signal.SIGINT], 12),
+    ],
+)
+def test_ranks_that_hang_end_when_they_are_told_to_and_say_where_they_were(
+    kind: str,
+    to: tuple[int, ...],
+    numbers: list[signal.Signals],
+    seconds: float,
+    tmp_path: Path,
+    script_environment: dict[str, str],
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TROUBLE.replace("timeout=8", "timeout=600"))
+    program = zygote().start(script, kind, environment=script_environment, folder=tmp_path)
+    files = [tmp_path / f"hangs{rank}" for rank in (0, 1)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)
+    for number in numbers:
+        for rank in to:
+            os.kill(int(files[rank].read_text()), number)
+        time.sleep(0.5)
+    _, stderr = program.communicate(timeout=seconds)
+    assert program.returncode == 128 + numbers[0], stderr
+    name = numbers[0].name
+    assert f"stratagem: {name} while the ranks wait in collectives. Where the ranks are:" in stderr
+    assert stderr.count("Where the ranks are:") == 1, stderr
+    waits = {"different collectives": "all_reduce", "in a fit": "all_gather"}.get(kind, "backward")
+    place = f"{script}:{line_of(TROUBLE, waits)}"
+    assert f"rank 0: in {waits}, at {place}" in stderr

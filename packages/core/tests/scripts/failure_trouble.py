@@ -2,8 +2,9 @@
 import os
 import sys
 import time
+from pathlib import Path
 import torch
-from stratagem import Lite
+from stratagem import Lite, Module, Trainer
 from stratagem.strategies import DDPStrategy
 
 lite = Lite(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=8))
@@ -22,6 +23,7 @@ def step():
 for _ in range(3):
     step()
 kind, rank = sys.argv[1], lite.global_rank
+Path(f"hangs{rank}").write_text(str(os.getpid()))
 if kind == "different collectives":
     if rank == 0:
         lite.all_reduce(torch.ones(4))  # LINE all_reduce
@@ -43,3 +45,30 @@ if kind == "exit":
     step()
 if kind == "sizes":
     lite.all_reduce(torch.ones(4 + rank))
+if kind == "in a fit":
+
+    class Net(Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, batch_idx):
+            if rank == 0:
+                lite.all_gather(torch.ones(4))  # LINE all_gather
+            else:
+                lite.broadcast([1, 2, 3])
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(timeout=8),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(8, 4)))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stratagem.distributed.diagnosis.hang_watch import HangWatch
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
 from stratagem.distributed.diagnosis.status_exchange import RankStatus, Survey
 from stratagem.errors import CommunicationError, ConfigurationError
@@ -35,13 +36,14 @@ _PATIENCE = 10.0
 """Seconds that rank 0, at its end, waits for the others before it asks where they are."""
 
 
-def leave_process_group(statuses: RankStatuses) -> None:
+def leave_process_group(statuses: RankStatuses, hang_watch: HangWatch) -> None:
     """Leave the group when all ranks are done, or at once where this one has failed."""
     try:
         if not this_rank.failed:
             _leave_together(statuses)
     except RuntimeError:
         pass  # the store has gone with the rank that held it: there is nobody to wait for
+    hang_watch.stop()
     statuses.leave()
     if this_rank.device_is_lost:
         # The group would wait for what its device still has to do. Nor can threads of a group that
@@ -352,10 +354,12 @@ def join_process_group(
             timeout=limit,
         )
     statuses = _watch_status(store, ranks, timeout)
+    hang_watch = HangWatch(statuses)
     if ranks.world_size > 1:
         statuses.exchange.mark_joined()
+        hang_watch.start()
     # Threads of a live process group can abort the interpreter's shutdown.
-    at_end_of_rank(partial(leave_process_group, statuses))
+    at_end_of_rank(partial(leave_process_group, statuses, hang_watch))
 
 
 def _join_store(

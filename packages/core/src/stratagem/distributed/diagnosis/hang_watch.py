@@ -1,0 +1,128 @@
+"""HangWatch: ends a rank that is told to end while it waits in a collective.
+
+A thread that waits in a collective runs no Python code, so that the handler of a signal does not
+run either, and SIGTERM and Ctrl-C seem to be ignored until the collective times out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+
+from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
+from stratagem.distributed.diagnosis.status_exchange import RankStatus, Survey
+from stratagem.errors import CommunicationError
+from stratagem.launch.rank import record_failure
+
+_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+_PAUSE = 3.0
+"""Seconds between two looks at the ranks, which a collective that completes does not outlast."""
+_TURN = 2.0
+"""Seconds that the other ranks leave to rank 0, so that one message is printed."""
+
+
+class HangWatch:
+    """Watches for SIGINT, SIGTERM and SIGHUP beside the main thread of a rank.
+
+    After the first signal, the rank ends once the ranks wait in different collectives, which
+    cannot complete. After the second, it ends wherever it waits in a collective. It prints where
+    each rank is, and exits with 128 and the signal's number. A rank that is not in a collective
+    answers its signals itself.
+
+    Args:
+        statuses: of the ranks.
+    """
+
+    def __init__(self, statuses: RankStatuses) -> None:
+        self._statuses = statuses
+        self._received = 0
+        self._write = -1
+
+    def start(self) -> None:
+        """Begin, if this is the main thread and nobody else (asyncio, say) reads its signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        other = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+            os.close(read)
+            os.close(write)
+            return
+        self._write = write
+        # A worker of a data loader has signals of its own.
+        os.register_at_fork(after_in_child=partial(_forget, write))
+        threading.Thread(
+            target=self._watch, args=(read,), name="stratagem-hang-watch", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """End; from here on only the main thread learns of signals."""
+        if self._write >= 0:
+            _forget(self._write)
+            os.close(self._write)
+            self._write = -1
+
+    def _watch(self, descriptor: int) -> None:
+        while received := os.read(descriptor, 1):
+            if received[0] not in _SIGNALS:
+                continue
+            self._received += 1
+            if self._received <= 2:
+                look = self._end_if_hanging if self._received == 1 else self._end_if_waiting
+                threading.Thread(target=look, args=(received[0],), daemon=True).start()
+        os.close(descriptor)
+
+    def _end_if_hanging(self, number: int) -> None:
+        """End this rank once all ranks wait, and not for the same thing."""
+        before: dict[int, RankStatus] = {}
+        while self._received == 1:
+            time.sleep(_PAUSE)
+            if self._statuses.here().operation not in COLLECTIVES:
+                before = {}
+                continue
+            survey = self._statuses.ask()
+            now = dict(survey.answers)
+            if now == before and _is_deadlock(now, self._statuses.world_size):
+                self._end(number, survey)
+            before = now
+
+    def _end_if_waiting(self, number: int) -> None:
+        """End this rank, which was told so twice, if it still waits in a collective."""
+        here = self._statuses.here()
+        time.sleep(1.0)
+        if here.operation in COLLECTIVES and self._statuses.here() == here:
+            self._end(number, self._statuses.ask())
+
+    def _end(self, number: int, survey: Survey) -> None:
+        rank, name = self._statuses.rank, signal.Signals(number).name
+        if rank != 0:
+            time.sleep(_TURN)
+        silent = [r for r in range(self._statuses.world_size) if r not in survey.answers]
+        lines = [f"{name} while the ranks wait in collectives. Where the ranks are:"]
+        lines += [f"  {line}" for line in described(survey, silent)]
+        message = "\n".join(lines)
+        with suppress(RuntimeError):  # the store has gone with rank 0
+            if self._statuses.exchange.ended().get(0) != "failed":
+                print(f"stratagem: {message}", file=sys.stderr, flush=True)
+            self._statuses.exchange.mark("failed")
+        record_failure(CommunicationError(message))
+        os._exit(128 + number)
+
+
+def _is_deadlock(statuses: dict[int, RankStatus], world_size: int) -> bool:
+    """Return whether all ranks wait in collectives, and not all in the same one."""
+    operations = {status.operation for status in statuses.values()}
+    return len(statuses) == world_size and len(operations) > 1 and operations <= COLLECTIVES
+
+
+def _forget(descriptor: int) -> None:
+    other = signal.set_wakeup_fd(-1)
+    if other not in (-1, descriptor):
+        signal.set_wakeup_fd(other)
