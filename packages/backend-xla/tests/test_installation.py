@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures import run_file
 
 from stratagem import Lite, Trainer
 from stratagem.discovery import Availability
@@ -324,15 +325,8 @@ def test_ddp_goes_on_from_a_checkpoint_of_xla_fsdp_under_torch_2_9(tmp_path: Pat
     here = Path(__file__).parent
 
     def losses(strategy: str, file: str) -> list[float]:
-        done = subprocess.run(
-            [sys.executable, here / "go_on.py", strategy, here / "data" / file, tmp_path],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        arguments = (strategy, str(here / "data" / file), str(tmp_path))
+        done = run_file(here / "go_on.py", *arguments, folder=tmp_path)
         found: list[float] = json.loads(done.stdout.partition("RESULT")[2])
         return found
 
