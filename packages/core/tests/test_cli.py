@@ -693,7 +693,10 @@ def test_a_command_that_two_plugins_have_is_refused_and_both_are_named(greeting:
         f"STRATAGEM_DISABLE_PLUGINS={one}"
         for one, other in (("greeting", "saluting"), ("saluting", "greeting"))
     ]
-    assert lines[2].startswith("stratagem: error: No such command 'greet'.")
+    assert lines[2] == (
+        "stratagem: error: the command 'greet' is provided by greeting and saluting: uninstall one "
+        "of them"
+    )
     assert len(greeting.json("doctor", code=1)["problems"]) == 2
     assert greeting("checkpoint", "greet").stdout == "imported\nhello hello\n"
     greeting.variables["STRATAGEM_DISABLE_PLUGINS"] = "saluting"

@@ -78,7 +78,8 @@ WITHOUT = {
         f"UnknownNameError: unknown profiler 'simple'. {HINT} Available here: none."
     ),
     "from stratagem import Trainer; Trainer(callbacks='ema')": (
-        f"UnknownNameError: unknown callback 'ema'. {HINT} Available here: none."
+        f"UnknownNameError: unknown callback 'ema'. {HINT} Available here: "
+        "model_checkpoint, model_summary, progress_bar."
     ),
     "from stratagem import Module; Module().to_onnx('model.onnx')": (
         f"ImportError: 'stratagem.module' has no 'to_onnx'. {HINT}"
@@ -184,7 +185,8 @@ def test_a_guest_of_another_minor_version_says_what_to_upgrade(program: Program)
     assert error_of(program, code) == (
         "UnknownNameError: unknown callback 'mine'. next-sweep 1.5 is incompatible, and nothing "
         "that it provides is known: requires stratagem-core>=9, but stratagem-core 0.1.0 is "
-        "installed: pip install --upgrade next-sweep stratagem-core. Available here: none."
+        "installed: pip install --upgrade next-sweep stratagem-core. Available here: "
+        "model_checkpoint, model_summary, progress_bar."
     )
 
 

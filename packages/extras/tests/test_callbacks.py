@@ -608,3 +608,16 @@ def test_a_method_that_a_subclass_has_left_out_is_named(
     with pytest.raises(NotImplementedError) as caught:
         getattr(callback, method)(*[None] * count)
     assert str(caught.value) == f"{type(callback).__name__} has to define {method}()"
+
+
+@pytest.mark.parametrize("name", ["model_checkpoint", "model_summary", "progress_bar"])
+def test_a_callback_of_core_has_a_name(name: str) -> None:
+    kind = name.title().replace("_", "")
+    trainer = Trainer(accelerator="cpu", callbacks=name, logger=False)
+    assert [type(c).__name__ for c in trainer.callbacks].count(kind) == 1
+
+
+def test_a_callback_that_needs_arguments_cannot_be_given_by_its_name() -> None:
+    text = r"callbacks='swa': .*'swa_lrs'. A name takes no arguments: pass an instance, as in "
+    with pytest.raises(ConfigurationError, match=text):
+        Trainer(accelerator="cpu", callbacks="swa", logger=False)

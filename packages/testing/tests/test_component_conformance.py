@@ -207,3 +207,11 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
         file.write_text(f"def make():\n    return {folder!r}\n")
         places.append(f"{file}:make")
     assert [find(place)() for place in places] == ["one", "two"]
+
+
+def test_a_logger_kit_without_read_says_what_to_set() -> None:
+    class Unread(LoggerConformance):
+        logger = "csv"
+
+    with pytest.raises(TypeError, match="Unread has no `read`: set it to a function that takes"):
+        Unread.options()

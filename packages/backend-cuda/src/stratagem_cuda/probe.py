@@ -67,7 +67,7 @@ def availability(
         ask_driver: returns what NVML says, or why it says nothing.
 
     Example:
-        >>> from stratagem.discovery.installed import TorchBuild
+        >>> from stratagem.discovery import TorchBuild
         >>> from stratagem_cuda.probe import Driver, GPU, availability
         >>> two = tuple(GPU(i, f"GPU-{i}", "NVIDIA H100") for i in range(2))
         >>> facts = TorchBuild("2.13.0", "13.0"), Driver("580.65", (13, 0), two)

@@ -175,7 +175,10 @@ class Diagnosis:
             notes += [f"{plugin}: {note}" for note in report.notes]
         lines += notes
         lines += [
-            f"the {kind} name {name!r} is ambiguous: choose one of {', '.join(holders)}"
+            f"two distributions provide the import name {name!r}: uninstall one of "
+            f"{', '.join(holder.partition(':')[0] for holder in holders)}"
+            if kind == "name"
+            else f"the {kind} name {name!r} is ambiguous: choose one of {', '.join(holders)}"
             for (kind, name), holders in self.ambiguous.items()
         ]
         lines += [

@@ -15,7 +15,7 @@ from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.installed import why_missing
 from stratagem.discovery.registry import Registry, get_registry, nearest_of
 from stratagem.discovery.specs import load_target
-from stratagem.errors import PluginError
+from stratagem.errors import MissingPackageError, PluginError
 
 Item = TypeVar("Item")
 
@@ -122,7 +122,7 @@ def run_other(arguments: Sequence[str]) -> int:
                 run: Run = load_target(
                     command.target, what=f"the command {command.name!r} of {plugin}"
                 )
-            except PluginError as error:
+            except (PluginError, MissingPackageError) as error:
                 print(f"stratagem {command.name}: error: {error}", file=sys.stderr)
                 return 1
             return run(arguments[words:])
@@ -135,6 +135,15 @@ def run_other(arguments: Sequence[str]) -> int:
         print(_help(group, summaries), file=sys.stdout if rest else sys.stderr)
         return 0 if rest else 2
     name = f"{group} {rest[0]}".strip()
+    owners = [plugin for plugin, check in failures if check.name == f"command {name!r}"]
+    if len(owners) > 1:
+        names = [owner.partition(" ")[0].partition(":")[0] for owner in owners]
+        print(
+            f"stratagem: error: the command {name!r} is provided by {' and '.join(names)}: "
+            "uninstall one of them",
+            file=sys.stderr,
+        )
+        return 2
     near = nearest_of(name, list(summaries))
     parts = [
         f"stratagem: error: No such command {name!r}.",

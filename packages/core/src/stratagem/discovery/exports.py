@@ -12,7 +12,7 @@ from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.hints import modules_of_import
 from stratagem.discovery.registry import Candidate, get_registry
 from stratagem.discovery.specs import NameSpec
-from stratagem.errors import StratagemError
+from stratagem.errors import PluginError, StratagemError
 
 
 def exporter(
@@ -48,7 +48,10 @@ def exporter(
                 name=module,
             )
         for candidate in ours or offers.values():
-            return candidate.spec.load()
+            try:
+                return candidate.spec.load()
+            except PluginError as error:
+                raise ImportError(str(error), name=module) from error
         # Of an AttributeError, `from ... import` would show nothing but the name.
         if providers := get_registry().possible_providers(name, module):
             raise ImportError(f"{module!r} has no {name!r}. {' '.join(providers)}", name=module)

@@ -403,7 +403,7 @@ def load_target(target: Target, *, what: str) -> Any:
 def _remedy(target: str, error: BaseException) -> str:
     """Return what to do about a target that cannot be imported."""
     package = target.partition(":")[0].partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(f"{package}."):
+    if isinstance(error, ModuleNotFoundError) and f"{error.name}.".startswith(f"{package}."):
         from stratagem.discovery.registry import get_registry
 
         if distribution := get_registry().provider_of(target):

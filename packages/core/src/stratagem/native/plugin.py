@@ -7,6 +7,7 @@ from typing import Any
 from stratagem.discovery import (
     AcceleratorSpec,
     Availability,
+    CallbackSpec,
     Capabilities,
     CheckpointIOSpec,
     ClusterEnvironmentSpec,
@@ -352,6 +353,16 @@ _COMPONENTS: tuple[ComponentSpec, ...] = (
         target="stratagem.loggers.csv_logger:CSVLogger",
         api_version=1,
         summary="values in a CSV file",
+    ),
+    *(
+        CallbackSpec(
+            name=name, target=f"stratagem.callbacks.{place}", api_version=1, summary=summary
+        )
+        for name, place, summary in (
+            ("model_checkpoint", "checkpoints.model_checkpoint:ModelCheckpoint", "save and keep"),
+            ("model_summary", "progress.model_summary:ModelSummary", "print the layers"),
+            ("progress_bar", "progress.bar:ProgressBar", "show progress"),
+        )
     ),
 )
 

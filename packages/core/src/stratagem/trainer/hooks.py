@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratagem.callbacks import ModelCheckpoint, ProgressBar
 from stratagem.callbacks.callback import Callback
-from stratagem.discovery.registry import get_registry
+from stratagem.discovery.registry import Candidate, get_registry
 from stratagem.errors import ConfigurationError
 from stratagem.runtime.runtime import as_list
 
@@ -130,7 +130,18 @@ def find_callbacks(given: Any) -> list[Any]:
     """
     found = [given] if isinstance(given, str) else as_list(given)
     registry = get_registry()
-    return [registry.find("callback", c).spec.build() if isinstance(c, str) else c for c in found]
+    return [_make(registry.find("callback", c)) if isinstance(c, str) else c for c in found]
+
+
+def _make(found: Candidate) -> Callback:
+    try:
+        made: Callback = found.spec.build()
+    except TypeError as error:
+        raise ConfigurationError(
+            f"callbacks={found.spec.name!r}: {error}. A name takes no arguments: pass an instance, "
+            f"as in callbacks={found.spec.class_name}(...)"
+        ) from error
+    return made
 
 
 def make_callbacks(

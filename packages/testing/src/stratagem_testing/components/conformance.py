@@ -194,7 +194,16 @@ class LoggerConformance(ComponentConformance):
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Return where the function that reads is."""
+        """Return where the function that reads is.
+
+        Raises:
+            TypeError: the class has no `read`.
+        """
+        if not hasattr(cls, "read"):
+            raise TypeError(
+                f"{cls.__name__} has no `read`: set it to a function that takes a logger and "
+                "returns what its run has logged, as pairs of a step and a mapping of values"
+            )
         return {"read": place_of(cls.read)}
 
 

@@ -19,7 +19,7 @@ KIND = "accelerator"
 
 _PROBE = """
 import sys
-from stratagem.discovery.specs import load_target
+from stratagem.discovery import load_target
 found = load_target(sys.argv[1], what="the probe")()
 heavy = [name for name in ("torch", "numpy") if name in sys.modules]
 print(type(found).__name__, repr(found.reason), heavy, sep="|")

@@ -34,7 +34,7 @@ _LONGEST = 120
 _LIST = """
 import json, sys
 from stratagem_testing.author.import_cost import import_alone
-from stratagem.discovery.registry import Registry
+from stratagem.discovery import Registry
 registry = Registry.discover()
 kinds = json.loads(sys.argv[1])
 found = [c.spec.name for kind in kinds for c in registry.candidates(kind)
