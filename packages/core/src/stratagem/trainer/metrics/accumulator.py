@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -173,9 +173,63 @@ class MetricAccumulator:
         self.total = reduced if self.total is None else _MERGES[fx](self.total, reduced)
         self.values, self.weights = [], []
 
+    # -- in a checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """Return the options and what was reduced of this epoch so far; safe data.
+
+        A function of the user's is not in it: `restored` knows its values, and its result as a
+        mean over ranks. Waits for values on a device.
+        """
+        fx = self.options.reduce_fx if isinstance(self.reduce_fx, str) else ""
+        options = self.options._replace(reduce_fx=fx)
+        summary = self.summary() if fx or self.values else None
+        return {
+            "options": list(options),
+            "on": [self.on_step, self.on_epoch],
+            "number": self.number if summary is None else float(summary.number),
+            "weight": self.weight if summary is None else float(summary.weight),
+            "values": [float(value) for value in self.values],
+        }
+
+    @classmethod
+    def restored(
+        cls, name: str, states: Sequence[Mapping[str, Any]], *, compiles_steps: bool
+    ) -> MetricAccumulator:
+        """Return an accumulator that goes on from what `state` returned on some ranks, together.
+
+        Args:
+            name: as it was logged.
+            states: at least one.
+            compiles_steps: as for the class.
+        """
+        options, (on_step, on_epoch) = LogOptions(*states[0]["options"]), states[0]["on"]
+        entry = cls(
+            name, options, on_step=on_step, on_epoch=on_epoch, compiles_steps=compiles_steps
+        )
+        fx = entry.reduce_fx
+        for state in states:
+            entry.number = _merge(fx or "mean", entry.number, state["number"])
+            entry.weight += state["weight"]
+            entry.values += state["values"]
+        entry.weights = [1.0] * len(entry.values)
+        return entry
+
+    def takes(self, options: LogOptions) -> bool:
+        """Whether these are its options; a function is taken from them after a resume."""
+        if not self.options.reduce_fx and callable(options.reduce_fx):
+            self.options = self.options._replace(reduce_fx=options.reduce_fx)
+            self.reduce_fx = options.reduce_fx
+        return all(
+            a == b or getattr(a, "__code__", a) == getattr(b, "__code__", b)
+            for a, b in zip(self.options, options, strict=True)
+        )
+
     def summary(self) -> ReducedMetric:
         """Return this epoch's value on this rank."""
         shown = (self.epoch_name, self.logger, self.prog_bar)
+        if not self.reduce_fx:
+            return ReducedMetric("mean", self.number, self.weight, *shown)
         if isinstance(self.reduce_fx, str):
             self._fold()
             number = self.number
