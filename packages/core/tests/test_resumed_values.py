@@ -167,26 +167,46 @@ def check_every_resume(
     tmp_path: Path,
     make: Callable[[], Net],
     callbacks: Callable[[Path], list[Callback]] = lambda folder: [],
+    *,
+    at_validation: bool = False,
     **options: Any,
 ) -> None:
-    """Compare runs that resume from every step with the one that was not interrupted."""
+    """Compare runs that resume from every step with the one that was not interrupted.
+
+    Args:
+        tmp_path: for all of them.
+        make: makes the model.
+        callbacks: makes them, of a folder.
+        at_validation: resume as well from what one of them has saved at the end of validation.
+        **options: of `Run`.
+    """
     whole = Run(tmp_path / "whole", make, callbacks, **options)
     expected = whole.end()
     steps = whole.trainer.global_step
     assert steps > 8
-    for step in range(1, steps + 1):
-        folder = tmp_path / f"from{step}"
-        path = tmp_path / "whole" / "all" / f"step={step}.ckpt"
+    saved = [(path, False) for path in (tmp_path / "whole" / "all").glob("*.ckpt")]
+    if at_validation:
+        saved += [(path, True) for path in (tmp_path / "whole" / "best").glob("*.ckpt")]
+    assert len(saved) >= steps
+    for path, has_validated in saved:
+        folder, step = tmp_path / f"from{path.parent.name}-{path.stem}", _step(path.name)
+        why = f"resumed from {path}"
         rest = Run(folder, make, callbacks, path, **options)
         for name, value in rest.end().items():
-            assert same(value, expected[name]), f"{name}, resumed from step {step}"
-        epochs = [one for one in whole.net.epochs if one[0] >= step]
-        assert rest.net.epochs == epochs, f"resumed from step {step}"
-        ended = [row for row in rest.rows.rows if "mean" in row[1] or "val" in row[1]]
-        rows = [row for row in whole.rows.rows if "mean" in row[1] or "val" in row[1]]
-        assert ended == rows[len(rows) - len(ended) :], f"resumed from step {step}"
+            assert same(value, expected[name]), f"{name}, {why}"
+        assert rest.net.epochs == [one for one in whole.net.epochs if one[0] >= step], why
+        rows = [
+            (at, row)
+            for at, row in whole.rows.rows
+            if at >= step or (at == step - 1 and not (has_validated and "val" in row))
+        ]
+        assert of_epochs(rest.rows.rows) == of_epochs(rows), why
         late = {file for file in saved_files(tmp_path / "whole") if _step(file) > step}
-        assert late == {f for f in saved_files(folder) if _step(f) > step}, f"from step {step}"
+        assert {file for file in saved_files(folder) if _step(file) > step} == late, why
+
+
+def of_epochs(rows: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:
+    return [(at, row) for at, row in rows if "mean" in row or "val" in row]
 
 
 def _step(name: str) -> int:
@@ -208,7 +228,61 @@ def test_values_of_an_epoch_decide_the_same_after_a_resume(monitor: str, tmp_pat
     check_every_resume(tmp_path, lambda: Net(plateau(monitor)), best(monitor))
 
 
+@pytest.mark.filterwarnings("ignore:.*there is no value yet")
 def test_values_of_the_last_validation_are_there_after_a_resume(tmp_path: Path) -> None:
     check_every_resume(
         tmp_path, lambda: Net(plateau("val", "step")), best("val", every_n_train_steps=2)
     )
+
+
+@pytest.mark.parametrize("monitor", ["mean", "val"])
+def test_a_save_at_the_end_of_validation_goes_on_with_the_end_of_the_epoch(
+    monitor: str, tmp_path: Path
+) -> None:
+    check_every_resume(
+        tmp_path,
+        lambda: Net(plateau(monitor)),
+        best("val", save_on_train_epoch_end=False),
+        at_validation=True,
+        val_check_interval=3,
+    )
+
+
+@pytest.mark.parametrize("monitor", ["loss", "val"])
+def test_a_scheduler_that_waits_for_a_value_takes_the_step_of_the_save(
+    monitor: str, tmp_path: Path
+) -> None:
+    check_every_resume(
+        tmp_path, lambda: Net(plateau(monitor, "step", frequency=2)), val_check_interval=2
+    )
+
+
+@pytest.mark.parametrize(("batches", "accumulate", "interval"), [(11, 4, 4), (7, 3, 5), (6, 2, 3)])
+def test_no_validation_is_added_or_lost_by_a_resume(
+    batches: int, accumulate: int, interval: int, tmp_path: Path
+) -> None:
+    check_every_resume(
+        tmp_path,
+        Net,
+        best("val"),
+        batches=batches,
+        accumulate_grad_batches=accumulate,
+        val_check_interval=interval,
+    )
+
+
+def test_states_of_metric_objects_go_on(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    check_every_resume(
+        tmp_path, lambda: Net(plateau("metric"), torchmetrics.MeanMetric()), best("metric")
+    )
+    check_every_resume(tmp_path / "all", lambda: Net(metric=torchmetrics.MaxMetric()))
+
+
+def test_a_run_that_max_steps_ended_within_an_epoch_goes_on_with_its_values(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", lambda: Net(plateau("mean")), best("mean"))
+    first = Run(tmp_path / "first", lambda: Net(plateau("mean")), lambda _: [], max_steps=7)
+    first.trainer.save_checkpoint(tmp_path / "ended.ckpt")
+    rest = Run(tmp_path, lambda: Net(plateau("mean")), best("mean"), tmp_path / "ended.ckpt")
+    for name in ("weights", "optimizers", "schedulers", "values"):
+        assert same(rest.end()[name], whole.end()[name]), name
