@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.data.sharding import has_persistent_workers
 from stratagem.rng import (
     generator_states,
-    generators_of_loader,
+    generators_of_data,
     preserve_rng_state,
     rng_state,
     set_generator_states,
@@ -74,7 +74,7 @@ class RankState:
             "random": rng_state(*self._rng_of),
             "loader": self._loader.state(within_epoch=not self._progress.epoch_is_done),
             "validation": [
-                [has_persistent_workers(loader), *generator_states(generators_of_loader(loader))]
+                [has_persistent_workers(loader), *generator_states(generators_of_data(loader))]
                 for loader in self._validation
             ],
             "epoch": self._epoch.state(),
@@ -111,7 +111,7 @@ class RankState:
                 # To start them a loader draws a number, which that run had drawn before.
                 with preserve_rng_state():
                     iter(loader)
-            set_generator_states(generators_of_loader(loader), generators)
+            set_generator_states(generators_of_data(loader), generators)
 
     def begin_training(self) -> None:
         """Restore the RNG states of a checkpoint whose epoch was at its end, and its values."""
