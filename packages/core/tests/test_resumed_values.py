@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures import run_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem import Callback, Module, Trainer
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.loggers import Logger
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @pytest.fixture(autouse=True)
@@ -286,3 +290,26 @@ def test_a_run_that_max_steps_ended_within_an_epoch_goes_on_with_its_values(tmp_
     rest = Run(tmp_path, lambda: Net(plateau("mean")), best("mean"), tmp_path / "ended.ckpt")
     for name in ("weights", "optimizers", "schedulers", "values"):
         assert same(rest.end()[name], whole.end()[name]), name
+    assert rest.net.epochs == whole.net.epochs[1:]
+
+
+@pytest.mark.slow
+def test_two_ranks_and_one_that_goes_on_for_them_have_the_values_of_the_whole_epoch(
+    tmp_path: Path,
+) -> None:
+    def values(devices: int, name: str, ckpt_path: str) -> Any:
+        arguments = (str(devices), name, ckpt_path)
+        run_file(SCRIPTS / "resumed_values.py", *arguments, folder=tmp_path)
+        return [
+            json.loads((tmp_path / name / f"{rank}.json").read_text()) for rank in range(devices)
+        ]
+
+    whole = values(2, "whole", "")
+    for step in (2, 5):
+        path = str(tmp_path / "whole" / f"step={step}.ckpt")
+        assert values(2, f"two from {step}", path) == whole
+        (alone,) = values(1, f"one from {step}", path)
+        # What is left of the first epoch is read by one rank, in steps of half the samples.
+        for name in ("sum", "max", "mean", "metric"):
+            expected = pytest.approx(whole[0]["epochs"][0][name])
+            assert alone["epochs"][0][name] == expected, f"{name}, resumed from step {step}"

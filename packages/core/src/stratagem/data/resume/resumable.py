@@ -379,9 +379,9 @@ class Resumable:
             return {}
         loader = self._user_loader
         return {
-            "dataset": type(loader.dataset).__qualname__,
-            "batch sampler": type(loader.batch_sampler or BatchSampler([], 1, False)).__qualname__,
-            "sampler": type(innermost(sampler_of(loader))).__qualname__,
+            "dataset": type(loader.dataset).__name__,
+            "batch sampler": type(loader.batch_sampler or BatchSampler([], 1, False)).__name__,
+            "sampler": type(innermost(sampler_of(loader))).__name__,
         }
 
     def _layout(self) -> dict[str, Any]:
