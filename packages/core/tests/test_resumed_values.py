@@ -36,7 +36,7 @@ class Rows(Logger):
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
 
-    def log_metrics(self, metrics: Any, step: int) -> None:
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         raise NotImplementedError
 
     def log_rows(self, rows: Any) -> None:
@@ -51,7 +51,7 @@ class Net(Module):
         metric: a metric object of the training.
     """
 
-    def __init__(self, schedulers: Any = None, metric: nn.Module | None = None) -> None:
+    def __init__(self, schedulers: Any = None, metric: Any = None) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.2), nn.Linear(4, 1))
         self.schedulers = schedulers
@@ -313,3 +313,10 @@ def test_two_ranks_and_one_that_goes_on_for_them_have_the_values_of_the_whole_ep
         for name in ("sum", "max", "mean", "metric"):
             expected = pytest.approx(whole[0]["epochs"][0][name])
             assert alone["epochs"][0][name] == expected, f"{name}, resumed from step {step}"
+    # Two ranks go on for one, in the epoch and at its end, where one of them has logged nothing.
+    (whole_alone,) = values(1, "alone", "")
+    for step in (8, 10):
+        two = values(2, f"two for one from {step}", str(tmp_path / "alone" / f"step={step}.ckpt"))
+        for name in ("sum", "max", "mean", "metric"):
+            expected = pytest.approx(whole_alone["epochs"][0][name])
+            assert two[1]["epochs"][0][name] == expected, f"{name}, resumed from step {step}"

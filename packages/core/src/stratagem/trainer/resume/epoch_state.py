@@ -165,6 +165,11 @@ def _of_other_ranks(
         for found, own in zip(together, of_parts[part], strict=True):
             for name, value in own.items():
                 found.setdefault(name, []).append(value)
+    # Every rank computes a metric object, in one order: that is a collective.
+    logged = (item for state in states for item in state["logged"].items())
+    objects = {name: value for name, value in logged if "metric" in value}
+    for name in sorted(objects):
+        together[0][name] = together[0].pop(name, [objects[name]])
     return together
 
 
