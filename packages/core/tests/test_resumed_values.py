@@ -283,6 +283,68 @@ def test_states_of_metric_objects_go_on(tmp_path: Path) -> None:
     check_every_resume(tmp_path / "all", lambda: Net(metric=torchmetrics.MaxMetric()))
 
 
+def test_a_collection_of_metrics_that_share_their_state_goes_on(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Collects(Net):
+        def __init__(self) -> None:
+            kinds = torchmetrics.classification
+            super().__init__()
+            self.collection = torchmetrics.MetricCollection(
+                [kinds.BinaryPrecision(), kinds.BinaryRecall(), kinds.BinaryF1Score()]
+            )
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            points = batch[0]
+            self.collection.update(torch.rand(len(points)), (points[:, 0] > 0.5).int())
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            self.log_dict(self.collection.compute())
+            self.collection.reset()
+            super().on_train_epoch_end()
+
+    check_every_resume(tmp_path, Collects)
+
+
+def test_a_metric_object_that_is_no_attribute_is_said_at_the_save(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Hides(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [torchmetrics.MeanMetric()]
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.hidden[0].update(loss.detach())
+            self.log("hidden", self.hidden[0], on_epoch=True, on_step=False)
+            return loss
+
+    with pytest.warns(UserWarning, match="'hidden'.* with a MeanMetric that is not an attribute"):
+        Run(tmp_path, Hides, lambda _: [], max_steps=2)
+
+
+def test_a_value_that_is_logged_with_other_options_after_a_resume_begins_anew(
+    tmp_path: Path,
+) -> None:
+    class Reduces(Net):
+        def __init__(self, reduce_fx: str) -> None:
+            super().__init__()
+            self.fx = [reduce_fx]
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("new", loss, on_epoch=True, on_step=False, reduce_fx=self.fx[0])
+            return loss
+
+    Run(tmp_path / "whole", lambda: Reduces("mean"), lambda _: [], max_steps=3)
+    path = tmp_path / "whole" / "all" / "step=3.ckpt"
+    with pytest.warns(UserWarning, match="'new'.* with other options than in the run that saved"):
+        rest = Run(tmp_path, lambda: Reduces("sum"), lambda _: [], path, max_epochs=1)
+    assert rest.net.epochs[0][1]["new"] > 0
+
+
 def test_a_run_that_max_steps_ended_within_an_epoch_goes_on_with_its_values(tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole", lambda: Net(plateau("mean")), best("mean"))
     first = Run(tmp_path / "first", lambda: Net(plateau("mean")), lambda _: [], max_steps=7)

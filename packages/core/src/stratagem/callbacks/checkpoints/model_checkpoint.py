@@ -529,7 +529,7 @@ class ModelCheckpoint(Callback):
         """
         folder = self._folder
         if "last_step_saved" in state:
-            self._saving = (int(state["last_step_saved"]), bool(state["waits"]))
+            self._saving = (int(state["last_step_saved"]), bool(state.get("waits")))
         self._take(state, lambda name: None if folder is None else in_folder(folder, name))
 
     def load_remote_state(self, state: dict[str, Any]) -> None:

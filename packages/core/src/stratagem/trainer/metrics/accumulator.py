@@ -84,6 +84,7 @@ class MetricAccumulator:
     __slots__ = (
         "compiles_steps",
         "epoch_name",
+        "is_restored",
         "logger",
         "metric",
         "name",
@@ -123,6 +124,8 @@ class MetricAccumulator:
         self.epoch_name = f"{name}_epoch{suffix}" if both else self.name
         self.metric: Any = None
         """A torchmetrics Metric, which reduces its values itself."""
+        self.is_restored = False
+        """Whether a checkpoint has declared it, and not a call in this run."""
         self.number = _START.get(self.reduce_fx, 0.0) if isinstance(self.reduce_fx, str) else 0.0
         self.weight = 0.0
         self.total: Tensor | None = None
@@ -207,6 +210,7 @@ class MetricAccumulator:
         entry = cls(
             name, options, on_step=on_step, on_epoch=on_epoch, compiles_steps=compiles_steps
         )
+        entry.is_restored = True
         fx = entry.reduce_fx
         for state in states:
             entry.number = _merge(fx or "mean", entry.number, state["number"])
@@ -216,7 +220,10 @@ class MetricAccumulator:
         return entry
 
     def takes(self, options: LogOptions) -> bool:
-        """Whether these are its options; a function is taken from them after a resume."""
+        """Whether these are its options; after a resume it takes a function from them.
+
+        A function that is written in the call is another object each time.
+        """
         if not self.options.reduce_fx and callable(options.reduce_fx):
             self.options = self.options._replace(reduce_fx=options.reduce_fx)
             self.reduce_fx = options.reduce_fx

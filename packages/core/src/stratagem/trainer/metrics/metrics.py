@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -221,10 +222,16 @@ class Metrics:
 
     def _declare(self, name: str, options: LogOptions) -> MetricAccumulator:
         """Return the entry of a name that is logged for the first time in this epoch."""
-        if name in self._entries:
-            # A function that is written in the call is another object each time.
-            if self._entries[name].takes(options):
-                return self._entries[name]
+        known = self._entries.get(name)
+        if known is not None and known.takes(options):
+            return known
+        if known is not None and known.is_restored:
+            warnings.warn(
+                f"self.log({name!r}, ...) is called with other options than in the run that saved "
+                "the checkpoint: its value of this epoch begins with this batch",
+                stacklevel=4,
+            )
+        elif known is not None:
             raise UserCodeError(
                 f"self.log({name!r}, ...) was called with other options before in this epoch; use "
                 "one set of options for one name"

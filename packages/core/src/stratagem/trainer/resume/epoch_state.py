@@ -21,15 +21,16 @@ _LATEST = ("values", "evaluation_steps", "for_loggers", "bar")
 
 
 class EpochState:
-    """What callbacks, loggers and schedulers see of the present epoch, on one rank.
+    """The values of the present epoch on one rank, for callbacks, loggers and schedulers.
 
-    - `logged`: of each name that training has logged, its options and its reduction so far.
+    - `split`: this rank's part of the data.
+    - `logged`: of each name that training has logged, the options and the reduction so far.
     - `metrics`: the states of torchmetrics objects in the Module, by their place in it.
-    - `latest`: the latest values, also those of the last validation.
-    - `schedulers`: which steps with a value are still to be taken.
-    - `validated`: how many batches of validation there were, the step of what they log.
+    - `latest`: the latest values, including those of the last validation.
+    - `schedulers`: the last step after which schedulers that need a value were stepped.
+    - `validated`: the number of batches of validation; the step of the values that they log.
 
-    Nothing is read before a checkpoint is saved.
+    Values are read when a checkpoint is saved, and not before.
 
     Args:
         run: a fit.
@@ -38,11 +39,8 @@ class EpochState:
     def __init__(self, run: Run) -> None:
         self._ranks, self._module, self._metrics = run.strategy.ranks, run.module, run.metrics
         self._compiles_steps = run.strategy.accelerator.compiles_steps
-        self._latest, self._schedulers, self._evaluation = (
-            run.latest,
-            run.schedulers,
-            run.evaluation,
-        )
+        self._latest, self._schedulers = run.latest, run.schedulers
+        self._evaluation = run.evaluation
         self._kept: dict[str, Any] | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._warned = False
@@ -85,6 +83,11 @@ class EpochState:
         return states
 
     def _metric_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        part: Any
+        for part in self._module.modules():
+            if hasattr(part, "compute_groups"):
+                # A MetricCollection updates one of several alike; the others get its state here.
+                list(part.values())
         for place, metric in _metrics_in(self._module):
             state = {name: getattr(metric, name) for name in metric._defaults}
             state = map_tensors(lambda tensor: tensor.detach().cpu().clone(), state)
@@ -127,12 +130,12 @@ class EpochState:
         parts = dict(self._module.named_modules())
         entries = {}
         for name, states in resumed["logged"].items():
+            entry = MetricAccumulator.restored(name, states, compiles_steps=self._compiles_steps)
             place = states[0].get("metric")
-            if place is None or place in metrics:
-                entries[name] = MetricAccumulator.restored(
-                    name, states, compiles_steps=self._compiles_steps
-                )
-                entries[name].metric = None if place is None else parts[place]
+            if place:
+                entry.metric = parts.get(place)
+            if place is None or entry.metric is not None:
+                entries[name] = entry
         self._metrics.entries = entries
 
 
@@ -146,7 +149,7 @@ def _metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _of_other_ranks(
     states: Sequence[Mapping[str, Any]], ranks: Ranks
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what this rank takes over of the ranks that saved, which were not these.
+    """Return this rank's part of `logged` and `metrics` of the ranks that saved, by name.
 
     Each part of the data goes to one part: sums and weights of all ranks add up to what they were.
     Of ranks that shared a part, the first that has a name counts, as in `over_ranks`.
@@ -166,8 +169,8 @@ def _of_other_ranks(
             for name, value in own.items():
                 found.setdefault(name, []).append(value)
     # Every rank computes a metric object, in one order: that is a collective.
-    logged = (item for state in states for item in state["logged"].items())
-    objects = {name: value for name, value in logged if "metric" in value}
+    every = (item for state in states for item in state["logged"].items())
+    objects = {name: value for name, value in every if "metric" in value}
     for name in sorted(objects):
         together[0][name] = together[0].pop(name, [objects[name]])
     return together
