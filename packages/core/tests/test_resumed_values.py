@@ -66,6 +66,7 @@ class Net(Module):
         self.log("max", loss, on_epoch=True, reduce_fx="max")
         self.log("min", loss, on_epoch=True, reduce_fx="min")
         self.log("median", loss, on_epoch=True, reduce_fx=torch.median)
+        self.log("spread", loss, on_epoch=True, on_step=False, reduce_fx=torch.std)
         if batch_idx == 0:
             self.log("first", loss, on_epoch=True, reduce_fx=lambda values: values.mean() * 2)
         if self.metric is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -181,19 +182,31 @@ class MetricAccumulator:
     def state(self) -> dict[str, Any]:
         """Return the options and what was reduced of this epoch so far; safe data.
 
-        A function of the user's is not in it: `restored` knows its values, and its result as a
-        mean over ranks. Waits for values on a device.
+        A function is not safe data: in its place there are its values, and its result for the case
+        that the name is not logged again in this epoch. Waits for values on a device.
         """
-        fx = self.options.reduce_fx if isinstance(self.reduce_fx, str) else ""
-        options = self.options._replace(reduce_fx=fx)
-        summary = self.summary() if fx or self.values else None
+        number, weight = self.number, self.weight
+        if self.reduce_fx and isinstance(self.reduce_fx, str):
+            number = self.summary().number
+            weight = self.weight  # the summary has added to it
+        elif self.values and self.reduce_fx:
+            number, weight = self._result_so_far(), 1.0
         return {
-            "options": list(options),
+            "options": [o if o is None else _plain(o) for o in self.options],
             "on": [self.on_step, self.on_epoch],
-            "number": self.number if summary is None else float(summary.number),
-            "weight": self.weight if summary is None else float(summary.weight),
+            "number": float(number),
+            "weight": float(weight),
             "values": [float(value) for value in self.values],
         }
+
+    def _result_so_far(self) -> float:
+        """Return what a function makes of the values; NaN if it needs more than there are yet."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return self.summary().number
+            except Exception:
+                return math.nan
 
     @classmethod
     def restored(
@@ -303,6 +316,13 @@ def _first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, ReducedMetri
         for name, summary in summaries.items():
             first.setdefault(name, ReducedMetric(*summary))
     return first
+
+
+def _plain(option: Any) -> str | bool:
+    """Return an option of `log` as safe data; "" for a function."""
+    if isinstance(option, str):
+        return str(option)
+    return "" if callable(option) else bool(option)
 
 
 def _merge(fx: str, one: float, other: float) -> float:
