@@ -435,3 +435,10 @@ def test_every_sample_of_the_epoch_is_trained_on_once_by_another_number_of_ranks
     once = Counter({(epoch, sample): 1 for epoch in range(2) for sample in range(48)})
     for before, after in (("one", "one-two"), ("two", "two-three"), ("two", "two-one")):
         assert read(before) + read(after) == once, f"{before} and then {after}"
+
+
+def test_a_distributed_sampler_in_a_batch_sampler_divides_the_data_itself() -> None:
+    samples: Any = range(24)
+    batches = BatchSampler(DistributedSampler(samples, 2, 0), 2, False)
+    loader = DataLoader(samples, batch_sampler=batches)
+    assert shard_loader(loader, 0, 2, even=True) is loader

@@ -83,11 +83,6 @@ class EpochState:
         return states
 
     def _metric_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        part: Any
-        for part in self._module.modules():
-            if hasattr(part, "compute_groups"):
-                # A MetricCollection updates one of several alike; the others get its state here.
-                list(part.values())
         for place, metric in _metrics_in(self._module):
             state = {name: getattr(metric, name) for name in metric._defaults}
             state = map_tensors(lambda tensor: tensor.detach().cpu().clone(), state)
