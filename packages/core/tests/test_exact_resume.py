@@ -422,6 +422,73 @@ def test_batches_of_an_iterable_dataset_are_read_and_passed_over(tmp_path: Path)
     assert rest == whole[2:], "it yields the same samples in each process, so nothing is lost"
 
 
+class Drawn(IterableDataset[Tensor]):
+    """Draws its samples from a generator that it holds, or that a dataset in it holds."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(24):
+            if isinstance(self.held, torch.Generator):
+                noise = float(torch.rand((), generator=self.held))
+            else:
+                noise = self.held.random()
+            yield torch.full((4,), index / 24) + 0.1 * noise
+
+    def __len__(self) -> int:
+        return 24
+
+
+class DrawnWithState(Drawn):
+    """Goes on by its own state, in which the generator is not."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(held)
+        self.position = self.loaded = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.position, self.loaded = self.loaded, 0
+        while self.position < 24:
+            self.position += 1
+            yield torch.full((4,), self.position / 24 + float(torch.rand((), generator=self.held)))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["position"]
+
+
+@pytest.mark.filterwarnings("ignore:.*in the middle of an epoch may differ")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Drawn(torch.Generator().manual_seed(3)),
+        lambda: Drawn(random.Random(3)),
+        lambda: Drawn(np.random.default_rng(3)),
+        lambda: DrawnWithState(torch.Generator().manual_seed(3)),
+    ],
+    ids=["torch", "random", "numpy", "with a state"],
+)
+def test_a_generator_that_an_iterable_dataset_holds_goes_on(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(make(), batch_size=4)
+
+    whole = fit(loader, tmp_path / "whole", seed=1)
+    assert len(whole) == 18
+    for name, stopped in [
+        *((f"step={step}", step) for step in range(1, 18)),
+        ("epoch=0", 6),
+        ("epoch=1", 12),
+    ]:
+        checkpoint = tmp_path / "whole" / f"{name}.ckpt"
+        rest = fit(loader, tmp_path / name, seed=99, ckpt_path=checkpoint)
+        assert rest == whole[stopped:], f"resumed from {name}"
+
+
 class Stateful:
     """A loader with a state of its own, as torchdata's."""
 

@@ -17,7 +17,9 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -297,6 +299,81 @@ def test_an_order_that_is_not_drawn_again_is_found_at_the_resume() -> None:
         resumed.begin(0)
 
 
+def in_batches(batch_size: int, sampler: Any = RandomSampler) -> DataLoader[Any]:
+    samples: Any = range(24)
+    return DataLoader(samples, batch_sampler=BatchSampler(sampler(samples), batch_size, False))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 4), (2, 6), (4, 2), (3, 2)])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sampler", [RandomSampler, SequentialSampler, SubsetRandomSampler])
+def test_a_sampler_in_a_batch_sampler_repeats_no_sample_with_another_batch_size(
+    before: int, after: int, ranks: int, sampler: Any
+) -> None:
+    saved = Ranks(lambda: in_batches(before, sampler), ranks, seed=1)
+    saved.begin(0)
+    read = saved.read(2)
+    assert (read == list(range(len(read)))) is (sampler is SequentialSampler)
+    resumed = Ranks(lambda: in_batches(after, sampler), ranks, seed=50).resume(saved)
+    resumed.begin(0)
+    rest = resumed.end()
+    assert set(read + rest) == set(range(24))
+    # Ranks take equal steps, so a rest that does not divide repeats one sample for each at most.
+    assert len(read + rest) - 24 < ranks
+
+
+def seeded(samples: Any) -> RandomSampler:
+    return RandomSampler(samples, generator=torch.Generator().manual_seed(5))
+
+
+ORDERS: dict[str, Callable[[Any], Any]] = {
+    "shuffled": RandomSampler,
+    "in order": SequentialSampler,
+    "weighted": lambda samples: WeightedRandomSampler([1.0] * 24, 24, replacement=False),
+    "subset": SubsetRandomSampler,
+    "with a generator": seeded,
+    "backwards": lambda samples: list(reversed(samples)),
+}
+
+
+@pytest.mark.parametrize("in_batch_sampler", [False, True])
+@pytest.mark.parametrize(("batch_size", "ranks"), [(2, 1), (3, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("before", ORDERS)
+def test_another_sampler_is_noticed_whatever_the_batch_size_and_ranks(
+    before: str, batch_size: int, ranks: int, in_batch_sampler: bool
+) -> None:
+    def loader(order: str, size: int) -> DataLoader[Any]:
+        if in_batch_sampler:
+            return in_batches(size, ORDERS[order])
+        samples: Any = range(24)
+        return DataLoader(samples, batch_size=size, sampler=ORDERS[order](samples))
+
+    for after in ORDERS:
+        saved = Ranks(lambda: loader(before, 2), 1, seed=1)
+        saved.begin(0)
+        saved.read(2)
+        resumed = Ranks(lambda: loader(after, batch_size), ranks, seed=50)  # noqa: B023
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            resumed.resume(saved)
+            resumed.begin(0)
+            resumed.end()
+        expected = 0 if after == before else 1
+        assert len(said) == expected, f"{before}, then {after}: {[str(one) for one in said]}"
+        assert all("may be read twice" in str(one.message) for one in said)
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_a_dataset_of_another_type_is_noticed(batch_size: int) -> None:
+    saved = Ranks(lambda: in_order(24), 1)
+    saved.begin(0)
+    saved.read(2)
+    other: Any = list(range(24))
+    resumed = Ranks(lambda: DataLoader(other, batch_size=batch_size), 1)
+    with pytest.warns(UserWarning, match="dataset of the loader was a 'range', and now it is a 'l"):
+        resumed.resume(saved)
+
+
 @pytest.mark.parametrize("make", [shuffled, in_order])
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("samples", [8, 24, 40, 1000])
@@ -358,3 +435,10 @@ def test_every_sample_of_the_epoch_is_trained_on_once_by_another_number_of_ranks
     once = Counter({(epoch, sample): 1 for epoch in range(2) for sample in range(48)})
     for before, after in (("one", "one-two"), ("two", "two-three"), ("two", "two-one")):
         assert read(before) + read(after) == once, f"{before} and then {after}"
+
+
+def test_a_distributed_sampler_in_a_batch_sampler_divides_the_data_itself() -> None:
+    samples: Any = range(24)
+    batches = BatchSampler(DistributedSampler(samples, 2, 0), 2, False)
+    loader = DataLoader(samples, batch_sampler=batches)
+    assert shard_loader(loader, 0, 2, even=True) is loader

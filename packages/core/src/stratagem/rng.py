@@ -24,6 +24,7 @@ __all__ = [
     "chosen_seed",
     "generator_states",
     "generators_of",
+    "generators_of_data",
     "generators_of_dataset",
     "generators_of_loader",
     "inherit_rng",
@@ -283,6 +284,13 @@ def generators_of_loader(loader: Any) -> list[Any]:
     """Return the generators that a loader and its samplers hold."""
     samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     return generators_of(loader, *(s for sampler in samplers for s in _chain(sampler, "sampler")))
+
+
+def generators_of_data(loader: Any) -> list[Any]:
+    """Return the generators that a loader, its samplers and its dataset hold, each once."""
+    found = generators_of_loader(loader)
+    held_by_data = generators_of_dataset(getattr(loader, "dataset", None))
+    return found + [g for g in held_by_data if all(g is not other for other in found)]
 
 
 def generator_states(generators: Sequence[Any]) -> list[Any]:

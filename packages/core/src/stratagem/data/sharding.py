@@ -123,7 +123,7 @@ def shard_loader(
             "be divided between ranks: let it yield this rank's batches only and give it the "
             "attribute num_replicas, or pass use_distributed_sampler=False"
         )
-    sampler = ShardedSampler(loader.sampler, index, count, even=even, seed=chosen_seed())
+    sampler = ShardedSampler(sampler_of(loader), index, count, even=even, seed=chosen_seed())
     return _with_sampler(loader, sampler)
 
 
@@ -142,10 +142,24 @@ def in_order(source: Any) -> Any:
         return {name: in_order(one) for name, one in source.items()}
     if isinstance(source, (list, tuple)):
         return [in_order(one) for one in source]
-    if not isinstance(source, DataLoader) or not isinstance(source.sampler, RandomSampler):
+    if not isinstance(source, DataLoader) or not isinstance(sampler_of(source), RandomSampler):
         return source
     sampler: Sampler[int] = SequentialSampler(source.dataset)  # type: ignore[arg-type]
     return _with_sampler(source, sampler)
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that chooses a loader's samples.
+
+    A loader that was given a batch sampler of torch's has a SequentialSampler that it does not use.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler, DataLoader
+        >>> sampler_of(DataLoader([3, 1, 2], batch_sampler=BatchSampler([2, 0], 1, False)))
+        [2, 0]
+    """
+    batches: Any = loader.batch_sampler
+    return batches.sampler if type(batches) is BatchSampler else loader.sampler
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
@@ -163,7 +177,9 @@ def _with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[
 
 def divides_data(loader: Any) -> bool:
     """Whether a loader's sampler takes care of ranks itself, as DistributedSampler does."""
-    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    chooses = batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
+    samplers = (getattr(loader, "sampler", None), batch_sampler, chooses)
     return any(isinstance(s, ShardedSampler) or hasattr(s, "num_replicas") for s in samplers)
 
 

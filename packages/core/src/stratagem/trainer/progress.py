@@ -18,6 +18,8 @@ class Progress:
         epoch_is_done: all of them were; what is left of the epoch is its end.
         validated: how many of them were when validation ran last in this epoch; 0: it has not.
         batches_before: those of all epochs before.
+        last_step: how many batches the last optimizer step had; 0: not known.
+        end_begun: the hooks of this epoch's end have begun.
     """
 
     epoch: int = 0
@@ -26,13 +28,15 @@ class Progress:
     epoch_is_done: bool = False
     validated: int = 0
     batches_before: int = 0
+    last_step: int = 0
+    end_begun: bool = False
 
     def next_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1
         self.batches_before += self.batches
         self.batches = 0
-        self.epoch_is_done = False
+        self.epoch_is_done = self.end_begun = False
         self.validated = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -40,15 +44,16 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the fields; a finished epoch is followed by the next."""
+        """Restore the fields; an epoch whose end has begun is followed by the next."""
         self.epoch = state["epoch"]
         self.global_step = state["global_step"]
         self.batches = state["batches"]
         self.epoch_is_done = state["epoch_is_done"]
         self.validated = state["validated"]
-        # Checkpoints of before do not have it.
+        # Older checkpoints lack these.
         self.batches_before = state.get("batches_before", 0)
-        if self.epoch_is_done:
+        self.last_step = state.get("last_step", 0)
+        if self.epoch_is_done and state.get("end_begun", True):
             self.next_epoch()
 
 

@@ -430,6 +430,11 @@ class Run:
         """Call the hooks of the epoch's end, and reduce the values that were logged in it."""
         metrics, progress = self.metrics, self.progress
         metrics.in_step = False
+        if progress.epoch_is_done:
+            progress.end_begun = True
+        elif self.rank_state is not None:
+            # A run that resumes in this epoch goes on with the values before this early end.
+            self.rank_state.keep_values()
         metrics.reduce_epoch()
         self.hooks.call_before_metrics("on_train_epoch_end")
         epoch = metrics.end_epoch()
@@ -476,13 +481,12 @@ class Run:
         epoch, batches = self.progress.epoch, self.trainer.num_training_batches
         if not self.validation.is_in_epoch(epoch) or batches == float("inf"):
             return False
-        interval = self.validation.interval(batches)
-        return self.progress.batches % interval < self.accumulation(epoch)
+        return self.validation.is_due(self.validation.interval(batches))
 
     @property
     def has_validated(self) -> bool:
         """Whether validation ran in the present epoch."""
-        return self.validation.last_epoch == self.progress.epoch
+        return self.progress.validated > 0
 
     def metric(self, name: str, who: str) -> Tensor:
         """Return the latest logged value of a name.

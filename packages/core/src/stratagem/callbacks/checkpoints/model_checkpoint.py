@@ -166,6 +166,8 @@ class ModelCheckpoint(Callback):
         self._names = CheckpointNames(replaces=not enable_version_counter)
         self._resumed: dict[str, Any] | None = None
         """The state that was loaded, until rank 0 has checked which of its files still exist."""
+        self._saving: tuple[int, bool] | None = None
+        """Of a run that is resumed: the step that was saved last, and whether a save waits."""
         self._spared: set[str] = set()
         """On rank 0: checkpoints of before this run was resumed, which may be another run's."""
         self._warned: set[str] = set()
@@ -260,9 +262,10 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Start the clock; what was resumed from need not be saved again."""
         self._warned.clear()
-        self._trains, self._waits = True, False
+        self._trains = True
         self._last_time_saved = trainer.run.interruption.agreed_time()
-        self._last_step_saved = trainer.global_step
+        self._last_step_saved, self._waits = self._saving or (trainer.global_step, False)
+        self._saving = None
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
@@ -513,6 +516,8 @@ class ModelCheckpoint(Callback):
             "last_model_path": paths.relative(self.last_model_path, self._folder)
             if self.last_model_path
             else "",
+            "last_step_saved": self._last_step_saved,
+            "waits": self._waits,
             **self._kept.state_dict(self._folder),
         }
 
@@ -523,6 +528,8 @@ class ModelCheckpoint(Callback):
         names no folder and nothing outside of this one's.
         """
         folder = self._folder
+        if "last_step_saved" in state:
+            self._saving = (int(state["last_step_saved"]), bool(state.get("waits")))
         self._take(state, lambda name: None if folder is None else in_folder(folder, name))
 
     def load_remote_state(self, state: dict[str, Any]) -> None:

@@ -14,10 +14,22 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from stratagem.data.index_sequence import RULES, TORCH, IndexSequence, draw_all
-from stratagem.data.resume.resumable_sampler import ResumableSampler, has_exact_length
-from stratagem.data.sharding import ShardedSampler, has_persistent_workers, length_of
+from stratagem.data.resume.resumable_sampler import (
+    ResumableSampler,
+    checksum,
+    has_exact_length,
+    innermost,
+)
+from stratagem.data.sharding import (
+    ShardedSampler,
+    has_persistent_workers,
+    length_of,
+    sampler_of,
+)
+from stratagem.errors import format_value
 from stratagem.rng import (
     generator_states,
+    generators_of_data,
     generators_of_dataset,
     generators_of_loader,
     preserve_rng_state,
@@ -86,7 +98,7 @@ def order_of(loader: DataLoader[Any], shards: int) -> Order | str:
         loader: of a dataset that is read by index.
         shards: how many parts the data are to be divided into.
     """
-    batch_sampler, sampler = loader.batch_sampler, loader.sampler
+    batch_sampler, sampler = loader.batch_sampler, sampler_of(loader)
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         return f"its batch sampler ({type(batch_sampler).__name__}) makes the batches"
     if isinstance(sampler, ShardedSampler):
@@ -123,7 +135,7 @@ class Reshard:
             index, count: which part, of how many.
         """
         rest = order[self.samples :]
-        if getattr(loader.sampler, "drop_last", False):  # DistributedSampler's
+        if getattr(sampler_of(loader), "drop_last", False):  # DistributedSampler's
             rest = rest[: len(rest) // count * count]
         mine = rest.shard(index, count, even=True)
         batches: Any = loader.batch_sampler
@@ -184,11 +196,15 @@ class Resumable:
         self._reshard: Reshard | None = None
         self._resumed: dict[str, Any] | None = None
         self._warned = False
+        self._start: list[Any] = []
+        """The states of the generators when the epoch began, of what is not read by index."""
         self._had_workers = False
         """Whether the run that is resumed had persistent workers by now."""
         reads_by_index = isinstance(loader, DataLoader) and not isinstance(
             loader.dataset, IterableDataset
         )
+        if not reads_by_index and not getattr(loader, "num_workers", 0):
+            self._generators = generators_of_data(loader)
         if _has_state(loader) and not reads_by_index:
             self._stateful = loader
         elif isinstance(loader, (list, tuple)):
@@ -217,10 +233,8 @@ class Resumable:
         inner = loader.batch_sampler if is_batched else loader.sampler
         with_workers = loader.num_workers > 0
         held_by_data = generators_of_dataset(loader.dataset)
-        self._generators = generators_of_loader(loader)
-        if not with_workers:
-            self._generators += [g for g in held_by_data if g not in self._generators]
-        elif held_by_data:
+        self._generators = (generators_of_loader if with_workers else generators_of_data)(loader)
+        if with_workers and held_by_data:
             self.inexact = (
                 f"the dataset of {self._name} holds a {type(held_by_data[0]).__name__}, of which "
                 "each worker has a copy whose state is not known: draw from random, numpy.random "
@@ -286,12 +300,16 @@ class Resumable:
         shards, batch_size = first.get("shards", len(states)), first.get("batch_size", 1)
         samples = before.samples + (batches - before.batches) * batch_size * shards
         is_same_order = self._check_same_order(first, samples)
-        if own is not None and all(own.get(k) == v for k, v in self._layout().items()):
+        is_dealt = own is None or any(own.get(k) != v for k, v in self._layout().items())
+        reason = self._why_not_resharded(first) if is_dealt else ""
+        if is_same_order and not reason:
+            is_same_order = self._check_same_kinds(first.get("kinds", {}))
+        if own is not None and not is_dealt:
             # What was said already is not found once more.
             self._resumed = own if is_same_order else {**own, "first": None}
             return batches
         converted: int = samples // (self.batch_size * self._shard[1])
-        if reason := self._why_not_resharded(first):
+        if reason:
             self._warn(
                 f"the checkpoint was saved in the middle of an epoch, by {shards} reader(s) of "
                 f"{self._name} with batches of {batch_size}, and now there are {self._shard[1]} "
@@ -302,6 +320,8 @@ class Resumable:
                 "start": first["start"],
                 "rule": first.get("rule"),
                 "deal": asdict(Reshard(before.seed, samples, converted)),
+                "first": first.get("first") if is_same_order else None,
+                "began": [before.samples, first.get("shard", 0), shards, batch_size],
                 "generators": [] if own is None else own["generators"],
             }
         return converted
@@ -334,11 +354,35 @@ class Resumable:
             return False
         return True
 
+    def _check_same_kinds(self, before: dict[str, str]) -> bool:
+        """Whether samplers and dataset are of the types that they were; warns if they are not."""
+        changed = {k: v for k, v in self._kinds().items() if before.get(k, v) != v}
+        for what, kind in changed.items():
+            self._warn(
+                f"the checkpoint was saved in the middle of an epoch, when the {what} of "
+                f"{self._name} was a {format_value(before[what])}, and now it is a {kind!r}: "
+                f"{_OVERLAPS}. Resume with what it was saved with, or from a checkpoint of the end "
+                "of an epoch"
+            )
+            return False
+        return True
+
     def _length(self) -> int | None:
         """Return the number of samples in the dataset; None: not known."""
         dataset = None if self._indices is None else self._user_loader.dataset
         length = length_of(dataset)
         return None if length == math.inf else int(length)
+
+    def _kinds(self) -> dict[str, str]:
+        """Return the types of what decides which samples a batch has."""
+        if self._indices is None:
+            return {}
+        loader = self._user_loader
+        return {
+            "dataset": type(loader.dataset).__name__,
+            "batch sampler": type(loader.batch_sampler or BatchSampler([], 1, False)).__name__,
+            "sampler": type(innermost(sampler_of(loader))).__name__,
+        }
 
     def _layout(self) -> dict[str, Any]:
         """Return what must be alike for a rank to go on in its own part of the data."""
@@ -351,9 +395,9 @@ class Resumable:
 
     def _take_seed(self, seed: int | None) -> None:
         """Draw the orders of the run that is resumed, whatever seed this one was given."""
-        sampler = self._user_loader.sampler
+        sampler = sampler_of(self._user_loader)
         if seed is not None:
-            sampler.seed = seed  # type: ignore[attr-defined]
+            sampler.seed = seed
 
     def _why_not_resharded(self, first: dict[str, Any]) -> str:
         if isinstance(self._order, str):
@@ -374,8 +418,12 @@ class Resumable:
         """
         resumed, self._resumed = self._resumed, None
         if self._indices is None:
+            is_over = 0 < of <= done
             # At the end of an epoch, a state would be that of an iteration that never begins.
-            return (iter(()), []) if 0 < of <= done else self._read_over(done, resumed)
+            begun = (iter(()), []) if is_over else self._read_over(done, resumed)
+            if resumed is not None:
+                set_generator_states(self._generators, resumed.get("generators", ()))
+            return begun
         self.left, self._reshard, resharded = math.inf, None, None
         if resumed is None:
             start = None
@@ -390,6 +438,7 @@ class Resumable:
         # A state without a rule was shuffled by torch.
         rule = resumed.get("rule") or TORCH
         rule = rule if rule in RULES else None
+        began = resumed.get("began")
         if resumed.get("deal"):
             assert isinstance(self._order, Order)
             self._reshard = Reshard(**resumed["deal"])
@@ -397,6 +446,8 @@ class Resumable:
                 self._reshard.seed, epoch, resumed["start"], self._generators, rule
             )
             resharded = self._reshard.part(order, self._user_loader, *self._shard)
+            if began and resumed.get("first") not in (None, *_first_of(order, *began)):
+                self._warn_of_order()
             passed_over = done - self._reshard.batches
             self.left = len(resharded) - passed_over
             number = self._reshard.samples
@@ -404,15 +455,18 @@ class Resumable:
         batches = iter(self.loader)
         # Only now: a loader draws a number of its own before it takes the first index.
         self._indices.prime()
-        if resumed.get("first") != self._indices.first and resumed.get("first") is not None:
-            self._warn(
-                f"the samples of {self._name} do not come in the order that they had when the "
-                "checkpoint was saved, so that some of this epoch may be read twice and others not "
-                f"at all: its sampler ({type(self._user_loader.sampler).__name__}) draws from what "
-                "is not in the checkpoint, or the data have changed"
-            )
+        if not began and resumed.get("first") not in (None, self._indices.first):
+            self._warn_of_order()
         set_generator_states(self._generators, resumed["generators"])
         return batches, []
+
+    def _warn_of_order(self) -> None:
+        self._warn(
+            f"the samples of {self._name} do not come in the order that they had when the "
+            "checkpoint was saved, so that some of this epoch may be read twice and others not at "
+            f"all: its sampler ({type(sampler_of(self._user_loader)).__name__}) draws from what is "
+            "not in the checkpoint, or the data have changed"
+        )
 
     def pass_over(self) -> None:
         """Leave out the rest of the epoch that is resumed: this loader was at its end."""
@@ -426,6 +480,9 @@ class Resumable:
         if self._stateful is not None and resumed is not None and "own" in resumed:
             self._stateful.load_state_dict(resumed["own"])
             return iter(self.loader), []
+        if resumed is not None:
+            set_generator_states(self._generators, resumed.get("begun", ()))
+        self._start = generator_states(self._generators)
         batches = iter(self.loader)
         last: list[Any] = []
         for batch in islice(batches, done):
@@ -460,10 +517,14 @@ class Resumable:
             state["first"] = self._indices.first
             state["rule"] = self._indices.rule
             state["length"] = self._length()
+            state["kinds"] = self._kinds()
             state["generators"] = generator_states(self._generators)
             state["deal"] = None if self._reshard is None else asdict(self._reshard)
             if self._indices.start is not None:
                 state["start"] = self._indices.start
+        elif self._generators:
+            state["generators"] = generator_states(self._generators)
+            state["begun"] = self._start
         if self._stateful is not None:
             state["own"] = self._stateful.state_dict()
         return state
@@ -483,12 +544,27 @@ class Resumable:
 
     def _seed(self) -> int | None:
         if isinstance(self._order, Order) and self._order.kind != "whole":
-            return int(self._user_loader.sampler.seed)  # type: ignore[attr-defined]
+            return int(sampler_of(self._user_loader).seed)
         return None
 
     def _warn(self, message: str) -> None:
         if self._rank == 0:
             warnings.warn(message, stacklevel=3)
+
+
+def _first_of(
+    order: IndexSequence, begin: int, index: int, count: int, batch_size: int
+) -> list[int | None]:
+    """Return the checksums that a rank's first batch has in an order, as batch and as one sample.
+
+    Args:
+        order: of all ranks.
+        begin: where in it these ranks began.
+        index, count: which part of the rest the rank reads.
+        batch_size: how many samples of it.
+    """
+    drawn = order[begin:].shard(index, count, even=True)[:batch_size].tolist()
+    return [checksum([drawn]), checksum(drawn)]
 
 
 def _has_state(thing: Any) -> bool:

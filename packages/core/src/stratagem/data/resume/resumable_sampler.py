@@ -132,7 +132,7 @@ class ResumableSampler:
 
         A sampler of the user's is drawn from again for it, a copy; torch's own are known.
         """
-        if type(_innermost(self.sampler)) in _KNOWN or self._begun is None or not self._next.is_own:
+        if type(innermost(self.sampler)) in _KNOWN or self._begun is None or not self._next.is_own:
             return ""
         return self._begun.why_not_drawn_again(_copy(self.sampler))
 
@@ -184,7 +184,7 @@ class _Draw:
         source = self._source
         is_batched = type(source) is BatchSampler
         sampler = source.sampler if is_batched else source
-        inner = _innermost(sampler)
+        inner = innermost(sampler)
         self.rule = self.rule or rule_of(inner)
         order = _sequence(sampler, self.rule)
         if order is None:
@@ -197,7 +197,7 @@ class _Draw:
                 indices = BatchSampler(indices, size, source.drop_last)
             return iter(indices)
 
-        self.first = _checksum(list(islice(batches(order[:size]), 1)))
+        self.first = checksum(list(islice(batches(order[:size]), 1)))
         rest = draw_rest(sampler, self.rule)
         self._rest = batches(chain(order[self._done * size :], rest))
 
@@ -205,7 +205,7 @@ class _Draw:
         """Take from a sampler that has to be asked for all that is before, too."""
         # One that is a generator draws at its first index.
         drawn = list(islice(indices, 1))
-        self.first = _checksum(drawn)
+        self.first = checksum(drawn)
         if self._done:
             for _ in islice(indices, self._done - 1):
                 pass
@@ -230,7 +230,7 @@ class _Draw:
                 set_rng_state(self.start)
                 set_generator_states(generators, self.start["generators"])
                 indices = iter(sampler)
-                if self.first != _checksum(list(islice(indices, 1))):
+                if self.first != checksum(list(islice(indices, 1))):
                     return "draws from what is not in the checkpoint"
                 drawn = encode(rng_state())
                 next(indices, None)
@@ -281,10 +281,10 @@ def has_exact_length(loader: Any) -> bool:
     if kind.__iter__ is not DataLoader.__iter__ or kind.__len__ is not DataLoader.__len__:
         return False
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    return type(_innermost(sampler)) in _KNOWN
+    return type(innermost(sampler)) in _KNOWN
 
 
-def _innermost(sampler: Any) -> Any:
+def innermost(sampler: Any) -> Any:
     """Return the sampler that chooses: not one that makes batches or shards of another's."""
     while type(sampler) in (BatchSampler, ShardedSampler):
         sampler = sampler.sampler
@@ -306,5 +306,6 @@ def _copy(sampler: Any) -> Any:
     return copied
 
 
-def _checksum(indices: list[Any]) -> int | None:
+def checksum(indices: list[Any]) -> int | None:
+    """Return a checksum of indices, or of batches of them; None of what is no safe data."""
     return None if find_offending_value(indices) else zlib.crc32(repr(indices).encode())

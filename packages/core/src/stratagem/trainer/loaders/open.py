@@ -10,6 +10,7 @@ from stratagem.data.sharding import in_order
 from stratagem.rng import rng_state, set_rng_state
 from stratagem.trainer.loaders.loaders import EvaluationLoader, evaluation_loaders, source_of
 from stratagem.trainer.loaders.train_loader import TrainLoader
+from stratagem.trainer.resume.epoch_state import EpochState
 from stratagem.trainer.resume.rank_state import RankState
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def open_fit_data(run: Run) -> FitData:
         loader = _open_training(run)
         validation = _open_validation(run)
     watched = [one.loader for one in validation]
-    rank_state = RankState(run.strategy.ranks, run.progress, loader, watched, rng_of=rng_of)
+    rank_state = RankState(
+        run.strategy.ranks, run.progress, loader, watched, epoch=EpochState(run), rng_of=rng_of
+    )
     return FitData(loader, rank_state, validation)
 
 

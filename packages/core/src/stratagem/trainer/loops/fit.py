@@ -40,6 +40,10 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
     validation.start_clock()
     data.rank_state.begin_training()
     try:
+        if progress.epoch_is_done:
+            # Resumed from a checkpoint that was saved in or after the epoch's last validation.
+            _end_epoch(run)
+            progress.next_epoch()
         # No batch at all was asked for with limit_train_batches=0.
         while data.loader.batches > 0 and not _is_finished(run):
             epoch = progress.epoch
@@ -53,16 +57,15 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
             run.metrics.in_step = True
             data.rank_state.begin_epoch()
             before = replace(progress)
-            # What follows sees the epoch as finished, so that a checkpoint saved from here on
-            # resumes with the next one. A stop in the middle leaves it unfinished.
+            # What follows sees the epoch as finished: a checkpoint that is saved from here on
+            # resumes with the epoch's end. A stop in the middle leaves it unfinished.
             with step.epoch_context():
                 progress.epoch_is_done, validation_is_due = train_steps(interval)
             if progress.epoch_is_done:
                 run.schedulers.step("epoch", epoch + 1)
                 if validation_is_due:
                     validation.run(prepared)
-            run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
-            run.end_train_epoch()
+            _end_epoch(run)
             if not progress.epoch_is_done:
                 break
             if not step.has_loss:
@@ -76,6 +79,12 @@ def fit(run: Run, prepared: PreparedModel, step: Step) -> None:
     with module.logging_to(None):
         hooks.call("on_train_end")
     run.strategy.end_training(prepared)
+
+
+def _end_epoch(run: Run) -> None:
+    """Take the last step of schedulers that wait for a value, and end the epoch."""
+    run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
+    run.end_train_epoch()
 
 
 def _train_steps(
@@ -96,24 +105,23 @@ def _train_steps(
         end = loader.end
         # With check_val_every_n_epoch=None batches are counted over epochs.
         before = validation.counted_before(interval)
-        # Resumed from a checkpoint that was saved before the validation of its step.
-        is_due = (
-            interval > 0
-            and progress.batches > progress.validated
-            and (before + progress.batches) % interval < accumulate
-        )
+        # A checkpoint is saved before the validation of its step, and before the step of schedulers
+        # that wait for a value: a resumed run begins with both.
+        is_due = progress.batches > progress.validated and validation.is_due(interval)
         if is_due and progress.batches < end:
             validation.run(prepared)
             is_due = False
+        if 0 < progress.batches < end:
+            run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
         for micro_batches in step.micro_batches(loader, accumulate):
-            done = progress.batches
+            progress.last_step = len(micro_batches)
             step.start(len(micro_batches), loader.weights)
             take_step(prepared, step, micro_batches)
             step.finish()
             if run.deferred_saves:
                 run.flush_deferred_saves()
             if interval:
-                is_due = (before + progress.batches) % interval < progress.batches - done
+                is_due = (before + progress.batches) % interval < progress.last_step
                 if is_due and progress.batches < end:
                     validation.run(prepared)
                     is_due = False

@@ -88,6 +88,18 @@ class Validation:
         over_epochs = self._run.trainer.options.check_val_every_n_epoch is None
         return self._run.progress.batches_before if over_epochs and interval else 0
 
+    def is_due(self, interval: float) -> bool:
+        """Whether it comes after the last optimizer step, by the number of batches.
+
+        Args:
+            interval: as `interval` returned it.
+        """
+        progress = self._run.progress
+        # An older checkpoint does not say how many batches its last step had.
+        last_step = progress.last_step or self._run.accumulation(progress.epoch)
+        counted = self.counted_before(interval) + progress.batches
+        return interval > 0 and counted % interval < last_step
+
     def start_clock(self) -> None:
         """Count the time to the next one from here, where it goes by time."""
         if self.seconds is not None:

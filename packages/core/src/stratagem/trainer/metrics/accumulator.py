@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,7 @@ class MetricAccumulator:
     __slots__ = (
         "compiles_steps",
         "epoch_name",
+        "is_restored",
         "logger",
         "metric",
         "name",
@@ -123,6 +125,8 @@ class MetricAccumulator:
         self.epoch_name = f"{name}_epoch{suffix}" if both else self.name
         self.metric: Any = None
         """A torchmetrics Metric, which reduces its values itself."""
+        self.is_restored = False
+        """Whether a checkpoint has declared it, and not a call in this run."""
         self.number = _START.get(self.reduce_fx, 0.0) if isinstance(self.reduce_fx, str) else 0.0
         self.weight = 0.0
         self.total: Tensor | None = None
@@ -173,9 +177,79 @@ class MetricAccumulator:
         self.total = reduced if self.total is None else _MERGES[fx](self.total, reduced)
         self.values, self.weights = [], []
 
+    # -- in a checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """Return the options and what was reduced of this epoch so far; safe data.
+
+        A function is not safe data: in its place there are its values, and its result for the case
+        that the name is not logged again in this epoch. Waits for values on a device.
+        """
+        number, weight = self.number, self.weight
+        if self.reduce_fx and isinstance(self.reduce_fx, str):
+            number = self.summary().number
+            weight = self.weight  # the summary has added to it
+        elif self.values and self.reduce_fx:
+            number, weight = self._result_so_far(), 1.0
+        return {
+            "options": [o if o is None else _plain(o) for o in self.options],
+            "on": [self.on_step, self.on_epoch],
+            "number": float(number),
+            "weight": float(weight),
+            "values": [float(value) for value in self.values],
+        }
+
+    def _result_so_far(self) -> float:
+        """Return what a function makes of the values; NaN if it needs more than there are yet."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return self.summary().number
+            except Exception:
+                return math.nan
+
+    @classmethod
+    def restored(
+        cls, name: str, states: Sequence[Mapping[str, Any]], *, compiles_steps: bool
+    ) -> MetricAccumulator:
+        """Return an accumulator that goes on from what `state` returned on some ranks, together.
+
+        Args:
+            name: as it was logged.
+            states: at least one.
+            compiles_steps: as for the class.
+        """
+        options, (on_step, on_epoch) = LogOptions(*states[0]["options"]), states[0]["on"]
+        entry = cls(
+            name, options, on_step=on_step, on_epoch=on_epoch, compiles_steps=compiles_steps
+        )
+        entry.is_restored = True
+        fx = entry.reduce_fx
+        for state in states:
+            entry.number = _merge(fx or "mean", entry.number, state["number"])
+            entry.weight += state["weight"]
+            entry.values += state["values"]
+        entry.weights = [1.0] * len(entry.values)
+        return entry
+
+    def takes(self, options: LogOptions) -> bool:
+        """Whether these are its options; after a resume it takes a function from them.
+
+        A function that is written in the call is another object each time.
+        """
+        if not self.options.reduce_fx and callable(options.reduce_fx):
+            self.options = self.options._replace(reduce_fx=options.reduce_fx)
+            self.reduce_fx = options.reduce_fx
+        return all(
+            a == b or getattr(a, "__code__", a) == getattr(b, "__code__", b)
+            for a, b in zip(self.options, options, strict=True)
+        )
+
     def summary(self) -> ReducedMetric:
         """Return this epoch's value on this rank."""
         shown = (self.epoch_name, self.logger, self.prog_bar)
+        if not self.reduce_fx:
+            return ReducedMetric("mean", self.number, self.weight, *shown)
         if isinstance(self.reduce_fx, str):
             self._fold()
             number = self.number
@@ -242,6 +316,13 @@ def _first_of_each(group: Iterable[Mapping[str, Any]]) -> dict[str, ReducedMetri
         for name, summary in summaries.items():
             first.setdefault(name, ReducedMetric(*summary))
     return first
+
+
+def _plain(option: Any) -> str | bool:
+    """Return an option of `log` as safe data; "" for a function."""
+    if isinstance(option, str):
+        return str(option)
+    return "" if callable(option) else bool(option)
 
 
 def _merge(fx: str, one: float, other: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -181,6 +182,15 @@ class Metrics:
         epoch, self._epoch = self._epoch, EpochMetrics({}, {}, {})
         return epoch
 
+    @property
+    def entries(self) -> dict[str, MetricAccumulator]:
+        """What training has logged in this epoch so far, by name; a checkpoint holds it."""
+        return self._entries
+
+    @entries.setter
+    def entries(self, entries: dict[str, MetricAccumulator]) -> None:
+        self._entries = self._of_loader[None] = entries
+
     def _summaries(self, entries: list[MetricAccumulator]) -> dict[str, ReducedMetric]:
         """Return the epoch's values by name, reduced over loaders and ranks."""
         reduced = [entry for entry in entries if entry.on_epoch]
@@ -212,9 +222,16 @@ class Metrics:
 
     def _declare(self, name: str, options: LogOptions) -> MetricAccumulator:
         """Return the entry of a name that is logged for the first time in this epoch."""
-        if name in self._entries:
-            if _alike(self._entries[name].options, options):
-                return self._entries[name]
+        known = self._entries.get(name)
+        if known is not None and known.takes(options):
+            return known
+        if known is not None and known.is_restored:
+            warnings.warn(
+                f"self.log({name!r}, ...) is called with other options than in the run that saved "
+                "the checkpoint: its value of this epoch begins with this batch",
+                stacklevel=4,
+            )
+        elif known is not None:
             raise UserCodeError(
                 f"self.log({name!r}, ...) was called with other options before in this epoch; use "
                 "one set of options for one name"
@@ -319,11 +336,3 @@ def _first_tensor(data: Any) -> Tensor | None:
     elif not isinstance(data, (list, tuple)):
         return None
     return next((found for part in data if (found := _first_tensor(part)) is not None), None)
-
-
-def _alike(one: LogOptions, other: LogOptions) -> bool:
-    """Whether options mean the same; a function written in the call is another object each time."""
-    return all(
-        a == b or getattr(a, "__code__", a) == getattr(b, "__code__", b)
-        for a, b in zip(one, other, strict=True)
-    )

@@ -15,7 +15,8 @@ precision               such as a loss scale
 strategy_state          what the strategy keeps for itself, by its class's name; where it has any
 epoch, global_step      as users read them: epochs begun, optimizer steps taken
 progress                where the loop is
-ranks                   of each rank, RNG states and its place in the data (`RankStates`)
+ranks                   of each rank, RNG states, place in the data, values of the epoch
+                        (`RankStates`, `EpochState`)
 callbacks, datamodule   their states
 hyper_parameters        what save_hyperparameters kept
 hparams_name            the argument that held all of it as one dict; where there is one

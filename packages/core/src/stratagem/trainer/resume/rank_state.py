@@ -1,4 +1,4 @@
-"""RankState: what each rank saves for itself and restores, RNG states and its place in the data."""
+"""RankState: what each rank saves for itself: RNG states, place in the data, epoch's values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.data.sharding import has_persistent_workers
 from stratagem.rng import (
     generator_states,
-    generators_of_loader,
+    generators_of_data,
     preserve_rng_state,
     rng_state,
     set_generator_states,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stratagem.state.rank_states import RankStates
     from stratagem.trainer.loaders.train_loader import TrainLoader
     from stratagem.trainer.progress import Progress
+    from stratagem.trainer.resume.epoch_state import EpochState
     from stratagem.trainer.run import Run
 
 
@@ -35,7 +36,7 @@ def state_of_rank(run: Run) -> dict[str, Any]:
 
 
 class RankState:
-    """Where one rank is in a fit: its RNG states, and its place in the data.
+    """Where one rank is in a fit: its RNG states, its place in the data, and the epoch's values.
 
     Args:
         ranks: of the run.
@@ -43,6 +44,7 @@ class RankState:
         loader: this rank's training batches.
         validation: this rank's validation loaders, whose generators and persistent workers go on
             as well.
+        epoch: the values of the present epoch.
         rng_of: this rank's accelerator and device, whose RNG state is saved and restored too.
     """
 
@@ -53,9 +55,11 @@ class RankState:
         loader: TrainLoader,
         validation: Sequence[Any],
         *,
+        epoch: EpochState,
         rng_of: tuple[Accelerator, torch.device],
     ) -> None:
         self._rng_of = rng_of
+        self._epoch = epoch
         self._ranks = ranks
         self._progress = progress
         self._loader = loader
@@ -65,15 +69,20 @@ class RankState:
         self._within_epoch = False
 
     def state(self) -> dict[str, Any]:
-        """Return what differs between the ranks: RNG states and the place in the data."""
+        """Return what differs between the ranks; weights-only-safe data."""
         return {
             "random": rng_state(*self._rng_of),
             "loader": self._loader.state(within_epoch=not self._progress.epoch_is_done),
             "validation": [
-                [has_persistent_workers(loader), *generator_states(generators_of_loader(loader))]
+                [has_persistent_workers(loader), *generator_states(generators_of_data(loader))]
                 for loader in self._validation
             ],
+            "epoch": self._epoch.state(),
         }
+
+    def keep_values(self) -> None:
+        """Let checkpoints hold the present values of the epoch, which ends early."""
+        self._epoch.keep()
 
     def resume(self, states: RankStates) -> None:
         """Restore what `state` returned on each rank; the progress is that of the checkpoint.
@@ -86,10 +95,13 @@ class RankState:
             own = states[rank]
             self._random = own["random"]
             self._resume_validation(own.get("validation", []))
-        self._within_epoch = progress.batches > 0
+        self._within_epoch = progress.batches > 0 and not progress.epoch_is_done
         before = progress.batches
-        progress.batches = self._loader.resume(states.of("loader"), before)
-        if before:
+        batches = self._loader.resume(states.of("loader"), before if self._within_epoch else 0)
+        if "epoch" in states[0]:
+            self._epoch.resume(states.of("epoch"))
+        if self._within_epoch:
+            progress.batches = batches
             progress.validated = progress.validated * progress.batches // before
             progress.batches_before = progress.batches_before * progress.batches // before
 
@@ -99,16 +111,22 @@ class RankState:
                 # To start them a loader draws a number, which that run had drawn before.
                 with preserve_rng_state():
                     iter(loader)
-            set_generator_states(generators_of_loader(loader), generators)
+            set_generator_states(generators_of_data(loader), generators)
 
     def begin_training(self) -> None:
-        """Restore the RNG states of a checkpoint whose epoch was at its end."""
+        """Restore the RNG states of a checkpoint whose epoch was at its end, and its values."""
+        if self._progress.epoch_is_done:
+            self._epoch.restore_epoch()
         if not self._within_epoch:
             self._restore_rng()
 
     def begin_epoch(self) -> None:
         """Begin the present epoch after the batches that were trained on."""
         self._loader.begin_epoch(self._progress.epoch, self._progress.batches)
+        if self._within_epoch:
+            # Not before: the hook of the epoch's start has reset and logged what it does.
+            self._epoch.restore_epoch()
+            self._within_epoch = False
         # Last, since the loader has drawn numbers of its own.
         self._restore_rng()
 

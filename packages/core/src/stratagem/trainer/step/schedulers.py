@@ -114,6 +114,15 @@ class Schedulers:
             value = ranks.all_reduce(value, "mean")
         self._take_step(config.scheduler, value)
 
+    def position(self) -> dict[str, Any]:
+        """Return what tells which steps with a value are still to be taken; safe data."""
+        return {"seen": self._seen, "of_validation": sorted(self._names_of_validation)}
+
+    def go_on_from(self, position: dict[str, Any]) -> None:
+        """Restore what `position` returned."""
+        self._seen = position["seen"]
+        self._names_of_validation = set(position["of_validation"])
+
     def state(self) -> list[Any]:
         """Return the state of each."""
         return [config.scheduler.state_dict() for config in self.configs]

@@ -1,0 +1,186 @@
+"""EpochState: the values of the present epoch on one rank, as a checkpoint holds them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.data.pytree import map_tensors
+from stratagem.state.safe_data import find_offending_value
+from stratagem.trainer.metrics.accumulator import MetricAccumulator
+
+if TYPE_CHECKING:
+    from stratagem.interfaces.ranks import Ranks
+    from stratagem.trainer.run import Run
+
+_LATEST = ("values", "evaluation_steps", "for_loggers", "bar")
+
+
+class EpochState:
+    """The values of the present epoch on one rank, for callbacks, loggers and schedulers.
+
+    - `split`: this rank's part of the data.
+    - `logged`: of each name that training has logged, the options and the reduction so far.
+    - `metrics`: the states of torchmetrics objects in the Module, by their place in it.
+    - `latest`: the latest values, including those of the last validation.
+    - `schedulers`: the last step after which schedulers that need a value were stepped.
+    - `validated`: the number of batches of validation; the step of the values that they log.
+
+    Values are read when a checkpoint is saved, and not before.
+
+    Args:
+        run: a fit.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._ranks, self._module, self._metrics = run.strategy.ranks, run.module, run.metrics
+        self._compiles_steps = run.strategy.accelerator.compiles_steps
+        self._latest, self._schedulers = run.latest, run.schedulers
+        self._evaluation = run.evaluation
+        self._kept: dict[str, Any] | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        self._warned = False
+
+    def keep(self) -> None:
+        """Let `state` return the present values from here on: the epoch ends early."""
+        self._kept = self.state()
+
+    def state(self) -> dict[str, Any]:
+        """Return the values; weights-only-safe data. Waits for those on a device."""
+        if self._kept is not None:
+            return self._kept
+        latest = {name: dict(getattr(self._latest, name)) for name in _LATEST}
+        return {
+            "split": list(self._ranks.eval_split),
+            "logged": self._logged(),
+            "metrics": dict(self._metric_states()),
+            "latest": map_tensors(lambda tensor: tensor.detach().cpu().clone(), latest),
+            "schedulers": self._schedulers.position(),
+            "validated": self._evaluation.batches,
+        }
+
+    def _logged(self) -> dict[str, Any]:
+        places = {id(part): place for place, part in self._module.named_modules()}
+        states = {}
+        for name, entry in self._metrics.entries.items():
+            states[name] = entry.state()
+            if entry.metric is None:
+                continue
+            place = states[name]["metric"] = places.get(id(entry.metric), "")
+            if not place and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"self.log({name!r}, ...) was called with a {type(entry.metric).__name__} that "
+                    "is not an attribute of the Module, so its state is not in the checkpoint: a "
+                    "resumed run computes it from the rest of the epoch. Assign it in "
+                    f"{type(self._module).__name__}.__init__",
+                    stacklevel=2,
+                )
+        return states
+
+    def _metric_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for place, metric in _metrics_in(self._module):
+            state = {name: getattr(metric, name) for name in metric._defaults}
+            state = map_tensors(lambda tensor: tensor.detach().cpu().clone(), state)
+            if getattr(metric, "_update_count", 1) and not find_offending_value(state):
+                yield place, {"updates": getattr(metric, "_update_count", 0), "state": state}
+
+    # -- resuming
+
+    def resume(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the latest values; `restore_epoch` restores what is reduced over the epoch.
+
+        Args:
+            states: of the ranks that saved, in their order.
+        """
+        ranks = self._ranks
+        own = dict(states[ranks.global_rank if ranks.global_rank < len(states) else 0])
+        for name in _LATEST:
+            # In place: others hold these dicts.
+            latest = getattr(self._latest, name)
+            latest.clear()
+            latest.update(own["latest"][name])
+        self._schedulers.go_on_from(own["schedulers"])
+        self._evaluation.batches = own["validated"]
+        if len(states) != ranks.world_size or own["split"] != list(ranks.eval_split):
+            own["logged"], own["metrics"] = _of_other_ranks(states, ranks)
+        else:
+            own["logged"] = {name: [state] for name, state in own["logged"].items()}
+            own["metrics"] = {place: [state] for place, state in own["metrics"].items()}
+        self._resumed = own
+
+    def restore_epoch(self) -> None:
+        """Restore what is reduced over the epoch that is resumed, in place of what is there."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            return
+        metrics = dict(_metrics_in(self._module))
+        for place, states in resumed["metrics"].items():
+            if place in metrics:
+                _restore_metric(metrics[place], states)
+        parts = dict(self._module.named_modules())
+        entries = {}
+        for name, states in resumed["logged"].items():
+            entry = MetricAccumulator.restored(name, states, compiles_steps=self._compiles_steps)
+            place = states[0].get("metric")
+            if place:
+                entry.metric = parts.get(place)
+            if place is None or entry.metric is not None:
+                entries[name] = entry
+        self._metrics.entries = entries
+
+
+def _metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the torchmetrics objects in a module, each with its place."""
+    for place, part in module.named_modules():
+        if place and hasattr(part, "compute") and isinstance(getattr(part, "_defaults", 0), dict):
+            yield place, part
+
+
+def _of_other_ranks(
+    states: Sequence[Mapping[str, Any]], ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return this rank's part of `logged` and `metrics` of the ranks that saved, by name.
+
+    Each part of the data goes to one part: sums and weights of all ranks add up to what they were.
+    Of ranks that shared a part, the first that has a name counts, as in `over_ranks`.
+    """
+    index, count = ranks.eval_split
+    of_parts: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for state in states:
+        part = state["split"][0]
+        if part % count == index:
+            logged, metrics = of_parts.setdefault(part, ({}, {}))
+            for found, own in ((logged, state["logged"]), (metrics, state["metrics"])):
+                for name, value in own.items():
+                    found.setdefault(name, value)
+    together: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for part in sorted(of_parts):
+        for found, own in zip(together, of_parts[part], strict=True):
+            for name, value in own.items():
+                found.setdefault(name, []).append(value)
+    # Every rank computes a metric object, in one order: that is a collective.
+    every = (item for state in states for item in state["logged"].items())
+    objects = {name: value for name, value in every if "metric" in value}
+    for name in sorted(objects):
+        together[0][name] = together[0].pop(name, [objects[name]])
+    return together
+
+
+def _restore_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
+    """Restore a torchmetrics object from the states of one or several ranks."""
+    for name in states[0]["state"]:
+        values = [state["state"][name] for state in states]
+        if len(values) > 1 and isinstance(values[0], Tensor):
+            # As torchmetrics reduces over ranks.
+            reduce = metric._reductions.get(name)
+            values = [values[0] if reduce is None else reduce(torch.stack(values))]
+        value = values[0] if isinstance(values[0], Tensor) else [v for part in values for v in part]
+        setattr(metric, name, map_tensors(lambda tensor: tensor.to(metric.device), value))
+    if hasattr(metric, "_update_count"):
+        metric._update_count = sum(state["updates"] for state in states)
+    metric._computed = None
