@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stratagem.errors import CheckpointMismatchError, naming
+from stratagem.errors import CheckpointMismatchError, format_names, naming
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.module import LiteModule
@@ -76,7 +76,7 @@ def restore(
     if missing and strict:
         raise CheckpointMismatchError(
             f"{os.fspath(path)!r} lacks the entries {', '.join(missing)}; it has "
-            f"{', '.join(checkpoint)}. Pass strict=False to leave them as they are"
+            f"{format_names(checkpoint, 20)}. Pass strict=False to leave them as they are"
         )
     there = {name: target for name, target in state.items() if name not in missing}
     for name, target in sorted(there.items(), key=lambda item: _turn(item[1])):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import CheckpointMismatchError
+from stratagem.errors import CheckpointMismatchError, format_names, format_text
 from stratagem.state.shards import LazyTensor
 
 _WRAPPER = "_orig_mod."
@@ -117,9 +117,9 @@ def _merged(
     if missing:
         there, here = (sorted(group.keys() - {"params"}) for group in (saved, own))
         raise CheckpointMismatchError(
-            f"the checkpoint's optimizer has the group options {', '.join(there)}, and lacks "
-            f"{', '.join(sorted(missing))}: {type(optimizer).__name__} has {', '.join(here)}. Use "
-            "the optimizer that it was saved with"
+            f"the checkpoint's optimizer has the group options {format_names(there, 50)}, and "
+            f"lacks {', '.join(sorted(missing))}: {type(optimizer).__name__} has "
+            f"{', '.join(here)}. Use the optimizer that it was saved with"
         )
     return {**own, **saved, "params": own["params"]}
 
@@ -143,9 +143,9 @@ def matching_groups(
                 found.append(group)
                 break
         else:
-            there = [_some(group["params"]) for group in saved]
+            there = [format_names(group["params"]) for group in saved]
             raise CheckpointMismatchError(
-                f"the checkpoint's optimizer has no parameter group of {_some(list(names))}; its "
+                f"the checkpoint's optimizer has no parameter group of {format_names(names)}; its "
                 f"groups are {'; '.join(there) or 'none'}: use the optimizer and the parameter "
                 "groups that it was saved with"
             )
@@ -155,9 +155,9 @@ def matching_groups(
     ]:
         raise CheckpointMismatchError(
             "the checkpoint's optimizer has parameter groups that this one lacks: "
-            f"{'; '.join(map(_some, left_out))}. Their state would be lost: use the groups that it "
-            "was saved with (requires_grad_(False) lets one stay and not train), or load the "
-            "weights alone and begin with a new optimizer"
+            f"{'; '.join(map(format_names, left_out))}. Their state would be lost: use the groups "
+            "that it was saved with (requires_grad_(False) lets one stay and not train), or load "
+            "the weights alone and begin with a new optimizer"
         )
     places = [
         next(i for i, group in enumerate(saved) if group is one) for one in found if one["params"]
@@ -238,17 +238,17 @@ def check_weights(
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     differing = [
-        f"{name} {tuple(state[name].shape)} (the model has {shape})"
+        f"{format_text(name, 100)} {tuple(state[name].shape)} (the model has {shape})"
         for name, shape in shapes.items()
         if isinstance(state.get(name), (Tensor, LazyTensor)) and state[name].shape != shape
     ]
     problems = []
     if strict and missing:
-        problems.append(f"it lacks {_some(missing)}")
+        problems.append(f"it lacks {format_names(missing)}")
     if strict and unexpected:
-        problems.append(f"it has {_some(unexpected)}, which the model lacks")
+        problems.append(f"it has {format_names(unexpected)}, which the model lacks")
     if differing:
-        problems.append(f"these have another shape: {_some(differing)}")
+        problems.append(f"these have another shape: {format_names(differing)}")
     if problems:
         raise CheckpointMismatchError(
             "the checkpoint belongs to another model: "
@@ -272,8 +272,3 @@ def _names_by_index(optimizer: Optimizer, module: nn.Module) -> dict[int, str]:
             "hand over"
         )
     return {index: names[id(p)] for index, p in enumerate(ordered)}
-
-
-def _some(items: list[str], most: int = 5) -> str:
-    shown = ", ".join(items[:most])
-    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
