@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 
 from stratagem.checkpoint.checksum import PIECE_SIZE, Checksum, checksum_of_file
 from stratagem.checkpoint.entries import Refused, read_entries
-from stratagem.errors import CheckpointCorruptError, format_value
+from stratagem.errors import CheckpointCorruptError, format_text
 
 FORMAT_VERSION = 2
 
@@ -323,7 +323,7 @@ def parse_manifest(values: dict[str, Any], path: str) -> Manifest:
     if version > FORMAT_VERSION:
         raise CheckpointCorruptError(
             f"{path!r} has the file format {version}, made by stratagem "
-            f"{format_value(values.get('stratagem'))}; this version reads up to {FORMAT_VERSION}: "
+            f"{format_text(str(values.get('stratagem')))}; this version reads up to {FORMAT_VERSION}: "
             "upgrade stratagem-core"
         )
     piece_size = values["piece_size"] if version > 1 else 0

@@ -12,6 +12,7 @@ from stratagem.errors import (
     CheckpointMismatchError,
     PluginError,
     format_names,
+    format_text,
     format_value,
 )
 from stratagem.storage import paths
@@ -71,7 +72,7 @@ def check_trainer_checkpoint(
         advice = "upgrade stratagem-core" if version > FORMAT_VERSION else "no release wrote it"
         raise CheckpointCorruptError(
             f"{str(path)!r} has format version {version}, made by stratagem "
-            f"{format_value(checkpoint.get('stratagem_version'))}; this is stratagem "
+            f"{format_text(str(checkpoint.get('stratagem_version')))}; this is stratagem "
             f"{__version__}, which reads version {FORMAT_VERSION}: {advice}"
         )
     if "state_dict" not in checkpoint:

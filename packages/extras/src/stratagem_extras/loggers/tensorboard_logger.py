@@ -96,7 +96,7 @@ class TensorBoardLogger(SDKLogger):
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Go on in the folder of a run that is resumed, unless a version was given."""
-        self._folder.begin_run(run_id, is_resumed=resumed_at is not None)
+        self._folder.begin_run(run_id, resumed_at)
         super().begin_run(run_id, resumed_at)
 
     def _start(self) -> Any:
