@@ -90,10 +90,9 @@ def main() -> int:
     stop = None
     if arguments[:1] and arguments[0] in _SHORT:
         gc.disable()
-        if hasattr(os, "fork"):
-            from stratagem.cli.watcher import start_watcher
+        from stratagem.cli.watcher import watch_plugins
 
-            stop = start_watcher()
+        stop = watch_plugins()
     try:
         code = run_command(arguments)
         sys.stdout.flush()

@@ -49,8 +49,7 @@ def ask_plugins(
                 plugin,
                 Check(hook, "error", format_text(f"raised {type(error).__name__}: {error}", 1000)),
             )
-        finally:
-            discovery.announce("")
+        discovery.announce("")
 
 
 def plugin_commands(

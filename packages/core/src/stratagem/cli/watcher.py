@@ -1,71 +1,56 @@
-"""A process beside a command that names the plugin at which the command ended or hangs.
-
-Plugins are imported in the process of the command. One that calls `os._exit`, crashes or waits
-forever leaves no chance to say so there.
-"""
+"""Naming the plugin at which a command ends or hangs, in the process of the command itself."""
 
 from __future__ import annotations
 
-import contextlib
+import faulthandler
 import os
+import sys
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from stratagem.discovery import registry
 from stratagem.discovery.entry_points import DISABLE_VARIABLE
 
 PATIENCE = 10.0
-"""Seconds after which a plugin that is still running is named."""
+"""Seconds after which a plugin that has not returned is shown, by a traceback of its code."""
 
 
-def start_watcher() -> Callable[[], None]:
-    """Start the process that watches this one; return a function that ends it."""
-    reading, writing = os.pipe()
-    command, child = os.getpid(), os.fork()
-    if child == 0:
-        try:
-            os.close(writing)
-            _watch(reading, command)
-        finally:
-            os._exit(0)
-    os.close(reading)
+def watch_plugins() -> Callable[[], None]:
+    """Name each plugin that ends this process or hangs; return the function that ends this.
+
+    A plugin that calls `os._exit` or raises KeyboardInterrupt is named. A crash and a hang show the
+    traceback, with the file of the plugin: nothing else can be said then.
+    """
+    running, command, leave = "", os.getpid(), os._exit
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)
 
     def tell(plugin: str) -> None:
-        with contextlib.suppress(OSError):  # the watcher, or the pipe, is gone
-            os.write(writing, f"{plugin}\n".encode(errors="backslashreplace"))
+        nonlocal running
+        running = plugin
+        if plugin:
+            faulthandler.dump_traceback_later(PATIENCE, file=2)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+    def say() -> None:
+        if running and os.getpid() == command:
+            name = running.partition(" ")[0].partition(":")[0]
+            print(
+                f"stratagem: the plugin {running} ended the process. To go without this plugin, "
+                f"set {DISABLE_VARIABLE}={name}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def leave_with_name(status: Any) -> NoReturn:
+        say()
+        leave(status)
 
     def stop() -> None:
-        registry.announce = registry.announce_nothing
-        with contextlib.suppress(OSError):
-            os.close(writing)
-            os.waitpid(child, 0)
+        registry.announce, os._exit = registry.announce_nothing, leave
+        faulthandler.cancel_dump_traceback_later()
+        say()
 
-    registry.announce = tell
+    registry.announce, os._exit = tell, leave_with_name
     return stop
-
-
-def _watch(reading: int, command: int) -> None:
-    """Read which plugin runs, until the command ends; say what has to be said of the last one."""
-    import select
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    plugin = said = ""
-    while True:
-        if select.select([reading], [], [], PATIENCE)[0]:
-            if not (told := os.read(reading, 1 << 16)):
-                break
-            plugin = told.decode(errors="replace").splitlines()[-1]
-        # A process that a plugin has started may hold the pipe open.
-        elif os.getppid() != command:
-            break
-        elif plugin not in ("", said):
-            said = plugin
-            _say(f"the plugin {plugin} has not returned after {PATIENCE:.0f} s", plugin)
-    if plugin:
-        _say(f"the plugin {plugin} ended the process", plugin)
-
-
-def _say(what: str, plugin: str) -> None:
-    name = plugin.partition(" ")[0].partition(":")[0]
-    text = f"stratagem: {what}. To go without this plugin, set {DISABLE_VARIABLE}={name}\n"
-    os.write(2, text.encode(errors="backslashreplace"))

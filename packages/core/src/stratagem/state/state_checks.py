@@ -19,38 +19,28 @@ from stratagem.errors import CheckpointMismatchError, format_text, format_value
 from stratagem.state.shards import LazyTensor
 
 _ADVICE = "Use what it was saved with, or load the weights alone and begin anew"
-_NUMBER, _LIKE, _TENSOR = "a number", "like the parameter", "a tensor of floats"
-_ADAM = {"step": _NUMBER, "exp_avg": _LIKE, "exp_avg_sq": _LIKE, "max_exp_avg_sq": _LIKE}
-# What torch's own optimizers keep for a parameter.
-_ENTRIES: dict[str, Mapping[str, str]] = {
-    "ASGD": {"step": _NUMBER, "eta": _NUMBER, "mu": _NUMBER, "ax": _LIKE},
-    "Adadelta": {"step": _NUMBER, "square_avg": _LIKE, "acc_delta": _LIKE},
-    "Adafactor": {"step": _NUMBER, "row_var": _TENSOR, "col_var": _TENSOR, "variance": _TENSOR},
-    "Adagrad": {"step": _NUMBER, "sum": _LIKE},
+_NUMBER, _TENSOR = "a number", "a tensor of floats"
+_ADAM = ("step", "exp_avg exp_avg_sq max_exp_avg_sq")
+# What torch's own optimizers keep for a parameter: numbers, and tensors of its shape.
+_ENTRIES = {
+    "ASGD": ("step eta mu", "ax"),
+    "Adadelta": ("step", "square_avg acc_delta"),
+    "Adafactor": ("step", ""),
+    "Adagrad": ("step", "sum"),
     "Adam": _ADAM,
     "AdamW": _ADAM,
-    "Adamax": {"step": _NUMBER, "exp_avg": _LIKE, "exp_inf": _LIKE},
-    "LBFGS": {"func_evals": _NUMBER, "n_iter": _NUMBER},
-    "Muon": {"momentum_buffer": _LIKE},
-    "NAdam": {**_ADAM, "mu_product": _NUMBER},
-    "RAdam": _ADAM,
-    "RMSprop": {
-        "step": _NUMBER,
-        "square_avg": _LIKE,
-        "momentum_buffer": _LIKE,
-        "grad_avg": _LIKE,
-    },
-    "Rprop": {"step": _NUMBER, "prev": _LIKE, "step_size": _LIKE},
-    "SGD": {"momentum_buffer": _LIKE},
-    "SparseAdam": _ADAM,
+    "Adamax": ("step", "exp_avg exp_inf"),
+    "LBFGS": ("func_evals n_iter", ""),
+    "Muon": ("", "momentum_buffer"),
+    "NAdam": ("step mu_product", "exp_avg exp_avg_sq"),
+    "RAdam": ("step", "exp_avg exp_avg_sq"),
+    "RMSprop": ("step", "square_avg momentum_buffer grad_avg"),
+    "Rprop": ("step", "prev step_size"),
+    "SGD": ("", "momentum_buffer"),
+    "SparseAdam": ("step", "exp_avg exp_avg_sq"),
 }
-# Entries that exist only if a group option is on, "": some parameters have none.
-_OPTIONS = {
-    "max_exp_avg_sq": "amsgrad",
-    "momentum_buffer": "momentum",
-    "grad_avg": "centered",
-    **dict.fromkeys(("row_var", "col_var", "variance"), ""),
-}
+# Of these only the ones that a group option asks for.
+_OPTIONS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
 
 
 def check_optimizer_form(state: Any) -> None:
@@ -93,31 +83,33 @@ def check_entries(
         CheckpointMismatchError: names the parameter and the entry.
     """
     kind = type(optimizer)
-    rules = _ENTRIES.get(kind.__name__, {}) if kind.__module__.startswith("torch.optim") else {}
+    is_torchs = kind.__module__.startswith("torch.optim")
+    numbers, tensors = _ENTRIES.get(kind.__name__, ("", "")) if is_torchs else ("", "")
     options = {name: group for group in state["param_groups"] for name in group["params"]}
     for name, entry in state["state"].items():
         if name not in parameters:
             continue
         if not isinstance(entry, Mapping) or not all(type(key) is str for key in entry):
             raise _mismatch(entry, f"the state of {name}", "a dict by names")
-        for key, rule in rules.items() if entry else ():
-            what = f"{key!r} of {name}"
-            if key not in entry:
-                option = options.get(name, {}).get(_OPTIONS[key]) if key in _OPTIONS else True
-                if option and not isinstance(option, str):
-                    raise CheckpointMismatchError(
-                        f"the checkpoint's optimizer lacks {what}, which {kind.__name__} needs. "
-                        f"{_ADVICE}"
-                    )
-            elif entry[key] is None and key in _OPTIONS:
+        shape = tuple(parameters[name].shape)
+        for key in f"{numbers} {tensors}".split() if entry else ():
+            value, what = entry.get(key), f"{key!r} of {name}"
+            is_asked = key not in _OPTIONS or options.get(name, {}).get(_OPTIONS[key])
+            # SGD and Muon have none before their first step.
+            if value is None and (not is_asked or key == tensors == "momentum_buffer"):
                 continue
-            elif rule is _NUMBER:
-                if not _is_number(entry[key]):
-                    raise _mismatch(entry[key], what, rule)
-            elif not _is_float_tensor(entry[key]):
-                raise _mismatch(entry[key], what, _TENSOR)
-            elif rule is _LIKE and tuple(entry[key].shape) != tuple(parameters[name].shape):
-                raise _mismatch(entry[key], what, f"the shape {tuple(parameters[name].shape)}")
+            if key not in entry:
+                raise CheckpointMismatchError(
+                    f"the checkpoint's optimizer lacks {what}, which {kind.__name__} needs. "
+                    f"{_ADVICE}"
+                )
+            if key in numbers.split():
+                if not _is_number(value):
+                    raise _mismatch(value, what, _NUMBER)
+            elif not _is_float_tensor(value):
+                raise _mismatch(value, what, _TENSOR)
+            elif tuple(value.shape) != shape:
+                raise _mismatch(value, what, f"the shape {shape}")
 
 
 def check_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -185,6 +185,7 @@ class TensorBoardLogger(SDKLogger):
         if self._experiment is not None:
             self._experiment.flush()
             self._experiment.close()
+            self._folder.end(status, self.steps_taken)
 
 
 def _fits(value: Any) -> bool:
