@@ -272,7 +272,7 @@ class Full(CSVLogger):
     """A CSVLogger whose disk is full while a file says so."""
 
     def _write(self, rows: Any) -> None:
-        if (Path(self.save_dir) / "full").exists():
+        if (Path(str(self.save_dir)) / "full").exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
         super()._write(rows)
 

@@ -93,7 +93,8 @@ def check_entries(
             raise _mismatch(entry, f"the state of {name}", "a dict by names")
         shape = tuple(parameters[name].shape)
         for key in f"{numbers} {tensors}".split() if entry else ():
-            value, what = entry.get(key), f"{key!r} of {name}"
+            value: Any = entry.get(key)
+            what = f"{key!r} of {name}"
             is_asked = key not in _OPTIONS or options.get(name, {}).get(_OPTIONS[key])
             # SGD and Muon have none before their first step.
             if value is None and (not is_asked or key == tensors == "momentum_buffer"):
