@@ -115,6 +115,11 @@ CASES = {
         stage="specs",
         reason=["returned the strategy spec 'wanted'; expected an iterable", "yield each of them"],
     ),
+    "endless_components": Plugin(
+        returning('(spec(f"name_{i}") for i in __import__("itertools").count())'),
+        stage="specs",
+        reason=["returned more than 10000 components"],
+    ),
     "not_a_spec": Plugin(
         returning('["wanted"]'), stage="specs", reason=["'wanted'", "expected ComponentSpec"]
     ),
@@ -307,6 +312,93 @@ def test_doctor_shows_it(case: tuple[str, Plugin], tmp_path: Path) -> None:
         for part in (*plugin.reason, *plugin.notes):
             assert part in "\n".join(problems)
     assert shown["slow"] or name != "slow"
+
+
+@pytest.mark.parametrize("command", ["doctor", "strategies"])
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("import os; os._exit(3)", 3),
+        ("import os; os._exit(0)", 0),
+        ("raise KeyboardInterrupt", 130),
+    ],
+)
+def test_a_plugin_that_ends_the_process_is_named(
+    command: str, source: str, code: int, tmp_path: Path
+) -> None:
+    install(tmp_path, "ends", Plugin(source))
+    install(tmp_path, "zz_in_order", GOOD)
+    process = start(tmp_path, command)
+    assert process.communicate(timeout=60) == (
+        "",
+        "stratagem: the plugin stratagem-ends (plugin_of_ends) ended the process. To go without "
+        "this plugin, set STRATAGEM_DISABLE_PLUGINS=stratagem-ends\n",
+    )
+    assert process.returncode == code
+    environ = {"STRATAGEM_DISABLE_PLUGINS": "stratagem-ends"}
+    assert "in_order" in run(tmp_path, "-m", "stratagem", "strategies", environ=environ)
+
+
+def test_a_plugin_that_crashes_is_shown_with_its_file(tmp_path: Path) -> None:
+    install(tmp_path, "crashes", Plugin("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
+    process = start(tmp_path, "strategies")
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == -11
+    assert "Segmentation fault" in said
+    assert f'File "{tmp_path}/module_of_crashes.py", line 2 in <module>' in said
+
+
+def test_a_plugin_that_does_not_return_is_shown_with_its_file(tmp_path: Path) -> None:
+    install(tmp_path, "waits", Plugin("import time; time.sleep(600)"))
+    process = start(tmp_path, "doctor")
+    assert process.stderr is not None
+    said = [process.stderr.readline() for _ in range(3)]
+    assert said[0] == "Timeout (0:00:10)!\n"
+    assert f'File "{tmp_path}/module_of_waits.py", line 2 in <module>' in said[2]
+    process.kill()
+    process.communicate(timeout=60)
+
+
+def start(folder: Path, command: str) -> subprocess.Popen[str]:
+    """Start a command with a folder's distributions on its path."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("STRATAGEM_")}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "stratagem", command],
+        env={**clean, "PYTHONPATH": str(folder)},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e"
+
+
+def test_no_text_of_a_plugin_reaches_the_terminal_as_it_is(tmp_path: Path) -> None:
+    """Control characters in metadata, summaries, errors and checks are escaped."""
+    install(tmp_path, "hostile", Plugin(returning(f'[spec("wanted", summary={HOSTILE!r})]')))
+    install(tmp_path, "raises", Plugin(f"raise ImportError({HOSTILE!r} + 'x' * 1_000_000)"))
+    checks = f"""
+from stratagem.discovery import Check, hookimpl
+@hookimpl
+def stratagem_doctor():
+    yield Check({HOSTILE!r}, "error", {HOSTILE!r} + "\\nstratagem: all is well")
+"""
+    install(tmp_path, "checks", Plugin(checks))
+    for case in ("hostile", "raises", "checks"):
+        info = tmp_path / f"stratagem_{case}-3.2.1.dist-info"
+        for file in ("METADATA", "entry_points.txt"):
+            text = (info / file).read_text()
+            text = text.replace("3.2.1", f"3.2.1{HOSTILE}").replace("of_", f"of_{HOSTILE}", 1)
+            (info / file).write_text(text.replace(f"module_of_{HOSTILE}", "module_of_"))
+    for arguments in (["doctor"], ["doctor", "--verbose"], ["strategies"], ["nothing"]):
+        code = {"doctor": 1, "nothing": 2}.get(arguments[0], 0)
+        said = run(tmp_path, "-m", "stratagem", *arguments, expect=code)
+        assert said.replace("\n", "").isprintable()
+        assert "\nstratagem: all is well" not in said
+        assert len(said) < 100_000
+        assert arguments == ["nothing"] or "\\x1b]0;title\\x07\\x1b[2J\\u202e" in said
 
 
 def test_a_slow_import_is_reported_with_its_seconds(tmp_path: Path) -> None:

@@ -515,6 +515,15 @@ class AdamNet(Net):
         }
 
 
+@needs_whole_steps
+def test_what_a_backend_has_raised_is_said() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise ValueError("this graph has no code")
+
+    with pytest.raises(UserCodeError, match=r"raised: ValueError: this graph has no code"):
+        fit(compile={"step": True, "backend": backend})
+
+
 def step_of(graphs: Any) -> dict[str, Any]:
     return {"compile": {"step": True, "backend": graphs}}
 

@@ -251,6 +251,12 @@ def laughing(kind: bytes, levels: int) -> bytes:
     return b"(K\x01q\x01" + step * levels + b"t"
 
 
+def colliding(count: int, *, member: bool = False) -> bytes:
+    """Return the operations of numbers that have one hash, as keys of None or as members."""
+    numbers = [(number * ((1 << 61) - 1)).to_bytes(12, "little") for number in range(1, count + 1)]
+    return b"".join(b"\x8a\x0c" + number + b"N" * (not member) for number in numbers)
+
+
 def storage(key: bytes, count: int) -> bytes:
     """Return the operations that name a storage of `count` floats."""
     named = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + key
@@ -289,6 +295,11 @@ def storage(key: bytes, count: int) -> bytes:
         (
             b"}ctorch\nSize\n(" + b"K\x01" * 9000 + b"t\x85Rq\x01N" + b"sh\x01N" * 9000 + b"s",
             "its pickle repeats its keys",
+        ),
+        (b"}(" + colliding(1002) + b"u", "its pickle has keys that were made to collide"),
+        (
+            b"c__builtin__\nset\n](" + colliding(1002, member=True) + b"e\x85R",
+            "its pickle has keys that were made to collide",
         ),
         (b"]q\x01h\x01a", "contains itself or is nested too deeply"),
         (b"]" * 300 + b"a" * 299, "contains itself or is nested too deeply"),

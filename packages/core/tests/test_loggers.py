@@ -5,8 +5,13 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
+import errno
 import json
+import os
 import pickle
+import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -171,6 +176,137 @@ def test_loggers_are_told_of_run_graph_rows_and_checkpoints(tmp_path: Path) -> N
     again = Sends()
     trainer_in(tmp_path, again, max_epochs=2).fit(Learner(), numbers(), ckpt_path=last_of(trainer))
     assert again.told[0] == ("begin", run_id, 2)
+
+
+def table(folder: str | Path) -> list[str]:
+    return (Path(folder) / "metrics.csv").read_text().split()
+
+
+def test_a_row_that_was_cut_short_is_removed_before_the_next_one(tmp_path: Path) -> None:
+    for torn in ("1,0.2", "1", "1,0.25\r"):
+        logger = CSVLogger(tmp_path, version=f"of{len(torn)}{torn[-1:].strip()!r}")
+        logger.log_metrics({"loss": 0.5}, 0)
+        with (Path(logger.log_dir) / "metrics.csv").open("a") as file:
+            file.write(torn)
+        again = CSVLogger(tmp_path, version=logger.version)
+        again.log_metrics({"loss": 0.125}, 2)
+        assert table(again.log_dir) == ["step,loss", "0,0.5", "2,0.125"]
+
+
+def test_a_header_that_was_cut_short_is_written_anew(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, version="one")
+    Path(logger.log_dir).mkdir(parents=True)
+    (Path(logger.log_dir) / "metrics.csv").write_text("step,lo")
+    logger.log_metrics({"loss": 0.5}, 0)
+    assert table(logger.log_dir) == ["step,loss", "0,0.5"]
+
+
+def begun(folder: Path, run_id: str, resumed_at: int | None = None, **options: Any) -> CSVLogger:
+    logger = CSVLogger(folder, **options)
+    logger.begin_run(run_id, resumed_at)
+    return logger
+
+
+RUN = "0123456789abcdef"
+
+
+def test_a_resumed_run_moves_the_rows_after_its_checkpoint(tmp_path: Path) -> None:
+    first = begun(tmp_path, RUN)
+    first.log_rows([(step, {"loss": float(step)}) for step in range(6)])
+    first.finalize("failed")
+    for _ in range(2):
+        resumed = begun(tmp_path, RUN, 4)
+        assert resumed.log_dir == first.log_dir
+        resumed.log_rows([(4, {"loss": 40.0}), (5, {"loss": 50.0, "more": 1.0})])
+        resumed.finalize("failed")
+    assert table(first.log_dir) == [
+        *("step,loss,more", "0,0.0,", "1,1.0,", "2,2.0,", "3,3.0,", "4,40.0,", "5,50.0,1.0"),
+    ]
+    moved = (Path(first.log_dir) / "metrics.cut.csv").read_text().split()
+    assert moved == ["step,loss", "4,4.0", "5,5.0", "step,loss,more", "4,40.0,", "5,50.0,1.0"]
+
+
+def test_rows_of_another_run_in_a_folder_that_was_given_stay(tmp_path: Path) -> None:
+    begun(tmp_path, RUN, version="one").log_rows([(7, {"loss": 0.5})])
+    other = begun(tmp_path, "f" * 16, 4, version="one")
+    other.log_rows([(4, {"loss": 0.25})])
+    assert table(other.log_dir) == ["step,loss", "7,0.5", "4,0.25"]
+
+
+def test_a_second_run_from_the_same_checkpoint_gets_a_log_of_its_own(tmp_path: Path) -> None:
+    first = trainer_in(tmp_path, True)
+    first.fit(Learner(), numbers())
+    start = last_of(first)
+    logs = []
+    for _ in range(2):
+        branch = trainer_in(tmp_path, True, max_epochs=2)
+        branch.fit(Learner(), numbers(), ckpt_path=start)
+        logs.append(branch.log_dir)
+    assert [Path(log).name for log in logs] == ["version_0", "version_1"]
+    assert steps_of(logs[0]) == ["0", "1", "2", "3"]
+    assert steps_of(logs[1]) == ["2", "3"]
+
+
+def test_a_log_that_another_process_writes_to_is_not_taken(tmp_path: Path) -> None:
+    first = begun(tmp_path, RUN)
+    first.log_metrics({"loss": 0.5}, 0)
+    writing = (
+        "import sys; from stratagem.loggers import CSVLogger; logger = CSVLogger(sys.argv[1])\n"
+        f"logger.begin_run({RUN!r}, 1); print(logger.version, flush=True); input()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", writing, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "1\n"  # this process writes to version_0
+    (Path(first.log_dir) / ".writer").unlink()
+    assert begun(tmp_path, RUN, 1).version == 0
+    other.communicate("\n")
+    assert other.returncode == 0
+
+
+class Full(CSVLogger):
+    """A CSVLogger whose disk is full while a file says so."""
+
+    def _write(self, rows: Any) -> None:
+        if (Path(str(self.save_dir)) / "full").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
+        super()._write(rows)
+
+
+def test_a_logger_whose_disk_is_full_is_named_once_and_training_goes_on(tmp_path: Path) -> None:
+    class Fills(Learner):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch in (1, 2):
+                (tmp_path / "full").touch()
+            else:
+                (tmp_path / "full").unlink(missing_ok=True)
+
+    trainer = trainer_in(tmp_path, Full(tmp_path), max_epochs=4)
+    with pytest.warns(UserWarning, match="Full cannot write") as said:
+        trainer.fit(Fills(), numbers())
+    (warning,) = said
+    assert "metrics.csv' (OSError: No space left on device): training goes on" in str(
+        warning.message
+    )
+    assert trainer.global_step == 8
+    assert steps_of(trainer.log_dir) == ["0", "1", "6", "7"]
+
+
+def test_a_log_folder_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    class Removes(Learner):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                shutil.rmtree(tmp_path / "stratagem_logs")
+
+    trainer = trainer_in(tmp_path, CSVLogger(tmp_path), max_epochs=3)
+    with pytest.warns(UserWarning, match="CSVLogger cannot write .*metrics.csv' .FileNotFoundErr"):
+        trainer.fit(Removes(), numbers())
+    assert trainer.global_step == 6
+    assert steps_of(trainer.log_dir)[-2:] == ["4", "5"]
 
 
 # ---------------------------------------------------------------- CSV

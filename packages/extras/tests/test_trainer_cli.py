@@ -215,6 +215,28 @@ def test_arguments_are_linked() -> None:
     assert [each.logging_interval for each in found] == ["step"]
 
 
+def test_aliases_of_a_config_stand_for_a_bounded_number_of_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    levels = "".join(
+        f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 10)}]\n" for level in range(1, 10)
+    )
+    for text in (f"x0: &x0 [1]\n{levels}", "model: &x [*x]\n"):
+        config.write_text(text)
+        with pytest.raises(SystemExit):
+            TrainerCLI(Line, args=["fit", "--config", str(config)], run=True)
+        assert "the config has more than 100000 values" in capsys.readouterr().err
+
+
+def test_an_alias_of_a_config_is_what_it_stands_for() -> None:
+    text = "{model: {width: &n 3, rate: 0.5}, data: {count: *n}}"
+    assert parsing._load_bounded(text) == {
+        "model": {"width": 3, "rate": 0.5},
+        "data": {"count": 3},
+    }
+
+
 def test_the_optimizer_of_a_config_is_the_models() -> None:
     args = ["--optimizer=torch.optim.Rprop", "--optimizer.lr=0.25", "--lr_scheduler=StepLR"]
     cli = made(*args, "--lr_scheduler.step_size=5", model_class=Plain)

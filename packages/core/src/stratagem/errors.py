@@ -26,7 +26,7 @@ Every message says what was expected, what was received, and what to do next.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 __all__ = [
@@ -47,6 +47,8 @@ __all__ = [
     "StratagemError",
     "UnknownNameError",
     "UserCodeError",
+    "format_names",
+    "format_text",
     "format_value",
 ]
 
@@ -88,7 +90,13 @@ class NonFiniteLossError(UserCodeError):
 
 
 class CheckpointError(StratagemError):
-    """A checkpoint cannot be saved, found, read or used."""
+    """A checkpoint cannot be saved, found, read or used.
+
+    The message may quote the file, so it is passed through `format_text`.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(format_text(message, _LONGEST))
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -186,6 +194,51 @@ class DivergenceError(StratagemError):
 
 _SHOWN = 200
 """Characters of a value in a message: a path, with some room."""
+_LONGEST = 10_000
+"""Characters of a whole message."""
+
+
+def format_text(text: str, most: int = _SHOWN, *, lines: bool = False) -> str:
+    r"""Return text that was not written by Stratagem, in a form that is safe to show.
+
+    Every string that comes from a file, a plugin or a peer passes through this function, or through
+    `format_value` or `format_names`, before it reaches a terminal or a log. Control characters,
+    line ends and characters that change the direction of writing are escaped.
+
+    Args:
+        text: the string.
+        most: the number of characters after which it is cut.
+        lines: keep line ends, for a traceback.
+
+    Example:
+        >>> from stratagem.errors import format_text
+        >>> print(format_text("head\x1b[2J\nstratagem: all is well"))
+        head\x1b[2J\nstratagem: all is well
+    """
+    cut = f"{text[:most]}..." if len(text) > most else text
+    if cut.isprintable():
+        return cut
+    return "".join(
+        one
+        if one.isprintable() or (lines and one == "\n")
+        else one.encode("unicode_escape").decode()
+        for one in cut
+    )
+
+
+def format_names(names: Iterable[object], most: int = 5) -> str:
+    """Return names from a file or a plugin as a list for a message.
+
+    Example:
+        >>> from stratagem.errors import format_names
+        >>> format_names(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    listed = list(names)
+    shown = ", ".join(
+        format_text(name) if isinstance(name, str) else format_value(name) for name in listed[:most]
+    )
+    return shown if len(listed) <= most else f"{shown} and {len(listed) - most} more"
 
 
 def format_value(value: object) -> str:

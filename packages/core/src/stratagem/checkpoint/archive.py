@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 
 from stratagem.checkpoint.checksum import PIECE_SIZE, Checksum, checksum_of_file
 from stratagem.checkpoint.entries import Refused, read_entries
-from stratagem.errors import CheckpointCorruptError
+from stratagem.errors import CheckpointCorruptError, format_text
 
 FORMAT_VERSION = 2
 
@@ -323,8 +323,8 @@ def parse_manifest(values: dict[str, Any], path: str) -> Manifest:
     if version > FORMAT_VERSION:
         raise CheckpointCorruptError(
             f"{path!r} has the file format {version}, made by stratagem "
-            f"{values.get('stratagem')}; this version reads up to {FORMAT_VERSION}: upgrade "
-            "stratagem-core"
+            f"{format_text(str(values.get('stratagem')))}; this version reads up to "
+            f"{FORMAT_VERSION}: upgrade stratagem-core"
         )
     piece_size = values["piece_size"] if version > 1 else 0
     contents = values["contents"]

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from stratagem.checkpoint.archive import Manifest, check_entries, read_archive, verify_checksum
 from stratagem.checkpoint.directory import MANIFEST, read_directory, verify_files
-from stratagem.errors import CheckpointError, CheckpointNotFoundError
+from stratagem.errors import CheckpointError, CheckpointNotFoundError, format_value
 from stratagem.storage import paths
 
 
@@ -141,7 +141,9 @@ def first_whole(
             continue
         if (name := _said(path, "nonfinite", None)) is None:
             return path, list(rejected.values())
-        rejected[path] = f"{path!r} was passed over: its weights are not finite, such as {name!r}"
+        rejected[path] = (
+            f"{path!r} was passed over: its weights are not finite, such as {format_value(name)}"
+        )
         nonfinite = nonfinite or path
     rejected.pop(nonfinite, None)
     return nonfinite, list(rejected.values())

@@ -11,6 +11,8 @@ from stratagem.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     PluginError,
+    format_names,
+    format_text,
     format_value,
 )
 from stratagem.storage import paths
@@ -70,12 +72,12 @@ def check_trainer_checkpoint(
         advice = "upgrade stratagem-core" if version > FORMAT_VERSION else "no release wrote it"
         raise CheckpointCorruptError(
             f"{str(path)!r} has format version {version}, made by stratagem "
-            f"{checkpoint.get('stratagem_version')}; this is stratagem {__version__}, which reads "
-            f"version {FORMAT_VERSION}: {advice}"
+            f"{format_text(str(checkpoint.get('stratagem_version')))}; this is stratagem "
+            f"{__version__}, which reads version {FORMAT_VERSION}: {advice}"
         )
     if "state_dict" not in checkpoint:
         raise CheckpointMismatchError(
-            f"{str(path)!r} has no 'state_dict'; it has {', '.join(map(str, checkpoint))}: "
+            f"{str(path)!r} has no 'state_dict'; it has {format_names(checkpoint, 20)}: "
             "expected a checkpoint that a Trainer saved (one of Lite's is loaded with Lite.load)"
         )
     return checkpoint

@@ -87,8 +87,12 @@ def main() -> int:
         # Paths may hold bytes that no encoding knows, and the locale may be C.
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
+    stop = None
     if arguments[:1] and arguments[0] in _SHORT:
         gc.disable()
+        from stratagem.cli.watcher import watch_plugins
+
+        stop = watch_plugins()
     try:
         code = run_command(arguments)
         sys.stdout.flush()
@@ -100,6 +104,9 @@ def main() -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         raise  # of another pipe
+    finally:
+        if stop is not None:
+            stop()
     return code
 
 

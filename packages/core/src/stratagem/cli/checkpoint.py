@@ -14,7 +14,7 @@ from typing import Any
 
 from stratagem.checkpoint.catalog import Description, describe_checkpoint
 from stratagem.cli.console import parser_of, print_table
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, format_names
 
 _INSPECT = """Show who saved a checkpoint, under what, and what is in it.
 
@@ -52,7 +52,10 @@ def inspect(arguments: Sequence[str]) -> int:
     print_table(
         ("what", "value"),
         [
-            (name.replace("_", " "), ", ".join(value) if name == "contents" else str(value))
+            (
+                name.replace("_", " "),
+                format_names(value, len(value)) if name == "contents" else str(value),
+            )
             for name, value in facts.items()
             if value is not None
         ],

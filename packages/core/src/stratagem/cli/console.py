@@ -1,4 +1,4 @@
-"""The parsers of commands and the tables that they print. Nothing in a table is ever cut off."""
+"""The parsers of commands and the tables that they print. No cell is cut to fit a terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+from stratagem.errors import format_text
+
+_WIDEST = 20_000
+"""Characters of a cell: a list of all names in a checkpoint has 16,000."""
 
 Number = TypeVar("Number", int, float)
 
@@ -82,7 +87,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return format_text(" ".join(text.split()), _WIDEST)
 
 
 def _draw(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

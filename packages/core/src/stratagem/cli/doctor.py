@@ -17,6 +17,7 @@ from stratagem.discovery.entry_points import CORE, fits, read_text
 from stratagem.discovery.hints import names_by_distribution
 from stratagem.discovery.installed import version_of
 from stratagem.discovery.registry import RUN_TIME, Candidate, PluginReport, Registry, get_registry
+from stratagem.errors import format_text
 from stratagem.launch.process import available_cores
 from stratagem.plan.cluster import CLUSTER_VARIABLE
 from stratagem.plan.components import probe_accelerator
@@ -186,7 +187,7 @@ class Diagnosis:
             for plugin, check in self.checks
             if check.status == "error"
         ]
-        return lines
+        return [format_text(line, 2000) for line in lines]
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -372,7 +373,8 @@ def print_diagnosis(diagnosis: Diagnosis, *, verbose: bool) -> None:
     if verbose:
         for report in diagnosis.plugins:
             if report.detail:
-                print(f"\n{report.distribution} ({report.entry_point}):\n{report.detail.rstrip()}")
+                shown = format_text(report.detail.rstrip(), 20_000, lines=True)
+                print(f"\n{report.distribution} ({report.entry_point}):\n{shown}")
     _print_section(
         "Names that several distributions claim",
         ("kind", "name", "choose one of"),

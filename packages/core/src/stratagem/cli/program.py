@@ -10,12 +10,12 @@ from typing import TypeVar
 from stratagem import __version__
 from stratagem.cli import COMMANDS, Run
 from stratagem.cli.console import aligned
-from stratagem.discovery import Check, Command
+from stratagem.discovery import Check, Command, registry as discovery
 from stratagem.discovery.entry_points import CORE
 from stratagem.discovery.installed import why_missing
 from stratagem.discovery.registry import Registry, get_registry, nearest_of
 from stratagem.discovery.specs import load_target
-from stratagem.errors import MissingPackageError, PluginError
+from stratagem.errors import MissingPackageError, PluginError, format_text
 
 Item = TypeVar("Item")
 
@@ -35,6 +35,7 @@ def ask_plugins(
     """
     for implementation in getattr(registry.plugins.hook, hook).get_hookimpls():
         plugin = implementation.plugin_name
+        discovery.announce(plugin)
         # The boundary at which one plugin's failure is kept from the others.
         try:
             taken = [arguments[name] for name in implementation.argnames]
@@ -44,7 +45,11 @@ def ask_plugins(
                     raise TypeError(f"{hook}() returned {item!r}; expected {place}{kind.__name__}")
                 yield plugin, item
         except (Exception, SystemExit) as error:
-            yield plugin, Check(hook, "error", f"raised {type(error).__name__}: {error}")
+            yield (
+                plugin,
+                Check(hook, "error", format_text(f"raised {type(error).__name__}: {error}", 1000)),
+            )
+        discovery.announce("")
 
 
 def plugin_commands(
@@ -111,8 +116,8 @@ def run_other(arguments: Sequence[str]) -> int:
     of_plugins, failures = plugin_commands(registry)
     for plugin, check in failures:
         print(
-            f"stratagem: {plugin}: {check.name}: {check.detail}. To go without this plugin, set "
-            f"STRATAGEM_DISABLE_PLUGINS={plugin.partition(':')[0]}",
+            f"stratagem: {plugin}: {format_text(check.name)}: {format_text(check.detail, 1000)}. "
+            f"To go without this plugin, set STRATAGEM_DISABLE_PLUGINS={plugin.partition(':')[0]}",
             file=sys.stderr,
         )
     for words in (2, 1):

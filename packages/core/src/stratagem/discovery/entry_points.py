@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem import __version__
+from stratagem.errors import format_text, format_value
 
 GROUP = "stratagem.backends"
 CORE = "stratagem-core"
@@ -69,12 +70,12 @@ def installed_entries(path: Iterable[str] | None = None) -> list[PluginEntry]:
                 entries.setdefault(
                     (name, entry, value if false_core else ""),
                     PluginEntry(
-                        name=entry,
-                        value=value,
+                        name=format_text(entry),
+                        value=format_text(value),
                         distribution=name,
                         # Of the package that runs, whatever lies on the path in the same name.
-                        version=__version__ if own else version,
-                        requires_core="" if own else requires_core,
+                        version=__version__ if own else format_text(version),
+                        requires_core="" if own else format_text(requires_core),
                         load=functools.partial(_load, value),
                         false_core=(place or ".") if false_core else "",
                     ),
@@ -96,14 +97,14 @@ def misplaced_entries(path: Iterable[str] | None = None) -> list[str]:
         for name, declared, read_metadata in _distributions(place or ".", seen, marker="["):
             if name == CORE and (version := _version(read_metadata())) != __version__:
                 found.append(
-                    f"{CORE} {version} lies in {place or '.'!r}, but {__version__} runs: remove it "
-                    f"there, or reinstall {CORE}."
+                    f"{CORE} {format_text(version)} lies in {place or '.'!r}, but {__version__} "
+                    f"runs: remove it there, or reinstall {CORE}."
                 )
             for group, entry, _ in _entries(declared):
                 if group != GROUP and _looks_like_ours(group):
                     found.append(
-                        f"{name} declares the entry point {entry!r} in the group {group!r}, which "
-                        f"nobody reads: expected the group {GROUP!r}."
+                        f"{name} declares the entry point {format_value(entry)} in the group "
+                        f"{format_value(group)}, which nobody reads: expected the group {GROUP!r}."
                     )
     return found
 
@@ -170,7 +171,7 @@ def why_incompatible(entry: PluginEntry, core_version: str) -> str | None:
 
 def normalise(name: str) -> str:
     """Return a distribution's name in the form that PEP 503 gives it."""
-    return re.sub(r"[-_.]+", "-", name.strip()).casefold()
+    return re.sub(r"[-_.]+", "-", format_text(name.strip())).casefold()
 
 
 def _listed(value: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -33,6 +34,7 @@ from stratagem.errors import (
     PluginError,
     StratagemError,
     UnknownNameError,
+    format_text,
 )
 
 Key = tuple[str, str]
@@ -40,6 +42,16 @@ Key = tuple[str, str]
 
 _LONGEST = 100
 """Characters of what a plugin has returned, in a message."""
+_MOST_COMPONENTS = 10_000
+"""Of one plugin, whose generator may not end."""
+
+
+def announce_nothing(plugin: str) -> None:
+    """Ignore the plugin that is about to run."""
+
+
+announce: Callable[[str], None] = announce_nothing
+"""Called with a plugin before its code runs, and with "" after that. The program replaces it."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +125,7 @@ def load_plugin(
             report,
             status="broken",
             stage=stage,
-            reason=f"{type(error).__name__}: {error}".strip().replace("\n", " "),
+            reason=format_text(" ".join(f"{type(error).__name__}: {error}".split()), 1000),
             detail="".join(traceback.format_exception(error)),
             seconds=time.perf_counter() - began,
         )
@@ -162,7 +174,12 @@ def _specs_of(plugin: object, plugins: pluggy.PluginManager) -> list[ComponentSp
                     f"stratagem_components() returned {_shortly(returned)}; expected an iterable "
                     "of ComponentSpec objects: yield each of them"
                 )
-            specs.extend(returned)
+            specs.extend(itertools.islice(returned, _MOST_COMPONENTS + 1))
+            if len(specs) > _MOST_COMPONENTS:
+                raise PluginError(
+                    f"stratagem_components() returned more than {_MOST_COMPONENTS} components; "
+                    "expected an iterable that ends"
+                )
     for spec in specs:
         if not isinstance(spec, ComponentSpec):
             raise PluginError(
@@ -176,8 +193,7 @@ def _shortly(found: object) -> str:
     """Return what a plugin has returned, for a message: of a spec only whose it is."""
     if isinstance(found, ComponentSpec):
         return f"the {found.kind} spec {found.name!r}"
-    text = repr(found)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return format_text(repr(found), _LONGEST)
 
 
 def _refuse_repeated_names(
@@ -288,7 +304,9 @@ class Registry:
 
     def _load(self, entry: PluginEntry, environ: Mapping[str, str]) -> PluginReport:
         claimed = self._claimed.get(entry.distribution, set())
+        announce(f"{entry.distribution} ({entry.name})")
         report, specs = load_plugin(entry, environ, self.plugins, claimed)
+        announce("")
         notes = [
             f"the {spec.kind} name {name!r} is reserved for {CORE}: reach this one as "
             f"{entry.distribution}:{name}"
@@ -323,7 +341,8 @@ class Registry:
             except Exception as error:
                 raise PluginError(
                     f"the plugin {implementation.plugin_name} failed in {hook} with "
-                    f"{type(error).__name__}: {error}: disable it with {DISABLE_VARIABLE}"
+                    f"{type(error).__name__}: {format_text(str(error), 1000)}: disable it with "
+                    f"{DISABLE_VARIABLE}"
                 ) from error
             yield implementation.plugin_name, answer
 

@@ -14,7 +14,7 @@ from stratagem.errors import MissingPackageError, PluginError, StratagemError
 PLUGIN_API_VERSION = 1
 """The version of the interfaces that plugins build on; a spec declares the one it was made for."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 Target = str | Callable[..., Any]

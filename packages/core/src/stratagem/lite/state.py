@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stratagem.errors import CheckpointMismatchError, naming
+from torch.optim.lr_scheduler import LRScheduler
+
+from stratagem.errors import CheckpointMismatchError, format_names, naming
 from stratagem.interfaces.strategy import Strategy
 from stratagem.lite.dataloader import LiteDataLoader
 from stratagem.lite.module import LiteModule
@@ -14,6 +16,7 @@ from stratagem.runtime.checkpoint_writer import load_strategy_state, model_state
 from stratagem.runtime.optimizer import LiteOptimizer
 from stratagem.state.rank_states import RankStates, gather_states
 from stratagem.state.shards import read_whole
+from stratagem.state.state_checks import load_scheduler_state
 
 STRATEGY_STATE = "stratagem.strategy_state"
 """The entry for the strategy's own state: of each model that has one, by its name in the dict."""
@@ -76,7 +79,7 @@ def restore(
     if missing and strict:
         raise CheckpointMismatchError(
             f"{os.fspath(path)!r} lacks the entries {', '.join(missing)}; it has "
-            f"{', '.join(checkpoint)}. Pass strict=False to leave them as they are"
+            f"{format_names(checkpoint, 20)}. Pass strict=False to leave them as they are"
         )
     there = {name: target for name, target in state.items() if name not in missing}
     for name, target in sorted(there.items(), key=lambda item: _turn(item[1])):
@@ -89,6 +92,9 @@ def restore(
                 strategy.load_optimizer_state(target.prepared, target.optimizer, value)
         elif isinstance(target, LiteDataLoader):
             target.resume(RankStates(value))
+        elif isinstance(target, LRScheduler):
+            with naming(path):
+                load_scheduler_state(target, read_whole(value))
         elif hasattr(target, "load_state_dict"):
             target.load_state_dict(read_whole(value))
         else:

@@ -31,6 +31,11 @@ class CSVLogger(Logger):
     piece, beside it: whoever reads it finds the old one or the new one. Hyperparameters go to
     `hparams.json` beside it.
 
+    A row that a full disk or a crash has cut short is removed before the next one is written. A
+    resumed fit moves the rows of its checkpoint's step and later to `metrics.cut.csv`, and writes
+    them again. It gets a folder of its own if another process is writing to the one of its run, or
+    if its run has ended without an error after more steps.
+
     Args:
         save_dir: folder of all experiments.
         name: folder of this experiment; None or "": `save_dir` itself.
@@ -75,6 +80,7 @@ class CSVLogger(Logger):
         self._held: list[tuple[int | None, Mapping[str, float]]] = []
         self._columns: list[str] = []
         self._written = False
+        self._resumed_at: int | None = None
 
     @property
     def experiment(self) -> Any:
@@ -116,7 +122,8 @@ class CSVLogger(Logger):
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Go on in the folder of a run that is resumed, unless a version was given."""
-        self._folder.begin_run(run_id, is_resumed=resumed_at is not None)
+        if self._folder.begin_run(run_id, resumed_at):
+            self._resumed_at, self._written = resumed_at, False
 
     @property
     def _file(self) -> Path:
@@ -158,11 +165,19 @@ class CSVLogger(Logger):
     def finalize(self, status: str) -> None:
         """Wait until the disk has every row."""
         self.save()
+        self._folder.end(status, self.steps_taken)
         if self._written:
             with self._file.open("rb") as file:
                 os.fsync(file.fileno())
 
     def _append(self, rows: Sequence[tuple[int | None, Mapping[str, float]]]) -> None:
+        try:
+            self._write(rows)
+        except OSError:
+            self._written = False  # the last row may be cut short
+            raise
+
+    def _write(self, rows: Sequence[tuple[int | None, Mapping[str, float]]]) -> None:
         if not self._written:
             self._continue_file()
         full: list[dict[str, Any]] = [{"step": step, **values} for step, values in rows]
@@ -185,10 +200,35 @@ class CSVLogger(Logger):
 
     def _continue_file(self) -> None:
         """Take over the columns of a file that is there: a named version may have been used."""
+        self._columns = []
         if self._file.exists():
+            self._cut_rows()
             with _open(self._file) as file:
                 self._columns = next(csv.reader(file), [])
-            self._written = bool(self._columns)
+        self._written = bool(self._columns)
+
+    def _cut_rows(self) -> None:
+        """Remove a last row that is cut short; move the rows that a resumed run writes again."""
+        with self._file.open("rb") as file:
+            file.seek(-min(1, self._file.stat().st_size), os.SEEK_END)
+            if self._resumed_at is None and file.read() in (b"", b"\n"):
+                return
+        first, self._resumed_at = self._resumed_at, None
+        temporary, header = self._file.with_suffix(".tmp"), b""
+        cut: list[bytes] = []
+        with self._file.open("rb") as old, temporary.open("wb") as file:
+            for record in _records(old):
+                if first is not None and _step_of(record) >= first:
+                    cut.append(record)
+                else:
+                    header = header or record
+                    file.write(record)
+            file.flush()
+            os.fsync(file.fileno())
+        if cut:
+            with self._file.with_suffix(".cut.csv").open("ab") as file:
+                file.writelines([header, *cut])
+        temporary.replace(self._file)
 
     def _add_columns(self, new: list[str]) -> None:
         """Write the file anew, with as many more fields in each row; a kill leaves the old one."""
@@ -219,6 +259,24 @@ def _with_more_fields(rows: BinaryIO, more: int) -> Iterator[bytes]:
             if not is_quoted:  # within quotes, a line's end is a part of the value
                 parts[number] = part.replace(b"\r\n", b"\n").replace(b"\n", end)
         yield b'"'.join(parts)
+
+
+def _records(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the rows of a CSV file that are complete, the header first."""
+    record = b""
+    for line in file:
+        record += line
+        if line.endswith(b"\n") and record.count(b'"') % 2 == 0:
+            yield record
+            record = b""
+
+
+def _step_of(record: bytes) -> float:
+    """Return the step of a row, which is its first field; of another row -1."""
+    try:
+        return float(record.partition(b",")[0])
+    except ValueError:
+        return -1
 
 
 def _open(file: Path, mode: Literal["r", "w", "a"] = "r") -> IO[str]:

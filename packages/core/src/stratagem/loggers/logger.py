@@ -52,6 +52,8 @@ class Logger(ABC):
     pictures; on ranks other than 0 an object that takes every call. None: there is none."""
     on_rank_zero: bool | None = None
     """Whether this process is the one that writes; None: nobody has said."""
+    steps_taken: int = 0
+    """Optimizer steps of the run so far; a Trainer sets it before `finalize`."""
 
     @property
     def log_dir(self) -> str:

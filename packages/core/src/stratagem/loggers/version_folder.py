@@ -6,9 +6,12 @@ from pathlib import Path
 
 from stratagem.errors import ConfigurationError
 from stratagem.storage import paths
+from stratagem.storage.owner import Owner
 
 _MARK = ".run"
 """A file in the folder with the names of the runs that wrote there, one a line."""
+_WRITER = ".writer"
+"""A file in the folder with the process that writes there, or how its run ended."""
 
 
 def local_folder(owner: str, folder: str | Path) -> Path:
@@ -39,7 +42,8 @@ class VersionFolder:
     """Chooses the folder of a run, and finds it again when the run is resumed.
 
     A resumed run is found by the mark that it has left in its folder: its checkpoint says which
-    run it is, and names no place.
+    run it is, and names no place. A folder that another process is writing to is not taken, nor one
+    whose run has gone on to its end from the same checkpoint.
 
     Args:
         owner: the logger's name, for messages.
@@ -51,11 +55,13 @@ class VersionFolder:
         >>> import tempfile
         >>> root = Path(tempfile.mkdtemp())
         >>> folder = VersionFolder("CSVLogger", root, None)
-        >>> folder.begin_run("0123456789abcdef", is_resumed=False)
+        >>> folder.begin_run("0123456789abcdef", None)
+        False
         >>> folder.version
         0
         >>> again = VersionFolder("CSVLogger", root, None)
-        >>> again.begin_run("0123456789abcdef", is_resumed=True)
+        >>> again.begin_run("0123456789abcdef", 5)
+        True
         >>> again.version
         0
     """
@@ -95,13 +101,29 @@ class VersionFolder:
         self._mark()
         return path
 
-    def begin_run(self, run_id: str, *, is_resumed: bool) -> None:
-        """Say which run it is whose folder this will be, or is."""
+    def begin_run(self, run_id: str, resumed_at: int | None) -> bool:
+        """Say which run it is whose folder this will be, or is.
+
+        Args:
+            run_id: of the run.
+            resumed_at: steps that were taken before it was resumed; None: it is new.
+
+        Returns:
+            Whether a resumed run goes on in a folder that it has written to before.
+        """
         self._run_id = run_id
-        if self._version is None and is_resumed:
-            self._version = self._find(run_id)
-        elif self._version is not None:
-            self._mark()
+        if self._version is None and resumed_at is not None:
+            self._version = self._find(run_id, resumed_at)
+        if self._version is None:
+            return False
+        is_own = run_id in _runs_of(self.path)
+        self._mark()
+        return is_own and resumed_at is not None
+
+    def end(self, status: str, steps: int) -> None:
+        """Note how the run has ended, and after how many steps."""
+        if self._version is not None and self.path.is_dir():
+            (self.path / _WRITER).write_text(f"{status} {steps}")
 
     def _claim(self) -> int:
         try:
@@ -129,11 +151,14 @@ class VersionFolder:
     def _names(self) -> list[str]:
         return [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
 
-    def _find(self, run_id: str) -> int | str | None:
+    def _find(self, run_id: str, resumed_at: int) -> int | str | None:
         """Return the version that the run has begun to write to last."""
         versions: list[int | str] = [*self._numbers(), *self._names()]
+        folders = {v: self.of(self.root, v) for v in versions}
         own = {
-            v: self.of(self.root, v) for v in versions if run_id in _runs_of(self.of(self.root, v))
+            v: folder
+            for v, folder in folders.items()
+            if run_id in _runs_of(folder) and not _is_taken(folder, resumed_at)
         }
         return max(own, key=lambda v: (own[v] / _MARK).stat().st_mtime_ns, default=None)
 
@@ -141,6 +166,7 @@ class VersionFolder:
         path = self.path
         if not self._run_id or not path.is_dir():
             return
+        (path / _WRITER).write_text(str(Owner.this()))
         if self._run_id in _runs_of(path):
             (path / _MARK).touch()
             return
@@ -149,7 +175,21 @@ class VersionFolder:
 
 
 def _runs_of(folder: Path) -> list[str]:
+    return _text_of(folder / _MARK).split()
+
+
+def _is_taken(folder: Path, resumed_at: int) -> bool:
+    """Whether a run writes here, or wrote here, that is another one after these steps."""
+    text = _text_of(folder / _WRITER)
+    status, _, steps = text.partition(" ")
+    if status == "success" and steps.isdecimal():
+        return int(steps) > resumed_at
+    owner = Owner.parse(text)
+    return owner is not None and owner != Owner.this() and owner.runs() is True
+
+
+def _text_of(file: Path) -> str:
     try:
-        return (folder / _MARK).read_text(errors="replace").split()
+        return file.read_text(errors="replace")
     except OSError:  # another tool's folder, or another user's
-        return []
+        return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from stratagem.discovery.capabilities import Capabilities
 from stratagem.discovery.specs import AcceleratorSpec, Availability, PrecisionSpec, load_target
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, format_text
 from stratagem.plan.cluster import PLAIN, Cluster
 from stratagem.plan.plan import (
     GIVEN,
@@ -294,12 +294,14 @@ def probe_accelerator(accelerator: Any) -> Availability:
             function = accelerator.availability
         found = function()
     except (Exception, SystemExit) as error:
-        return Availability(0, f"its probe failed with {type(error).__name__}: {error}")
+        return Availability(
+            0, f"its probe failed with {format_text(f'{type(error).__name__}: {error}', 1000)}"
+        )
     if not isinstance(found, Availability):
         return Availability(
             0, f"its probe returned {found!r}; expected stratagem.discovery.Availability"
         )
-    return found
+    return replace(found, reason=format_text(str(found.reason), 1000))
 
 
 # -- launcher

@@ -15,8 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import CheckpointMismatchError
+from stratagem.errors import CheckpointMismatchError, format_names, format_text
 from stratagem.state.shards import LazyTensor
+from stratagem.state.state_checks import (
+    as_mismatch,
+    check_entries,
+    check_optimizer_form,
+    check_options,
+)
 
 _WRAPPER = "_orig_mod."
 """What torch.compile(module) puts before the names of a module; models here have none of it."""
@@ -57,8 +63,8 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
     """Load what `named_state` returned; parameter groups are matched by the names in them.
 
     Raises:
-        CheckpointMismatchError: the groups hold other parameters, or lack options that this
-            optimizer needs; says which.
+        CheckpointMismatchError: the groups hold other parameters, lack options that this
+            optimizer needs, or a value has another kind, shape or dtype; says which.
     """
     names = _names_by_index(optimizer, module)
     groups = optimizer.state_dict()["param_groups"]
@@ -68,15 +74,11 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
         _merged(optimizer, group, saved)
         for group, saved in zip(groups, matching_groups(own, state["param_groups"]), strict=True)
     ]
+    check_entries(optimizer, dict(module.named_parameters()), state)
     indices = {name: index for index, name in names.items()}
-    optimizer.load_state_dict(
-        {
-            "state": {
-                indices[name]: entry for name, entry in state["state"].items() if name in indices
-            },
-            "param_groups": matched,
-        }
-    )
+    entries = {indices[name]: entry for name, entry in state["state"].items() if name in indices}
+    with as_mismatch(optimizer):
+        optimizer.load_state_dict({"state": entries, "param_groups": matched})
 
 
 def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> Any:
@@ -87,6 +89,7 @@ def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]
     Raises:
         CheckpointMismatchError: its groups have other sizes.
     """
+    check_optimizer_form(state)
     saved = [list(group["params"]) for group in state["param_groups"]]
     if not any(isinstance(each, int) for group in saved for each in group):
         return state
@@ -104,6 +107,11 @@ def with_names(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]
         {**group, "params": [by_number[number] for number in group["params"]]}
         for group in state["param_groups"]
     ]
+    if unknown := state["state"].keys() - by_number.keys():
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has state of the parameters {format_names(unknown)}, "
+            "which are in none of its groups: use the optimizer that it was saved with"
+        )
     entries = {by_number[number]: entry for number, entry in state["state"].items()}
     return {"state": entries, "param_groups": groups}
 
@@ -117,10 +125,11 @@ def _merged(
     if missing:
         there, here = (sorted(group.keys() - {"params"}) for group in (saved, own))
         raise CheckpointMismatchError(
-            f"the checkpoint's optimizer has the group options {', '.join(there)}, and lacks "
-            f"{', '.join(sorted(missing))}: {type(optimizer).__name__} has {', '.join(here)}. Use "
-            "the optimizer that it was saved with"
+            f"the checkpoint's optimizer has the group options {format_names(there, 50)}, and "
+            f"lacks {', '.join(sorted(missing))}: {type(optimizer).__name__} has "
+            f"{', '.join(here)}. Use the optimizer that it was saved with"
         )
+    check_options(own, saved)
     return {**own, **saved, "params": own["params"]}
 
 
@@ -143,9 +152,9 @@ def matching_groups(
                 found.append(group)
                 break
         else:
-            there = [_some(group["params"]) for group in saved]
+            there = [format_names(group["params"]) for group in saved]
             raise CheckpointMismatchError(
-                f"the checkpoint's optimizer has no parameter group of {_some(list(names))}; its "
+                f"the checkpoint's optimizer has no parameter group of {format_names(names)}; its "
                 f"groups are {'; '.join(there) or 'none'}: use the optimizer and the parameter "
                 "groups that it was saved with"
             )
@@ -155,9 +164,9 @@ def matching_groups(
     ]:
         raise CheckpointMismatchError(
             "the checkpoint's optimizer has parameter groups that this one lacks: "
-            f"{'; '.join(map(_some, left_out))}. Their state would be lost: use the groups that it "
-            "was saved with (requires_grad_(False) lets one stay and not train), or load the "
-            "weights alone and begin with a new optimizer"
+            f"{'; '.join(map(format_names, left_out))}. Their state would be lost: use the groups "
+            "that it was saved with (requires_grad_(False) lets one stay and not train), or load "
+            "the weights alone and begin with a new optimizer"
         )
     places = [
         next(i for i, group in enumerate(saved) if group is one) for one in found if one["params"]
@@ -186,7 +195,12 @@ def without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def optimizer_state_without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's state (see `named_state`) by such names."""
+    """Return an optimizer's state (see `named_state`) by such names.
+
+    Raises:
+        CheckpointMismatchError: it is something else.
+    """
+    check_optimizer_form(state)
     groups = state["param_groups"]
     if not any(_WRAPPER in name for group in groups for name in group["params"]):
         return state
@@ -238,17 +252,17 @@ def check_weights(
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     differing = [
-        f"{name} {tuple(state[name].shape)} (the model has {shape})"
+        f"{format_text(name, 100)} {tuple(state[name].shape)} (the model has {shape})"
         for name, shape in shapes.items()
         if isinstance(state.get(name), (Tensor, LazyTensor)) and state[name].shape != shape
     ]
     problems = []
     if strict and missing:
-        problems.append(f"it lacks {_some(missing)}")
+        problems.append(f"it lacks {format_names(missing)}")
     if strict and unexpected:
-        problems.append(f"it has {_some(unexpected)}, which the model lacks")
+        problems.append(f"it has {format_names(unexpected)}, which the model lacks")
     if differing:
-        problems.append(f"these have another shape: {_some(differing)}")
+        problems.append(f"these have another shape: {format_names(differing)}")
     if problems:
         raise CheckpointMismatchError(
             "the checkpoint belongs to another model: "
@@ -272,8 +286,3 @@ def _names_by_index(optimizer: Optimizer, module: nn.Module) -> dict[int, str]:
             "hand over"
         )
     return {index: names[id(p)] for index, p in enumerate(ordered)}
-
-
-def _some(items: list[str], most: int = 5) -> str:
-    shown = ", ".join(items[:most])
-    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"

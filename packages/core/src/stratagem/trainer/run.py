@@ -178,7 +178,9 @@ class Run:
             self.profiling.end(self)
             if ranks.is_global_zero:
                 for logger in trainer.loggers:
-                    logger.finalize(status)
+                    if stage == "fit":
+                        logger.steps_taken = self.progress.global_step
+                    self.rows.attempt(logger, lambda logger=logger: logger.finalize(status))  # type: ignore[misc]
 
     def _position(self) -> str:
         if self.stage != "fit":

@@ -18,6 +18,8 @@ from stratagem.errors import (
     CheckpointMismatchError,
     CheckpointSaveError,
     ConfigurationError,
+    format_names,
+    format_text,
 )
 from stratagem.storage import DurableDirectory, sync_directory
 
@@ -194,7 +196,8 @@ def _entry(checkpoint: dict[str, Any], source: Path, key: str | None) -> str:
     if key is not None:
         if not isinstance(checkpoint.get(key), dict):
             raise CheckpointMismatchError(
-                f"{str(source)!r} has no weights under {key!r}; it has {', '.join(checkpoint)}"
+                f"{str(source)!r} has no weights under {key!r}; it has "
+                f"{format_names(checkpoint, 20)}"
             )
         return key
     if isinstance(checkpoint.get(_OF_TRAINER), dict):
@@ -207,7 +210,8 @@ def _entry(checkpoint: dict[str, Any], source: Path, key: str | None) -> str:
     if len(fitting) != 1:
         raise CheckpointMismatchError(
             f"{str(source)!r} has {len(fitting)} entries that may be weights "
-            f"({', '.join(fitting) or 'of ' + ', '.join(checkpoint)}): say which, by --key"
+            f"({format_names(fitting, 20) or 'of ' + format_names(checkpoint, 20)}): say which, by "
+            "--key"
         )
     return fitting[0]
 
@@ -226,15 +230,15 @@ def _compare(
 ) -> None:
     only_one, only_other = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
     differing = [
-        f"{name} is {tuple(one[name].shape)} {one[name].dtype} and {tuple(other[name].shape)} "
-        f"{other[name].dtype}"
+        f"{format_text(name)} is {tuple(one[name].shape)} {one[name].dtype} and "
+        f"{tuple(other[name].shape)} {other[name].dtype}"
         for name in one.keys() & other.keys()
         if (one[name].shape, one[name].dtype) != (other[name].shape, other[name].dtype)
     ]
     problems = [
-        *([f"only the first has {', '.join(only_one)}"] if only_one else []),
-        *([f"only the second has {', '.join(only_other)}"] if only_other else []),
-        *sorted(differing),
+        *([f"only the first has {format_names(only_one)}"] if only_one else []),
+        *([f"only the second has {format_names(only_other)}"] if only_other else []),
+        *sorted(differing)[:5],
     ]
     if problems:
         raise CheckpointMismatchError(
@@ -251,9 +255,9 @@ def _mean(name: str, tensors: Sequence[Tensor], sources: Sequence[Path]) -> Tens
         for tensor, source in zip(tensors, sources, strict=True):
             if not torch.equal(first, tensor):
                 raise CheckpointMismatchError(
-                    f"{name} has no mean, since it holds integers ({first.dtype}), and differs "
-                    f"between {str(sources[0])!r} and {str(source)!r}: average checkpoints in "
-                    "which it is alike"
+                    f"{format_text(name)} has no mean, since it holds integers ({first.dtype}), "
+                    f"and differs between {str(sources[0])!r} and {str(source)!r}: average "
+                    "checkpoints in which it is alike"
                 )
         return first
     total = torch.zeros_like(first, dtype=torch.complex128 if first.is_complex() else torch.float64)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jsonargparse import ArgumentParser, class_from_function
+import yaml
+from jsonargparse import ArgumentParser, class_from_function, get_loader, set_loader
 from torch import optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,6 +18,51 @@ from stratagem.trainer import Trainer
 
 AUTOMATIC = "AUTOMATIC"
 """As `link_to`: the model's `configure_optimizers` is made from it."""
+
+
+_MOST_VALUES = 100_000
+"""Values of a config, those that its aliases repeat included."""
+
+
+def _check_aliases(text: str) -> None:
+    """Refuse a config whose aliases stand for more values than a program could use.
+
+    Raises:
+        yaml.YAMLError: it is such a config, or no YAML.
+    """
+    sizes: dict[str, int] = {}
+    opened: list[tuple[str | None, int]] = [(None, 0)]
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, 1))
+            continue
+        anchor, size = getattr(event, "anchor", None), 1
+        if isinstance(event, yaml.AliasEvent):
+            # One within what it stands for has no end.
+            anchor, size = None, sizes.get(event.anchor, _MOST_VALUES + 1)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = opened.pop()
+        if anchor is not None:
+            sizes[anchor] = size
+        outer, count = opened.pop()
+        opened.append((outer, count + size))
+        if count + size > _MOST_VALUES:
+            raise yaml.YAMLError(
+                f"the config has more than {_MOST_VALUES} values, most of them by aliases (*name): "
+                "write fewer of them out"
+            )
+
+
+_load_yaml = get_loader("yaml")
+
+
+def _load_bounded(text: str) -> Any:
+    if "*" in text:
+        _check_aliases(text)
+    return _load_yaml(text)
+
+
+set_loader("yaml", _load_bounded, (yaml.YAMLError,))
 
 
 class ReduceLROnPlateau(optim.lr_scheduler.ReduceLROnPlateau):

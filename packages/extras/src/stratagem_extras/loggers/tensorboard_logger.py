@@ -96,7 +96,7 @@ class TensorBoardLogger(SDKLogger):
 
     def begin_run(self, run_id: str, resumed_at: int | None = None) -> None:
         """Go on in the folder of a run that is resumed, unless a version was given."""
-        self._folder.begin_run(run_id, is_resumed=resumed_at is not None)
+        self._folder.begin_run(run_id, resumed_at)
         super().begin_run(run_id, resumed_at)
 
     def _start(self) -> Any:
@@ -185,6 +185,7 @@ class TensorBoardLogger(SDKLogger):
         if self._experiment is not None:
             self._experiment.flush()
             self._experiment.close()
+            self._folder.end(status, self.steps_taken)
 
 
 def _fits(value: Any) -> bool:

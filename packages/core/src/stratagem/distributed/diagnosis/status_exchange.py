@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from stratagem.errors import format_text
+
 _Answers = queue.SimpleQueue[tuple[Any, Exception | None]]
 _Call = tuple[Callable[..., Any], tuple[Any, ...], _Answers]
 
@@ -337,7 +339,7 @@ class StatusExchange:
                 break
             time.sleep(_LOOK)
         keys = [f"answer/{question}/{rank}" for rank in sorted(answered)]
-        statuses = (RankStatus(**json.loads(value)) for value in self._get_all(keys))
+        statuses = (_status(json.loads(value)) for value in self._get_all(keys))
         answers = {status.rank: status for status in statuses}
         survey = Survey(answers, ended, self._first_error(), unknown)
         if unknown:
@@ -381,7 +383,7 @@ class StatusExchange:
         if not self._store.check(["errors"]):
             return None
         first = self._store.get("errors").partition(b",")[0].decode()
-        return RankStatus(**json.loads(self._store.get(f"error/{first}")))
+        return _status(json.loads(self._store.get(f"error/{first}")))
 
     def mark_joined(self) -> None:
         """Tell that this rank is connected to all others; the last one tells all."""
@@ -488,13 +490,23 @@ def _encode(survey: Survey) -> str:
 def _decode(encoded: bytes) -> Survey:
     summary = json.loads(encoded)
     answers = {
-        rank: RankStatus(rank, operation, line, doing)
+        rank: _status({"rank": rank, "operation": operation, "line": line, "doing": doing})
         for operation, line, doing, ranks in summary["places"]
         for rank in _in_ranges(ranks)
     }
     ended = {rank: how for how, ranks in summary["ended"].items() for rank in _in_ranges(ranks)}
-    error = None if summary["error"] is None else RankStatus(**summary["error"])
+    error = None if summary["error"] is None else _status(summary["error"])
     return Survey(dict(sorted(answers.items())), ended, error)
+
+
+def _status(values: dict[str, Any]) -> RankStatus:
+    """Return the status that a rank has written to the store; its texts are safe to show."""
+    texts = {
+        name: format_text(value, _LONGEST, lines=name == "failure")
+        for name, value in values.items()
+        if isinstance(value, str)
+    }
+    return RankStatus(**{**values, **texts})
 
 
 def _in_ranges(text: str) -> Iterable[int]:

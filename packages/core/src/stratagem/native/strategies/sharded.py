@@ -36,6 +36,7 @@ from stratagem.native.sharding.layout import (
 )
 from stratagem.plan.step_options import GradientClip
 from stratagem.state.shards import LazyTensor
+from stratagem.state.state_checks import check_entries
 from stratagem.state.state_dict import (
     load_named_state,
     load_weights,
@@ -265,6 +266,7 @@ class ShardedStrategy(ParallelStrategy):
         prepared.reshard()
         parameters = dict(prepared.original.named_parameters())
         state = optimizer_state_without_wrapper(state)
+        check_entries(optimizer, parameters, state)
         shards = {
             name: distribute_state(entry, parameters[name]) if name in parameters else entry
             for name, entry in state["state"].items()

@@ -12,7 +12,7 @@ import torch
 
 from stratagem.checkpoint.archive import not_whole, refused
 from stratagem.checkpoint.entries import Entry, Refused, read_entries
-from stratagem.errors import CheckpointCorruptError
+from stratagem.errors import CheckpointCorruptError, format_text, format_value
 from stratagem.state.reading.rebuild import ArchiveUnpickler, Stored
 
 
@@ -49,7 +49,9 @@ def load_archive(
     def read_storage(key: str, wanted: int, dtype: torch.dtype) -> torch.UntypedStorage:
         entry = entries.get(f"data/{key}", Entry(0, 0))
         if wanted > entry.size:
-            raise Refused(f"its storage {key!r} has {entry.size} bytes, expected {wanted}")
+            raise Refused(
+                f"its storage {format_value(key)} has {entry.size} bytes, expected {wanted}"
+            )
         begin = start + entry.offset
         storage: torch.UntypedStorage = memory[begin : begin + wanted]
         if storage.data_ptr() % max(1, dtype.itemsize):
@@ -69,7 +71,7 @@ def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointCorruptError(
             f"{path!r} holds something that loading would have to execute, so it was "
-            f"refused: {error}. Only load checkpoints of weights-only-safe data"
+            f"refused: {format_text(str(error))}. Only load checkpoints of weights-only-safe data"
         ) from error
     except Refused as error:
         raise refused(path, error) from error
@@ -79,7 +81,7 @@ def _unpickle(unpickler: ArchiveUnpickler, path: str, size: int) -> Any:
         ) from error
     # What an unpickler and torch raise for damaged contents is not documented.
     except Exception as error:
-        raise not_whole(path, size, f"{type(error).__name__}: {error}") from error
+        raise not_whole(path, size, f"{type(error).__name__}: {format_text(str(error))}") from error
     return loaded
 
 

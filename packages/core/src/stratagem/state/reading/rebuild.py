@@ -69,7 +69,7 @@ class ArchiveUnpickler(SafeUnpickler):
         if storage is None:
             storage = self._storages[key] = self._read_storage(key, size, dtype)
         if storage.nbytes() != size:
-            raise Refused(f"its pickle gives the storage {key!r} two sizes")
+            raise Refused(f"its pickle gives the storage {format_value(key)} two sizes")
         return Stored(storage, dtype)
 
 

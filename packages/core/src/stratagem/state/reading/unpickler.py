@@ -26,6 +26,10 @@ _CALL = 4
 # Keys may share their parts: so many more values may be looked at than the pickle has bytes.
 _FREE_KEYS = 100_000
 _MOST_DIMS = 64
+# Keys with the hash of another key: a dict of n of them takes n squared comparisons. The hashes of
+# texts and bytes are random, and small integers have different ones, so real checkpoints have none.
+_MOST_COLLISIONS = 1000
+_SMALL = (1 << 61) - 1
 _SIZED = (list, tuple, torch.Size, dict, OrderedDict, Counter, set, str, bytes, bytearray)
 
 
@@ -59,6 +63,8 @@ class SafeUnpickler:
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._left, self._keys_left = len(data), len(data) + _FREE_KEYS
+        self._hashes: dict[int, Any] = {}
+        self._collisions = 0
         self._named = {**values, **classes, **makers}
         self._callable = {id(made) for made in (*makers.values(), *classes.values())}
         self._classes = {id(made) for made in classes.values()}
@@ -96,17 +102,26 @@ class SafeUnpickler:
 
     def hashed(self, key: Any) -> Any:
         """Return a key of a dict or a member of a set, which can be hashed in a bounded time."""
+        if type(key) not in (str, bytes) and not (type(key) is int and abs(key) < _SMALL):
+            self._check_parts(key)
+            first = self._hashes.setdefault(hash(key), key)
+            if first is not key and first != key:
+                self._collisions += 1
+                if self._collisions > _MOST_COLLISIONS:
+                    raise Refused("its pickle has keys that were made to collide")
+        return key
+
+    def _check_parts(self, key: Any) -> None:
         if isinstance(key, tuple):
             self._keys_left -= len(key) + 1
             if self._keys_left < 0:
                 raise Refused("its pickle repeats its keys")
             for part in key:
-                self.hashed(part)
+                self._check_parts(part)
         elif dataclasses.is_dataclass(key):
-            self.hashed(tuple(vars(key).values()))
+            self._check_parts(tuple(vars(key).values()))
         elif type(key) is FunctionType:
             raise Refused("a key is what makes a value, and no value")
-        return key
 
     def persistent_load(self, pid: Any) -> Any:
         """Return what the pickle names by a key of its own; there is none."""

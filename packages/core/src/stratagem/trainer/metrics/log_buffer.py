@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ class LogBuffer:
         self._copied: _Copied | None = None
         """Rows whose values are on their way from a device."""
         self._due = monotonic() + _SECONDS
+        self._failed: list[Logger] = []
 
     def add(self, row: dict[str, Any], step: int, epoch: int) -> None:
         """Add the values of one step, counted from 0, and the number of its epoch."""
@@ -101,7 +103,26 @@ class LogBuffer:
                 row[name] = number
         rows = [(int(values.pop("step", step)), values) for step, values in copied.rows]
         for logger in self._loggers:
-            logger.log_rows(rows)
+            self.attempt(logger, lambda logger=logger: logger.log_rows(rows))  # type: ignore[misc]
+
+    def attempt(self, logger: Logger, write: Callable[[], object]) -> None:
+        """Let a logger write; that its disk is full or its folder gone is said once, and no more.
+
+        A run that trains for days does not end because of a chart. The logger is tried again with
+        the next rows.
+        """
+        try:
+            write()
+        except OSError as error:
+            if logger not in self._failed:
+                self._failed.append(logger)
+                place = error.filename or logger.log_dir or "its values"
+                warnings.warn(
+                    f"{type(logger).__name__} cannot write {str(place)!r} ({type(error).__name__}: "
+                    f"{error.strerror or error}): training goes on, and values are missing there "
+                    "until it can",
+                    stacklevel=2,
+                )
 
 
 _Row = tuple[int, dict[str, Any]]

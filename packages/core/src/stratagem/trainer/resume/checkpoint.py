@@ -197,7 +197,8 @@ def restore_training(
             strategy.load_optimizer_state(prepared, optimizer, named)
         # It has stepped before the checkpoint; schedulers warn where they see no step before them.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-    run.schedulers.load_state(checkpoint["lr_schedulers"])
+    with naming(path):
+        run.schedulers.load_state(checkpoint["lr_schedulers"])
     strategy.precision.load_state_dict(checkpoint["precision"])
     states = checkpoint["callbacks"]
     for callback in run.trainer.callbacks:

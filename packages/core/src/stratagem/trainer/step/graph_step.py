@@ -261,7 +261,9 @@ def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     where = [line for line in lines if line.startswith("File ")]
     explained = [line for line in lines[:4] if line.startswith("Explanation: ")]
-    return " ".join((lines or [type(error).__name__])[:1] + explained + where[-1:])
+    # "backend='inductor' raised:", and then what it was.
+    first = 2 if lines and lines[0].endswith(":") else 1
+    return " ".join((lines or [type(error).__name__])[:first] + explained + where[-1:])
 
 
 def _check(run: Run, optimizer: Optimizer, compilation: Compilation) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from stratagem.errors import UserCodeError
+from stratagem.state.state_checks import load_scheduler_state
 from stratagem.trainer.step.optimizers import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -130,4 +131,4 @@ class Schedulers:
     def load_state(self, states: list[Any]) -> None:
         """Restore what `state` returned."""
         for config, state in zip(self.configs, states, strict=True):
-            config.scheduler.load_state_dict(state)
+            load_scheduler_state(config.scheduler, state)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from stratagem.checkpoint.entries import Refused
-from stratagem.errors import CheckpointCorruptError, format_value
+from stratagem.errors import CheckpointCorruptError, format_text, format_value
 from stratagem.state.reading.unpickler import SafeUnpickler, check_dims
 
 # Where a tensor stands in a checkpoint: so many keys lead to it.
@@ -79,12 +79,14 @@ def read_layout(folder: Path, data: bytes) -> Metadata:
         _check_kinds(metadata)
     except pickle.UnpicklingError as error:
         raise CheckpointCorruptError(
-            f"{str(folder / '.metadata')!r} was refused: it asks for {error}, and a layout of "
-            "tensors has no need of that. Only load checkpoints of weights-only-safe data"
+            f"{str(folder / '.metadata')!r} was refused: it asks for {format_text(str(error))}, "
+            "and a layout of tensors has no need of that. Only load checkpoints of "
+            "weights-only-safe data"
         ) from error
     except Exception as error:
         raise CheckpointCorruptError(
-            f"{str(folder / '.metadata')!r} is damaged: {type(error).__name__}: {error}"
+            f"{str(folder / '.metadata')!r} is damaged: {type(error).__name__}: "
+            f"{format_text(str(error))}"
         ) from error
     assert isinstance(metadata, Metadata)
     return metadata
@@ -119,17 +121,19 @@ def _check_kinds(metadata: Any) -> None:
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
     if not isinstance(entry.properties.dtype, torch.dtype) or type(entry.chunks) is not list:
-        raise TypeError(f"{name!r} is a tensor of {format_value(entry.properties.dtype)}")
+        raise TypeError(
+            f"{format_value(name)} is a tensor of {format_value(entry.properties.dtype)}"
+        )
     check_dims(entry.size)
     for chunk in entry.chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
-            raise TypeError(f"{name!r} has a chunk that is a {type(chunk).__name__}")
+            raise TypeError(f"{format_value(name)} has a chunk that is a {type(chunk).__name__}")
     for numbers in (entry.size, *(n for c in entry.chunks for n in (c.offsets, c.sizes))):
         if not isinstance(numbers, torch.Size) or len(numbers) != len(entry.size):
             size = repr(numbers) if isinstance(numbers, torch.Size) else format_value(numbers)
-            raise TypeError(f"{name!r} has the size {size}")
+            raise TypeError(f"{format_value(name)} has the size {size}")
         if min(numbers, default=0) < 0:
-            raise ValueError(f"{name!r} has the size {tuple(numbers)}")
+            raise ValueError(f"{format_value(name)} has the size {tuple(numbers)}")
 
 
 def check_places(metadata: Metadata, sizes: Mapping[str, int]) -> None:

@@ -1,0 +1,215 @@
+"""Comparison of the states of optimizers and schedulers with the objects that will load them.
+
+`load_state_dict` of torch takes any value, so a wrong one would fail in the first step, with an
+error that names no parameter, or would change the training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem.errors import CheckpointMismatchError, format_text, format_value
+from stratagem.state.shards import LazyTensor
+
+_ADVICE = "Use what it was saved with, or load the weights alone and begin anew"
+_NUMBER, _TENSOR = "a number", "a tensor of floats"
+_ADAM = ("step", "exp_avg exp_avg_sq max_exp_avg_sq")
+# What torch's own optimizers keep for a parameter: numbers, and tensors of its shape.
+_ENTRIES = {
+    "ASGD": ("step eta mu", "ax"),
+    "Adadelta": ("step", "square_avg acc_delta"),
+    "Adafactor": ("step", ""),
+    "Adagrad": ("step", "sum"),
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "Adamax": ("step", "exp_avg exp_inf"),
+    "LBFGS": ("func_evals n_iter", ""),
+    "Muon": ("", "momentum_buffer"),
+    "NAdam": ("step mu_product", "exp_avg exp_avg_sq"),
+    "RAdam": ("step", "exp_avg exp_avg_sq"),
+    "RMSprop": ("step", "square_avg momentum_buffer grad_avg"),
+    "Rprop": ("step", "prev step_size"),
+    "SGD": ("", "momentum_buffer"),
+    "SparseAdam": ("step", "exp_avg exp_avg_sq"),
+}
+# Of these only the ones that a group option asks for.
+_OPTIONS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
+
+
+def check_optimizer_form(state: Any) -> None:
+    """Refuse what is not the state of an optimizer: entries by parameter, and parameter groups.
+
+    Raises:
+        CheckpointMismatchError: says what it is.
+    """
+    if isinstance(state, Mapping):
+        groups = state.get("param_groups")
+        if (
+            isinstance(state.get("state"), Mapping)
+            and isinstance(groups, Sequence)
+            and all(isinstance(g, Mapping) and _are_names(g.get("params")) for g in groups)
+        ):
+            return
+    raise CheckpointMismatchError(
+        "the checkpoint has no state of an optimizer; expected a dict of 'state' and "
+        f"'param_groups', and names in each group's 'params'. {_ADVICE}"
+    )
+
+
+def _are_names(params: Any) -> bool:
+    return isinstance(params, Sequence) and all(type(one) in (str, int) for one in params)
+
+
+def check_entries(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Any]
+) -> None:
+    """Compare the entries of parameters with what the optimizer keeps for them.
+
+    Entries of optimizers that are not torch's own only have to be dicts.
+
+    Args:
+        optimizer: will load them.
+        parameters: of the model, by name.
+        state: an optimizer's state by such names; others are passed over.
+
+    Raises:
+        CheckpointMismatchError: names the parameter and the entry.
+    """
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim")
+    numbers, tensors = _ENTRIES.get(kind.__name__, ("", "")) if is_torchs else ("", "")
+    options = {name: group for group in state["param_groups"] for name in group["params"]}
+    for name, entry in state["state"].items():
+        if name not in parameters:
+            continue
+        if not isinstance(entry, Mapping) or not all(type(key) is str for key in entry):
+            raise _mismatch(entry, f"the state of {name}", "a dict by names")
+        shape = tuple(parameters[name].shape)
+        for key in f"{numbers} {tensors}".split() if entry else ():
+            value: Any = entry.get(key)
+            what = f"{key!r} of {name}"
+            is_asked = key not in _OPTIONS or options.get(name, {}).get(_OPTIONS[key])
+            # SGD and Muon have none before their first step.
+            if value is None and (not is_asked or key == tensors == "momentum_buffer"):
+                continue
+            if key not in entry:
+                raise CheckpointMismatchError(
+                    f"the checkpoint's optimizer lacks {what}, which {kind.__name__} needs. "
+                    f"{_ADVICE}"
+                )
+            if key in numbers.split():
+                if not _is_number(value):
+                    raise _mismatch(value, what, _NUMBER)
+            elif not _is_float_tensor(value):
+                raise _mismatch(value, what, _TENSOR)
+            elif tuple(value.shape) != shape:
+                raise _mismatch(value, what, f"the shape {shape}")
+
+
+def check_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Compare the options of a saved parameter group with those of the optimizer's own.
+
+    Raises:
+        CheckpointMismatchError: an option has another kind; names it.
+    """
+    for key in own.keys() & saved.keys() - {"params"}:
+        if expected := _expected(own[key], saved[key]):
+            raise _mismatch(saved[key], f"the group option {key!r}", expected)
+
+
+def load_scheduler_state(scheduler: Any, state: Any) -> None:
+    """Load the state of a learning rate scheduler, once it is compared with its own.
+
+    Raises:
+        CheckpointMismatchError: a value has another kind, or replaces a method; names it.
+    """
+    _check_scheduler(scheduler, state)
+    with as_mismatch(scheduler):
+        scheduler.load_state_dict(dict(state))
+
+
+def _check_scheduler(scheduler: Any, state: Any) -> None:
+    of = f"of the scheduler {type(scheduler).__name__}"
+    if not isinstance(state, Mapping):
+        raise _mismatch(state, f"the state {of}", "a dict")
+    own = scheduler.state_dict()
+    is_torchs = type(scheduler).__module__.startswith("torch.optim")
+    for key, value in state.items():
+        what = f"{format_value(key)} {of}"
+        if key not in own:
+            if (
+                type(key) is not str
+                or callable(getattr(scheduler, key, None))
+                or key == "optimizer"
+            ):
+                raise _mismatch(value, what, "nothing")
+        elif key == "_schedulers" and isinstance(value, list):
+            for inner, saved in zip(getattr(scheduler, key, ()), value, strict=False):
+                _check_scheduler(inner, saved)
+        elif is_torchs and (expected := _expected(own[key], value)):
+            raise _mismatch(value, what, expected)
+
+
+@contextmanager
+def as_mismatch(target: Any) -> Iterator[None]:
+    """Turn the bare error of a `load_state_dict` into one that says what was loaded."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointMismatchError(
+            f"{type(target).__name__} cannot load its state ({type(error).__name__}: "
+            f"{format_text(str(error))}). {_ADVICE}"
+        ) from error
+
+
+def _expected(own: Any, saved: Any) -> str:
+    """Return what is expected in the place of a saved value; "": it is of the own one's kind."""
+    if own is None or isinstance(own, bool):
+        return "" if own is None or saved is None or isinstance(saved, bool) else "a bool"
+    if _is_number(own):
+        return "" if _is_number(saved) else _NUMBER
+    if isinstance(own, str):
+        return "" if isinstance(saved, str) else "a text"
+    if isinstance(own, Counter):
+        is_alike = isinstance(saved, Mapping) and all(map(_is_number, (*saved, *saved.values())))
+        return "" if is_alike else "a dict of numbers"
+    if isinstance(own, Mapping):
+        return "" if isinstance(saved, Mapping) else "a dict"
+    if isinstance(own, (list, tuple)):
+        if not isinstance(saved, (list, tuple)):
+            return "a list"
+        if own and not isinstance(own[0], Mapping):
+            if len(own) != len(saved):
+                return f"{len(own)} values"
+            return next(filter(None, map(_expected, own, saved)), "")
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (Tensor, LazyTensor)):
+        return math.prod(value.shape) == 1 and not value.dtype.is_complex
+    return type(value) in (int, float)
+
+
+def _is_float_tensor(value: Any) -> bool:
+    if not isinstance(value, (Tensor, LazyTensor)):
+        return False
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def _mismatch(value: Any, what: str, expected: str) -> CheckpointMismatchError:
+    found = format_value(value)
+    if isinstance(value, (Tensor, LazyTensor)):
+        found = f"a tensor of {tuple(value.shape)} and {value.dtype}"
+    elif isinstance(value, (list, tuple)):
+        found = f"a {type(value).__name__} of {len(value)}"
+    return CheckpointMismatchError(
+        f"the checkpoint has {found} as {what}, expected {expected}. {_ADVICE}"
+    )
