@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -283,3 +285,13 @@ def test_a_registered_strategy_is_shown_with_its_arguments() -> None:
     assert found["init_params"] == {"find_unused_parameters": True}
     assert found["strategy_name"] == "ddp_find_unused_parameters_true"
     assert found["description"]
+
+
+def test_a_trainers_strategy_has_lightnings_names() -> None:
+    """Also where nothing but the Trainer was imported."""
+    code = """
+from stratagem_lightning.api.trainer import Trainer
+print(Trainer(accelerator="cpu", logger=False).strategy.root_device)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "cpu"

@@ -133,7 +133,7 @@ def test_a_trainer_shows_its_options_and_its_parts() -> None:
     assert (one.num_devices, one.device_ids, one.num_nodes, one.node_rank) == (1, [0], 1, 0)
     assert (one.accelerator.name, one.precision) == ("cpu", "32-true")
     assert one.early_stopping_callback is early
-    assert one.fit_loop.total_batch_idx == 50
+    assert one.fit_loop.total_batch_idx == 49  # the last of 50
     one.predict(model, numbers(8))
     assert (one.num_predict_batches, one.num_test_batches) == ([4], [])
     assert not one.interrupted

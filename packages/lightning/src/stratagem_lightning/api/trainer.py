@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-import stratagem_lightning.api.strategies  # noqa: F401 - adds Lightning's names to strategies
+import stratagem_lightning.api.strategies.single_device  # noqa: F401 - adds Lightning's names to strategies
 from stratagem import callbacks as own, storage, trainer
 from stratagem.accelerators import Accelerator
 from stratagem.checkpoint import find_all

@@ -211,10 +211,8 @@ class FitLoop:
 
     @property
     def total_batch_idx(self) -> int:
-        """The index of the present batch over all epochs."""
-        step = self.trainer.run.step
-        batch_idx: int = 0 if step is None else step.batch_idx
-        return int(self.trainer._progress.batches_before) + batch_idx
+        """The index over all epochs of the batch that is trained on, or was last; -1: none."""
+        return int(self.trainer._progress.batches_before) + self.batch_idx
 
     @property
     def max_batches(self) -> float:
