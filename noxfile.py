@@ -335,7 +335,8 @@ def third_parties(session: nox.Session, plugin: str) -> None:
 @nox.parametrize("library", LIBRARIES)
 def libraries(session: nox.Session, library: str) -> None:
     """A library that stands on Lightning, with it and with `stratagem_lightning`; not in CI."""
-    session.install(library, "lightning")
+    # pandas 3 has no monthly frequency "M"; pytorch-tabular imports requests without naming it.
+    session.install(library, "lightning", "pandas<3", "requests")
     session.install(*BUILD_TOOLS)
     editable = [argument for package in AS_LIGHTNING for argument in ("-e", package)]
     session.install("--no-build-isolation", *editable)
@@ -371,7 +372,8 @@ def peer_tests(session: nox.Session) -> None:
         place = "https://github.com/Lightning-AI/pytorch-lightning"
         options = ("-q", "--depth=1", f"--branch={PEER_TESTS}")
         session.run("git", "clone", *options, place, str(source), external=True)
-    named = ("jsonargparse[signatures]", "numpy", "pytest", "scikit-learn", "tensorboard", "tqdm")
+    named = ("jsonargparse[signatures]", "numpy", "pytest", "scikit-learn", "tensorboard")
+    named = (*named, "torchmetrics", "tqdm")
     needed = [TORCH, *tools(*named), *PEER_TOOLS]
     session.run("python", "-m", "venv", str(work / "peer"))
     # Theirs in an environment of its own, since both answer to its name.

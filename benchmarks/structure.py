@@ -17,6 +17,8 @@ import importlib
 import inspect
 import io
 import re
+import subprocess
+import sys
 import textwrap
 import tokenize
 from collections import Counter
@@ -27,6 +29,28 @@ from pathlib import Path
 CORE = Path(__file__).parents[1] / "packages" / "core" / "src" / "stratagem"
 FRONT_ENDS = ("stratagem.Trainer", "stratagem.Lite", "stratagem.strategies.Strategy")
 """The classes whose public names are counted."""
+RUNS = {
+    "import of Lite": "from stratagem import Lite",
+    "fit of a Trainer": """
+import os, tempfile, torch
+from stratagem import Module, Trainer
+
+class Line(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+os.chdir(tempfile.mkdtemp())
+Trainer(accelerator="cpu", max_steps=2).fit(Line(), torch.utils.data.DataLoader(torch.ones(8, 2)))
+""",
+}
+"""Scripts whose imports of core are counted."""
 _FILLER = re.compile(
     r"\b(what|whom|whose|that of|those|so many|in the place|there (is|are)|it is|they are|by now|"
     r"thing|one of|of it|none)\b",
@@ -106,6 +130,19 @@ def public_names(place: str) -> set[str]:
             if isinstance(owner, ast.Name) and owner.id == "self" and _is_set(node):
                 found.add(node.attr)  # type: ignore[attr-defined]
     return {name for name in found if not name.startswith("_")}
+
+
+def lines_brought_along(script: str) -> int:
+    """Return the lines of code of the modules of core that a script has imported at its end."""
+    listed = (
+        f"{script}\nimport sys\n"
+        "print('FILES', *(module.__file__ for name, module in sys.modules.items()"
+        " if f'{name}.'.startswith('stratagem.') and getattr(module, '__file__', None)), sep='\\n')"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", listed]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    texts = [Path(file).read_text() for file in done.stdout.partition("FILES\n")[2].splitlines()]
+    return sum(lines_of_code(text, ast.parse(text)) for text in texts)
 
 
 def _is_set(node: ast.AST) -> bool:
@@ -214,6 +251,8 @@ def main() -> None:
     print("files in a folder    " + ", ".join(f"{k} {n}" for k, n in list(shape.flat.items())[:6]))
     for place in FRONT_ENDS:
         print(f"public names         {place} {len(public_names(place))}")
+    for run, script in RUNS.items():
+        print(f"code brought along   {run} {lines_brought_along(script)}")
 
 
 if __name__ == "__main__":

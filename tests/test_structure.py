@@ -15,6 +15,8 @@ MOST_LINES = 24_750
 MOST_FILES = 13
 MOST_NAMES = {"stratagem.Trainer": 45, "stratagem.Lite": 30, "stratagem.strategies.Strategy": 45}
 MOST_FILLER = 0.34
+MOST_FILES_OF_CORE = 217
+MOST_BROUGHT_ALONG = {"import of Lite": 7_300, "fit of a Trainer": 16_900}
 
 
 def load_structure() -> ModuleType:
@@ -40,6 +42,15 @@ def test_core_has_few_rooms_and_no_circles() -> None:
 
 def test_core_has_few_lines_of_code() -> None:
     assert structure.measure(structure.CORE).lines <= MOST_LINES
+
+
+def test_core_has_few_files() -> None:
+    assert len(list(structure.CORE.rglob("*.py"))) <= MOST_FILES_OF_CORE
+
+
+@pytest.mark.parametrize("run", structure.RUNS)
+def test_a_run_imports_little_of_core(run: str) -> None:
+    assert structure.lines_brought_along(structure.RUNS[run]) <= MOST_BROUGHT_ALONG[run]
 
 
 def test_a_folder_has_few_files() -> None:
