@@ -33,6 +33,7 @@ GUESTS = [
 EXTRAS_OF_CORE = {
     "testing": "stratagem-testing",
     "lightning": "stratagem-lightning",
+    "cli": "stratagem-extras",
     **{
         name: f"stratagem-extras[{name}]"
         for name in (
@@ -42,7 +43,6 @@ EXTRAS_OF_CORE = {
             "wandb",
             "comet",
             "neptune",
-            "cli",
             "safetensors",
         )
     },
