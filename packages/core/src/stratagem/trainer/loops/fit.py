@@ -114,8 +114,8 @@ def _train_steps(
         if 0 < progress.batches < end:
             run.schedulers.step_after_step(run.strategy.ranks, run.is_metric_pending)
         for micro_batches in step.micro_batches(loader, accumulate):
-            progress.last_step = len(micro_batches)
-            step.start(len(micro_batches), loader.weights)
+            progress.last_step = count = len(micro_batches)
+            step.start(count, loader.weights)
             take_step(prepared, step, micro_batches)
             step.finish()
             if run.deferred_saves:
