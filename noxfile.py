@@ -373,8 +373,7 @@ def peer_tests(session: nox.Session) -> None:
         options = ("-q", "--depth=1", f"--branch={PEER_TESTS}")
         session.run("git", "clone", *options, place, str(source), external=True)
     named = ("jsonargparse[signatures]", "numpy", "pytest", "scikit-learn", "tensorboard")
-    named = (*named, "torchmetrics", "tqdm")
-    needed = [TORCH, *tools(*named), *PEER_TOOLS]
+    needed = [TORCH, *tools(*named, "torchmetrics", "tqdm"), *PEER_TOOLS]
     session.run("python", "-m", "venv", str(work / "peer"))
     # Theirs in an environment of its own, since both answer to its name.
     pip = (theirs, "-m", "pip", "install", "-q", f"lightning=={PEER_TESTS}", *needed)
