@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fixtures import (
     _global_state as _global_state,
+    one_thread as one_thread,
     run_script as run_script,
     script_environment as script_environment,
 )

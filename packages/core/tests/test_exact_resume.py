@@ -38,13 +38,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small wait for their threads most of the time, on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Augmented(Dataset[Tensor]):

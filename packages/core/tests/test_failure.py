@@ -391,3 +391,4 @@ def test_ranks_that_hang_end_when_they_are_told_to_and_say_where_they_were(
     waits = {"different collectives": "all_reduce", "in a fit": "all_gather"}.get(kind, "backward")
     place = f"{script}:{line_of(TROUBLE, waits)}"
     assert f"rank 0: in {waits}, at {place}" in stderr
+    assert "Every rank must call the same collectives in the same order" in stderr

@@ -39,7 +39,9 @@ ONE_NODE_BY_HAND = {
 
 
 @pytest.fixture
-def listening(tmp_path: Path, script_environment: dict[str, str]) -> Callable[..., None]:
+def assert_listens_on_loopback(
+    tmp_path: Path, script_environment: dict[str, str]
+) -> Callable[..., None]:
     """Start commands, all at once, and assert that their processes listen on loopback only."""
 
     def look(*environments: Mapping[str, str], before: tuple[str, ...] = ()) -> None:
@@ -71,16 +73,18 @@ def listening(tmp_path: Path, script_environment: dict[str, str]) -> Callable[..
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
-def test_launchers_listen_on_loopback_only(strategy: str, listening: Callable[..., None]) -> None:
-    listening(before=(strategy,))
+def test_launchers_listen_on_loopback_only(
+    strategy: str, assert_listens_on_loopback: Callable[..., None]
+) -> None:
+    assert_listens_on_loopback(before=(strategy,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--max-restarts=1",)], ids=["plain", "restarts"])
 def test_stratagem_run_listens_on_loopback_only(
-    options: tuple[str, ...], listening: Callable[..., None]
+    options: tuple[str, ...], assert_listens_on_loopback: Callable[..., None]
 ) -> None:
-    listening(before=("-m", "stratagem", "run", "--devices=2", *options))
+    assert_listens_on_loopback(before=("-m", "stratagem", "run", "--devices=2", *options))
 
 
 @pytest.mark.slow
@@ -94,7 +98,11 @@ def test_stratagem_run_listens_on_loopback_only(
     ids=["slurm", "mpi", "by hand"],
 )
 def test_ranks_of_one_node_that_a_cluster_has_started_listen_on_loopback_only(
-    common: Mapping[str, str], rank_variables: tuple[str, ...], listening: Callable[..., None]
+    common: Mapping[str, str],
+    rank_variables: tuple[str, ...],
+    assert_listens_on_loopback: Callable[..., None],
 ) -> None:
     more = {"MASTER_PORT": str(network.free_port())} if "MASTER_ADDR" in common else {}
-    listening(*({**common, **more, **dict.fromkeys(rank_variables, rank)} for rank in "01"))
+    assert_listens_on_loopback(
+        *({**common, **more, **dict.fromkeys(rank_variables, rank)} for rank in "01")
+    )

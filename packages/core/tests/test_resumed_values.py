@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,7 @@ from stratagem.loggers import Logger
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small wait for their threads most of the time, on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Rows(Logger):
@@ -37,7 +31,7 @@ class Rows(Logger):
         self.rows: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        raise NotImplementedError
+        raise AssertionError("a Trainer hands over rows, by log_rows")
 
     def log_rows(self, rows: Any) -> None:
         self.rows += [(step, {k: float(v) for k, v in values.items()}) for step, values in rows]

@@ -57,6 +57,15 @@ def _global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models that are small wait for their threads most of the time, on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def script_environment() -> dict[str, str]:
     """The environment of a script: one thread a process, and no variable of a rank."""
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
@@ -70,7 +79,30 @@ def zygote() -> Zygote:
     return Zygote({**environment, "OMP_NUM_THREADS": "1"})
 
 
-def _finish(process: subprocess.Popen[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def _run(
+    options: tuple[str, ...],
+    script: Path,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    folder: Path,
+    timeout: float,
+    *,
+    fresh: bool,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python OPTIONS SCRIPT ARGUMENTS` in a new interpreter, or in a fork."""
+    if fresh:
+        return subprocess.run(
+            [sys.executable, *options, str(script), *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    process = zygote().start(
+        script, *arguments, environment=environment, folder=folder, options=options
+    )
     try:
         out, error = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -102,22 +134,8 @@ def run_file(
     dropped = ("RANK", "WORLD", "MASTER", "NODE", "STRATAGEM", "TORCHELASTIC", "THP_", "MALLOC")
     kept = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
     environment = {**kept, "OMP_NUM_THREADS": "1", **(env or {})}
-    options = ("-W", "error")
-    if fresh or not can_fork(env or ()):
-        finished = subprocess.run(
-            [sys.executable, *options, str(script), *arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-    else:
-        started = zygote().start(
-            script, *arguments, environment=environment, folder=folder, options=options
-        )
-        finished = _finish(started, timeout)
+    fresh = fresh or not can_fork(env or ())
+    finished = _run(("-W", "error"), script, arguments, environment, folder, timeout, fresh=fresh)
     assert finished.returncode == expect, finished.stdout + finished.stderr
     return finished
 
@@ -144,19 +162,8 @@ def run_script(tmp_path: Path, script_environment: dict[str, str]) -> RunScript:
         script = tmp_path / name
         script.write_text(textwrap.dedent(text))
         environment = {**script_environment, **(env or {})}
-        if fresh or before or not can_fork(env or ()):
-            finished = subprocess.run(
-                [sys.executable, *before, str(script), *args],
-                env=environment,
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                check=False,
-            )
-        else:
-            started = zygote().start(script, *args, environment=environment, folder=tmp_path)
-            finished = _finish(started, timeout)
+        fresh = bool(fresh or before or not can_fork(env or ()))
+        finished = _run(before, script, args, environment, tmp_path, timeout, fresh=fresh)
         finished.stdout = without_torchs_own(finished.stdout)
         if expect is not None:
             assert finished.returncode == expect, (

@@ -176,11 +176,7 @@ class Diagnosis:
             notes += [f"{plugin}: {note}" for note in report.notes]
         lines += notes
         lines += [
-            f"two distributions provide the import name {name!r}: uninstall one of "
-            f"{', '.join(holder.partition(':')[0] for holder in holders)}"
-            if kind == "name"
-            else f"the {kind} name {name!r} is ambiguous: choose one of {', '.join(holders)}"
-            for (kind, name), holders in self.ambiguous.items()
+            _ambiguity(kind, name, holders) for (kind, name), holders in self.ambiguous.items()
         ]
         lines += [
             f"{plugin}: {check.name}: {check.detail}"
@@ -188,6 +184,14 @@ class Diagnosis:
             if check.status == "error"
         ]
         return [format_text(line, 2000) for line in lines]
+
+
+def _ambiguity(kind: str, name: str, holders: Sequence[str]) -> str:
+    """Return the line on a name that several distributions provide."""
+    if kind == "name":
+        owners = ", ".join(holder.partition(":")[0] for holder in holders)
+        return f"the import name {name!r} is provided more than once: uninstall one of {owners}"
+    return f"the {kind} name {name!r} is ambiguous: choose one of {', '.join(holders)}"
 
 
 def run(arguments: Sequence[str]) -> int:

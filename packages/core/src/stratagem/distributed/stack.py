@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sysconfig
+import os
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -12,7 +12,7 @@ import torch
 _LIBRARIES = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parents[1]),
-    sysconfig.get_path("stdlib"),
+    str(Path(os.__file__).parent),
     "<frozen",
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -180,7 +181,7 @@ class Run:
                 for logger in trainer.loggers:
                     if stage == "fit":
                         logger.steps_taken = self.progress.global_step
-                    self.rows.attempt(logger, lambda logger=logger: logger.finalize(status))  # type: ignore[misc]
+                    self.rows.attempt(logger, partial(logger.finalize, status))
 
     def _position(self) -> str:
         if self.stage != "fit":

@@ -217,7 +217,7 @@ class Trainer(FrontEnd):
         )
         quick = check_switch("fast_dev_run", fast_dev_run, unit="batches", on=1)
         self.options = options.for_quick_run(quick) if quick else options
-        self.runtime = self._runtime = Runtime(
+        self._runtime = Runtime(
             accelerator=accelerator,
             strategy=strategy,
             devices=devices,
@@ -294,6 +294,11 @@ class Trainer(FrontEnd):
     def plan(self) -> RunPlan:
         """The resolved components and their reasons; `trainer.plan.explain()` is its text."""
         return self.runtime.plan
+
+    @property
+    def runtime(self) -> Runtime:
+        """The plan, the strategy, the ranks and their launch."""
+        return self._runtime
 
     @property
     def strategy(self) -> Strategy:

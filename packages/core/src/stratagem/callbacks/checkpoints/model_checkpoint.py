@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stratagem.callbacks.callback import Callback
 from stratagem.callbacks.checkpoints.names import CheckpointNames, filled, is_version_of
-from stratagem.callbacks.checkpoints.retention import (
-    ResumedCheckpoints,
-    RetentionPolicy,
-    in_folder,
-    leads_to,
-)
+from stratagem.callbacks.checkpoints.resumed import ResumedCheckpoints, in_folder, leads_to
+from stratagem.callbacks.checkpoints.retention import RetentionPolicy
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.storage import paths
 

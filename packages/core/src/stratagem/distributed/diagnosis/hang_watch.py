@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 
 from stratagem.distributed.diagnosis.rank_status import COLLECTIVES, RankStatuses, described
@@ -107,13 +106,21 @@ class HangWatch:
         silent = [r for r in range(self._statuses.world_size) if r not in survey.answers]
         lines = [f"{name} while the ranks wait in collectives. Where the ranks are:"]
         lines += [f"  {line}" for line in described(survey, silent)]
+        lines.append("Every rank must call the same collectives in the same order")
         message = "\n".join(lines)
-        with suppress(RuntimeError):  # the store has gone with rank 0
-            if self._statuses.exchange.ended().get(0) != "failed":
-                print(f"stratagem: {message}", file=sys.stderr, flush=True)
-            self._statuses.exchange.mark("failed")
+        if not self._rank_0_has_said_it():
+            print(f"stratagem: {message}", file=sys.stderr, flush=True)
         record_failure(CommunicationError(message))
         os._exit(128 + number)
+
+    def _rank_0_has_said_it(self) -> bool:
+        exchange = self._statuses.exchange
+        try:
+            said = exchange.ended().get(0) == "failed"
+            exchange.mark("failed")
+        except RuntimeError:  # the store has gone with the rank that held it
+            return False
+        return said
 
 
 def _is_deadlock(statuses: dict[int, RankStatus], world_size: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ class LogBuffer:
                 row[name] = number
         rows = [(int(values.pop("step", step)), values) for step, values in copied.rows]
         for logger in self._loggers:
-            self.attempt(logger, lambda logger=logger: logger.log_rows(rows))  # type: ignore[misc]
+            self.attempt(logger, partial(logger.log_rows, rows))
 
     def attempt(self, logger: Logger, write: Callable[[], object]) -> None:
         """Let a logger write; that its disk is full or its folder gone is said once, and no more.

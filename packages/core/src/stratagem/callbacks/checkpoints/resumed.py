@@ -1,0 +1,104 @@
+"""Which checkpoints of the run that is resumed are still there, and which of them are this run's.
+
+The names come from a file that anybody may have made. A plain name in the run's own folder is
+looked at, and one beside the checkpoint that the user named; all others are left alone. Only what
+says in a readable manifest that this run has saved it, in its own folder, is ever removed or
+replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+from stratagem.checkpoint.catalog import run_of
+from stratagem.errors import format_value
+from stratagem.storage import paths
+
+_LAST = re.compile(r"last(-v\d+)?\.ckpt")
+
+
+def leads_to(named: str | os.PathLike[str], path: str) -> bool:
+    """Return whether what a user has named is a checkpoint, maybe by a link or another folder.
+
+    Example:
+        >>> leads_to("runs/step=3.ckpt", "runs/step=4.ckpt")
+        False
+    """
+    at, checkpoint = paths.parse_user_path(named), paths.to_location(path)
+    if not isinstance(at, Path) or not isinstance(checkpoint, Path):
+        return str(at) == str(checkpoint)
+    try:
+        return at.samefile(checkpoint)
+    except OSError:  # one of them is gone
+        return False
+
+
+def in_folder(folder: paths.Location, name: object) -> str | None:
+    """Return the path of what a checkpoint names, or None: the name leads out of the folder."""
+    return str(paths.join(folder, name)) if paths.is_name(name) else None
+
+
+class ResumedCheckpoints:
+    """Looks for the checkpoints that a state names; on rank 0.
+
+    Args:
+        folder: in which this run saves.
+        resumed_from: the checkpoint that the user named; None: there is none.
+        run: the name of the run.
+
+    Attributes:
+        spared: what was found and is not this run's to remove.
+        refused: names that lead out of a folder.
+    """
+
+    def __init__(
+        self, folder: paths.Location, resumed_from: paths.Location | None, run: str
+    ) -> None:
+        self._folder = folder
+        self._run = run
+        # Nothing is fetched by a name that was read.
+        self._beside = resumed_from.absolute().parent if isinstance(resumed_from, Path) else None
+        self.spared: set[str] = set()
+        self.refused: list[str] = []
+
+    def locate(self, name: object) -> str | None:
+        """Return where a checkpoint of this run is; None: it is gone, or not this run's."""
+        path = in_folder(self._folder, name)
+        if path is None:
+            self.refused.append(format_value(name))
+            return None
+        saver = run_of(path)
+        # A format that is not core's does not say whose it is.
+        if saver in (self._run, "") and paths.exists(path):
+            if saver == "" or paths.target_of(path) != paths.to_location(path):
+                self.spared.add(path)
+            return path
+        if self._beside is not None:
+            path = str(paths.join(self._beside, str(name)))
+            if run_of(path) == self._run:
+                self.spared.add(path)
+                return path
+        return None
+
+    def warn_of_refused(self) -> None:
+        """Say which names were refused, if any were."""
+        if self.refused:
+            warnings.warn(
+                f"the checkpoint that is resumed from names {len(self.refused)} other(s) that are "
+                f"not in its folder, such as {self.refused[0]}: they are left alone, and count "
+                "neither as the best nor as the newest",
+                stacklevel=2,
+            )
+
+    def locate_last(self, name: object) -> str:
+        """Return where this run's own `last.ckpt` is, or ""."""
+        path = in_folder(self._folder, name)
+        if path is None or not _LAST.fullmatch(str(name)) or not paths.exists(path):
+            return ""
+        may_move = (
+            (self._run, "") if paths.target_of(path) != paths.to_location(path) else (self._run,)
+        )
+        return path if run_of(path) in may_move else ""
